@@ -118,7 +118,7 @@ fn a_slot_that_goes_to_a_writer_comes_back_to_whoever_waits() {
 }
 
 #[test]
-fn whoever_waits_hears_that_it_is_cancelled_and_leaves_its_turn_to_the_next() {
+fn a_cancelled_waiter_leaves_its_turn_to_the_next() {
     every_interleaving(|| {
         let pool = StagingPool::of_slots(1, SLOT).unwrap();
         let held = acquire(&pool).unwrap();

@@ -23,7 +23,7 @@ const EMFILE: i32 = 24;
 const ESTALE: i32 = 116;
 
 #[test]
-fn an_error_in_reading_a_manifest_is_told_and_no_older_step_becomes_the_latest() {
+fn an_error_in_reading_a_manifest_reveals_no_older_step() {
     let world = World::default();
     let manager = world.open(options());
     for step in 1..=3 {
@@ -43,7 +43,7 @@ fn an_error_in_reading_a_manifest_is_told_and_no_older_step_becomes_the_latest()
 }
 
 #[test]
-fn an_error_in_asking_for_the_length_of_a_file_is_told_and_no_older_step_becomes_the_latest() {
+fn an_error_of_a_file_length_reveals_no_older_step() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
@@ -77,7 +77,7 @@ fn retention_deletes_nothing_while_it_cannot_count() {
 }
 
 #[test]
-fn metrics_that_cannot_be_read_are_told_and_the_best_step_is_not_deleted_for_it() {
+fn unreadable_metrics_are_reported_and_delete_nothing() {
     let world = World::default();
     let best = || Options { retention: Retention::keep_best(1, "accuracy", Mode::Max), ..options() };
     let manager = world.open(options());
@@ -116,7 +116,7 @@ fn metrics_that_cannot_be_read_are_told_and_the_best_step_is_not_deleted_for_it(
 }
 
 #[test]
-fn a_step_that_another_process_has_just_retired_is_gone_and_no_error() {
+fn a_step_retired_by_another_process_is_gone() {
     let world = World::default();
     let writer = world.open(options());
     commit(&writer, 1);
@@ -134,7 +134,7 @@ fn a_step_that_another_process_has_just_retired_is_gone_and_no_error() {
 }
 
 #[test]
-fn a_step_that_is_replaced_between_its_listing_and_the_look_at_its_files_is_no_damaged_one() {
+fn a_step_replaced_during_a_listing_is_not_damaged() {
     let world = World::default();
     let writer = std::sync::Arc::new(world.open(options()));
     commit(&writer, 1);
@@ -174,7 +174,7 @@ fn a_writer_is_not_opened_on_a_root_that_it_cannot_read() {
 }
 
 #[test]
-fn a_manifest_that_is_replaced_in_place_by_one_of_the_same_length_is_read_again() {
+fn a_manifest_replaced_in_place_is_read_again() {
     let directory = tempfile::tempdir().unwrap();
     let environment = Environment::real(directory.path(), Engine::Auto).unwrap();
     let manager = Manager::open(directory.path(), options(), environment).unwrap();

@@ -89,7 +89,7 @@ fn hang(world: &World, kind: OperationKind, part: &'static str) -> std::sync::mp
 const SHORT: Duration = Duration::from_millis(50);
 
 #[test]
-fn a_close_after_one_that_gave_up_waits_for_what_is_left_and_tells_the_truth() {
+fn a_second_close_waits_for_the_rest() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
@@ -133,7 +133,7 @@ fn a_close_that_meets_another_one_waits_for_it() {
 }
 
 #[test]
-fn a_close_whose_deletion_hangs_says_so_each_time_and_a_drop_does_not_wait_again() {
+fn a_close_with_a_hanging_deletion_says_so_each_time() {
     let world = World::default();
     let manager = world.open(Options { retention: Retention::keep_latest(1), ..options() });
     commit(&manager, 1);
@@ -157,7 +157,7 @@ fn a_close_whose_deletion_hangs_says_so_each_time_and_a_drop_does_not_wait_again
 }
 
 #[test]
-fn a_save_that_the_policy_refuses_leaves_nothing_and_force_skips_the_policy_only() {
+fn a_refused_save_leaves_nothing_and_force_overrides_it() {
     let world = World::default();
     let policy = SavePolicy::every_steps(2);
     let manager = world.open(Options { save_policy: policy, ..options() });
@@ -208,7 +208,7 @@ fn a_replacement_that_fails_leaves_the_old_step() {
 }
 
 #[test]
-fn a_failed_save_leaves_no_trace_but_its_error_which_is_told_once() {
+fn a_failed_save_leaves_only_its_error() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
@@ -229,7 +229,7 @@ fn a_failed_save_leaves_no_trace_but_its_error_which_is_told_once() {
 }
 
 #[test]
-fn a_save_that_raises_an_earlier_failure_starts_nothing_and_the_next_one_works() {
+fn a_save_that_raises_an_earlier_failure_starts_nothing() {
     let world = World::default();
     let manager = world.open(options());
     world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)));
@@ -249,7 +249,7 @@ fn a_save_that_raises_an_earlier_failure_starts_nothing_and_the_next_one_works()
 }
 
 #[test]
-fn a_failure_that_was_waited_for_is_not_told_again_and_warnings_never_raise() {
+fn a_failure_that_was_waited_for_is_not_repeated() {
     let world = World::default();
     let manager = world.open(options());
     world.disk.inject(Fault::on(OperationKind::Sync, Action::Fail(5)));
@@ -264,7 +264,7 @@ fn a_failure_that_was_waited_for_is_not_told_again_and_warnings_never_raise() {
 }
 
 #[test]
-fn a_leaf_that_cannot_be_captured_fails_before_save_returns_and_leaves_nothing() {
+fn a_leaf_that_cannot_be_captured_fails_before_return() {
     let world = World::default();
     let manager = world.open(options());
     let mut state = state(1);
@@ -301,7 +301,7 @@ fn a_rename_whose_sync_fails_is_uncertain_and_not_counted() {
 }
 
 #[test]
-fn a_lost_answer_of_the_rename_is_settled_by_looking_whose_attempt_is_there() {
+fn a_lost_rename_answer_is_settled_by_the_attempt() {
     let world = World::default();
     let manager = world.open(options());
     world.disk.inject(Fault::on(OperationKind::Rename, Action::FailAfterwards(5)).at("step_").after(0));

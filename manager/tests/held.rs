@@ -118,7 +118,7 @@ fn retention_that_comes_while_a_step_is_being_held_leaves_it() {
 }
 
 #[test]
-fn a_hold_that_comes_while_retention_takes_the_step_does_not_pretend() {
+fn a_hold_during_retention_is_honest() {
     let world = World::default();
     let manager = Arc::new(world.open(keeping(Retention::keep_latest(1))));
     commit(&manager, 1);
@@ -178,7 +178,7 @@ fn what_is_out_of_sight_but_not_durably_so_is_not_deleted() {
 }
 
 #[test]
-fn a_deletion_that_the_kernel_does_not_return_from_does_not_hold_up_a_save_on_a_full_disk() {
+fn a_hanging_deletion_blocks_no_save_on_a_full_disk() {
     let world = World::default();
     let root = world.disk.create_dir_all(Path::new(ROOT)).unwrap();
     root.create_dir(".trash-x").unwrap().write_file("f", b"1").unwrap();
@@ -223,7 +223,7 @@ fn a_deleter_that_is_idle_knows_what_readers_hold() {
 }
 
 #[test]
-fn a_step_whose_name_was_left_uncertain_is_settled_by_the_next_save_of_it() {
+fn an_uncertain_name_is_settled_by_the_next_save() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);

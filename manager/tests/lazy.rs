@@ -78,7 +78,7 @@ fn saves_of_all_kinds_take_turns_and_none_starves_another() {
 }
 
 #[test]
-fn a_commit_that_takes_long_keeps_no_later_save_from_being_captured_and_saves_commit_in_order() {
+fn a_slow_commit_delays_no_later_capture() {
     let world = World::default();
     let staging = Options { staging_bytes: Some(16 << 20), max_pending: 6, ..options() };
     let manager = world.open(staging);

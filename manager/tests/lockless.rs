@@ -45,7 +45,7 @@ fn a_writer_is_refused_unless_it_says_that_it_takes_over() {
 }
 
 #[test]
-fn a_writer_that_gives_signs_of_life_is_not_taken_over_and_one_that_is_silent_is() {
+fn only_a_silent_writer_is_taken_over() {
     let world = world();
     // Every 10 ms.
     let lively = Options { silence: Duration::from_millis(60), ..alone() };

@@ -49,7 +49,7 @@ fn a_save_asks_the_disk_no_more_where_there_are_more_steps() {
 }
 
 #[test]
-fn the_training_looks_no_name_up_where_a_step_was_retired_before() {
+fn training_looks_up_no_name_where_a_step_was_retired() {
     let world = World::default();
     let manager = grown(&world, 3);
     for step in 3..6 {
@@ -96,7 +96,7 @@ fn a_writer_sees_what_is_done_to_its_steps_by_hand() {
 }
 
 #[test]
-fn of_many_steps_one_that_loses_a_file_is_counted_no_more_after_a_few_saves() {
+fn a_step_that_loses_a_file_is_soon_not_counted() {
     let world = World::default();
     let manager = grown(&world, 100);
     let hand = world.disk.process().open_dir(Path::new(ROOT)).unwrap();

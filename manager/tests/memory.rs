@@ -11,7 +11,7 @@ use stepwell_core::sys::total_memory;
 use stepwell_manager::{Manager, Options};
 
 #[test]
-fn more_staging_memory_than_the_machine_has_is_refused_before_anything_is_made() {
+fn more_staging_memory_than_the_machine_has_is_refused() {
     let there = total_memory().unwrap();
     for bytes in [there + 1, 1_000_000_000_000_000, u64::MAX] {
         let world = World::default();
@@ -27,7 +27,7 @@ fn more_staging_memory_than_the_machine_has_is_refused_before_anything_is_made()
 
 /// In a process of its own: the limit is the process's.
 #[test]
-fn a_ring_that_the_system_does_not_give_is_made_smaller_or_refused_by_its_name() {
+fn a_ring_is_made_smaller_or_refused_by_name() {
     let itself = std::env::current_exe().unwrap();
     let script = "ulimit -v 700000 && exec \"$0\" --ignored --exact --test-threads=1 below_a_limit";
     let answer = Command::new("sh").arg("-c").arg(script).arg(itself).output().unwrap();

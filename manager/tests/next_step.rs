@@ -51,7 +51,7 @@ fn a_pending_save_counts_and_one_that_failed_does_not() {
 }
 
 #[test]
-fn one_that_fails_between_others_changes_nothing_and_all_that_fail_change_all() {
+fn one_failing_callback_changes_nothing_for_others() {
     let _alone = alone();
     for (failing, next) in [(vec![11], 13), (vec![11, 12], 11), (vec![12], 12)] {
         let world = World::default();
@@ -97,7 +97,7 @@ fn broken() -> StateSource {
 }
 
 #[test]
-fn a_save_that_could_not_be_captured_holds_no_number_though_it_stands_in_the_queue() {
+fn an_uncaptured_save_holds_no_number() {
     let _alone = alone();
     let world = World::default();
     let manager = world.open(roomy());
@@ -127,7 +127,7 @@ fn a_save_that_could_not_be_captured_holds_no_number_though_it_stands_in_the_que
 }
 
 #[test]
-fn a_wait_without_a_deadline_ends_when_nothing_moves_and_says_what_it_waited_for() {
+fn a_wait_without_a_deadline_ends_without_progress() {
     let _alone = alone();
     let world = World::default();
     let manager = world.open(Options { stall_timeout: Duration::from_millis(300), ..roomy() });
@@ -157,7 +157,7 @@ fn refused(manager: &Manager, step: u64) {
 }
 
 #[test]
-fn a_call_that_a_policy_of_steps_refuses_does_not_touch_the_disk() {
+fn a_refused_call_does_not_touch_the_disk() {
     let _alone = alone();
     let world = World::default();
     let policy = || Options { save_policy: SavePolicy::every_steps(100), ..options() };
@@ -188,7 +188,7 @@ fn a_call_that_a_policy_of_steps_refuses_does_not_touch_the_disk() {
 }
 
 #[test]
-fn the_first_step_of_an_empty_root_is_saved_though_a_save_of_it_failed_before() {
+fn the_first_step_is_saved_after_a_failure_of_it() {
     let _alone = alone();
     let world = World::default();
     let manager = world.open(Options { save_policy: SavePolicy::every_steps(100), ..roomy() });
@@ -200,7 +200,7 @@ fn the_first_step_of_an_empty_root_is_saved_though_a_save_of_it_failed_before() 
 }
 
 #[test]
-fn whoever_goes_on_from_an_older_step_is_told_the_rewind_that_works() {
+fn continuing_from_an_older_step_names_the_rewind() {
     let world = World::default();
     let manager = world.open(options());
     for step in [0, 10, 20, 30, 40, 50] {

@@ -21,7 +21,7 @@ fn panic_once(world: &World, kind: OperationKind, part: &'static str) {
 }
 
 #[test]
-fn retention_that_panics_leaves_the_save_committed_and_the_persister_at_work() {
+fn a_panic_in_retention_leaves_the_save_committed() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1)));
     commit(&manager, 1);
@@ -35,7 +35,7 @@ fn retention_that_panics_leaves_the_save_committed_and_the_persister_at_work() {
 }
 
 #[test]
-fn a_callback_that_panics_takes_no_other_ones_turn_and_no_later_save() {
+fn a_panicking_callback_spares_other_callbacks_and_saves() {
     let world = World::default();
     let manager = world.open(options());
     let called = Arc::new(AtomicU64::new(0));

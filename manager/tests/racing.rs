@@ -50,7 +50,7 @@ fn look_while_it_races(moment: Moment, times: u64, look: impl Fn(&Manager)) {
 }
 
 #[test]
-fn a_listing_that_misses_the_new_step_and_the_old_one_is_made_again() {
+fn a_listing_without_both_steps_is_repeated() {
     for moment in [Moment::Amid, Moment::After] {
         for times in 1..4 {
             look_while_it_races(moment, times, |reader| {
@@ -67,7 +67,7 @@ fn a_listing_that_misses_the_new_step_and_the_old_one_is_made_again() {
 }
 
 #[test]
-fn the_newest_step_is_looked_for_anew_when_it_is_gone_before_it_is_opened() {
+fn the_newest_step_is_looked_up_again_if_it_is_gone() {
     let world = World::default();
     let writer = Arc::new(world.open(keeping(Retention::keep_latest(1))));
     commit(&writer, 1);
@@ -92,7 +92,7 @@ fn the_newest_step_is_looked_for_anew_when_it_is_gone_before_it_is_opened() {
 }
 
 #[test]
-fn the_metrics_of_an_open_step_are_told_when_it_was_retired_meanwhile() {
+fn metrics_of_an_open_step_survive_its_retirement() {
     let world = World::default();
     let writer = world.open(keeping(Retention::keep_latest(1)));
     let mut first = request(1);
@@ -107,7 +107,7 @@ fn the_metrics_of_an_open_step_are_told_when_it_was_retired_meanwhile() {
 }
 
 #[test]
-fn what_somebody_else_deletes_at_the_same_time_is_deleted_to_the_end() {
+fn a_deletion_shared_with_others_completes() {
     for kind in [OperationKind::RemoveFile, OperationKind::RemoveDir] {
         let world = World::default();
         let writer = world.open(keeping(Retention::keep_latest(1)));
@@ -149,7 +149,7 @@ fn a_root_without_steps_is_told_at_once() {
 }
 
 #[test]
-fn a_reader_beside_a_writer_that_keeps_one_step_always_finds_one() {
+fn a_reader_always_finds_the_one_kept_step() {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path().join("run");
     let environment = Environment::real(&root, Engine::Auto).unwrap();

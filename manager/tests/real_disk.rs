@@ -123,7 +123,7 @@ fn killed(world: &World, exists: Exists) {
 }
 
 #[test]
-fn what_a_killed_singular_save_left_is_removed_by_the_next_one_to_that_path() {
+fn dead_path_saves_go_with_the_next_save_to_the_path() {
     let world = World::default();
     killed(&world, Exists::Error);
     committed(&singular(&world, 1, Exists::Error).unwrap());
@@ -134,7 +134,7 @@ fn what_a_killed_singular_save_left_is_removed_by_the_next_one_to_that_path() {
 }
 
 #[test]
-fn a_singular_save_takes_nothing_from_a_live_one_nor_from_another_path() {
+fn a_singular_save_takes_nothing_from_others() {
     let world = World::default();
     world.disk.create_dir_all(Path::new("/models")).unwrap();
     let other = stepwell_core::io::simulated::ImageNode::dir(vec![]);
@@ -156,7 +156,7 @@ fn a_singular_save_takes_nothing_from_a_live_one_nor_from_another_path() {
 }
 
 #[test]
-fn a_writer_that_opens_a_root_takes_nothing_from_a_live_save_to_a_path_in_it() {
+fn a_writer_takes_nothing_from_a_live_path_save() {
     // The second one is named as the temporaries of steps are.
     for name in ["best", "20240101"] {
         let world = World::default();
@@ -186,7 +186,7 @@ fn a_writer_that_opens_a_root_takes_nothing_from_a_live_save_to_a_path_in_it() {
 }
 
 #[test]
-fn what_a_killed_save_to_a_path_left_in_a_root_is_removed_by_its_next_writer() {
+fn dead_path_saves_in_a_root_go_with_its_next_writer() {
     let world = World::default();
     world.open(options()).close(Some(LONG)).unwrap();
     let process = world.disk.process();
@@ -232,7 +232,7 @@ fn a_live_temporary_is_told_from_a_dead_one_on_a_real_disk() {
 }
 
 #[test]
-fn trash_of_a_killed_singular_save_is_removed_and_so_is_what_stands_under_a_shortened_name() {
+fn trash_of_a_killed_path_save_is_removed() {
     let world = World::default();
     committed(&singular(&world, 1, Exists::Error).unwrap());
     let left = stepwell_core::io::simulated::ImageNode::dir(vec![]);
@@ -248,7 +248,7 @@ fn trash_of_a_killed_singular_save_is_removed_and_so_is_what_stands_under_a_shor
 }
 
 #[test]
-fn a_disk_that_a_killed_save_has_filled_is_opened_by_the_next_writer() {
+fn a_disk_filled_by_a_killed_save_is_reopened() {
     let world = World::default();
     let process = world.disk.process();
     let killed = Manager::open(Path::new(ROOT), options(), world.environment_of(&process)).unwrap();

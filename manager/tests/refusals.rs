@@ -117,7 +117,7 @@ fn assert_names(error: &Error, what: &str, limit: u64) {
 }
 
 #[test]
-fn a_save_refuses_before_the_capture_what_its_commit_would_refuse() {
+fn a_save_refuses_early_what_its_commit_would_refuse() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 0);
@@ -157,7 +157,7 @@ fn a_singular_save_refuses_the_same() {
 }
 
 #[test]
-fn later_metrics_that_could_not_be_read_again_are_refused_and_nothing_is_written() {
+fn unreadable_later_metrics_are_refused_unwritten() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);

@@ -13,7 +13,7 @@ use stepwell_core::io::simulated::{Moment, OperationKind};
 use stepwell_manager::{Manager, Options, Retention};
 
 #[test]
-fn a_report_names_items_with_their_bytes_what_was_thinned_away_and_the_keys_of_the_metadata() {
+fn a_report_names_items_bytes_thinning_and_metadata() {
     let world = World::default();
     let thinning = Retention::keep_every_items(1, ["params"]);
     let manager = world.open(keeping(thinning));
@@ -44,7 +44,7 @@ fn a_report_names_items_with_their_bytes_what_was_thinned_away_and_the_keys_of_t
 }
 
 #[test]
-fn a_step_that_is_retired_while_a_report_is_made_is_left_out_and_not_called_damaged() {
+fn a_step_retired_during_a_report_is_left_out() {
     let world = World::default();
     let writer = Arc::new(world.open(keeping(Retention::keep_latest(1))));
     commit(&writer, 1);

@@ -18,7 +18,7 @@ use stepwell_manager::root::{self, Root, Standing};
 use stepwell_manager::{Checkpoint, Error, Mode, Options, Retention, SaveRequest, StepName};
 
 #[test]
-fn what_only_looks_like_a_step_is_none_and_is_neither_chosen_nor_deleted() {
+fn lookalikes_of_steps_are_neither_chosen_nor_deleted() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1)));
     commit(&manager, 3);
@@ -118,7 +118,7 @@ fn a_damaged_step_is_skipped_and_a_copied_one_stays_one() {
 }
 
 #[test]
-fn any_flipped_byte_of_a_manifest_or_index_keeps_the_step_from_being_read() {
+fn a_flipped_metadata_byte_keeps_the_step_from_being_read() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
@@ -194,7 +194,7 @@ fn old_steps_are_thinned_to_the_items_that_are_asked_for() {
 }
 
 #[test]
-fn what_a_later_version_has_noted_survives_a_thinning_and_a_writer_of_this_one() {
+fn notes_of_a_later_version_survive_thinning() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
@@ -228,7 +228,7 @@ fn what_a_later_version_has_noted_survives_a_thinning_and_a_writer_of_this_one()
 }
 
 #[test]
-fn a_thinning_that_was_interrupted_is_finished_by_the_next_writer() {
+fn an_interrupted_thinning_is_finished_by_the_next_writer() {
     let world = World::default();
     let manager = world.open(keeping(Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"])));
     commit(&manager, 1);
@@ -307,7 +307,7 @@ fn a_held_step_stays_as_long_as_it_is_held() {
 }
 
 #[test]
-fn rewinding_sets_newer_steps_aside_and_training_goes_on_from_there() {
+fn a_rewind_sets_newer_steps_aside_and_training_continues() {
     let world = World::default();
     let manager = world.open(options());
     for step in 1..=4 {
@@ -327,7 +327,7 @@ fn rewinding_sets_newer_steps_aside_and_training_goes_on_from_there() {
 }
 
 #[test]
-fn a_rewind_to_a_damaged_step_is_refused_before_anything_is_moved() {
+fn a_rewind_to_a_damaged_step_is_refused() {
     let world = World::default();
     let manager = world.open(options());
     for step in 1..=3 {
@@ -364,7 +364,7 @@ fn a_rewind_that_is_interrupted_leaves_a_latest_between_the_two() {
 }
 
 #[test]
-fn a_rewind_to_a_branch_that_exists_is_refused_before_anything_is_moved() {
+fn a_rewind_to_an_existing_branch_is_refused() {
     let world = World::default();
     let manager = world.open(options());
     for step in 1..=4 {
@@ -391,7 +391,7 @@ fn a_rewind_to_a_branch_that_exists_is_refused_before_anything_is_moved() {
 }
 
 #[test]
-fn the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_live_one() {
+fn the_next_writer_removes_dead_leftovers_only() {
     let world = World::default();
     let killed = world.disk.process();
     let manager =
@@ -457,7 +457,7 @@ fn a_changed_pattern_reads_old_names_and_writes_the_new_one() {
 }
 
 #[test]
-fn of_two_directories_of_one_step_the_first_listing_takes_the_one_that_would_be_written() {
+fn of_two_directories_the_writable_name_is_listed() {
     // Many, as directories are listed in any order.
     let steps = 1..9;
     let (plain, other) = (StepName::new("", 0).unwrap(), StepName::default());
@@ -490,7 +490,7 @@ fn of_two_directories_of_one_step_the_first_listing_takes_the_one_that_would_be_
 }
 
 #[test]
-fn a_pattern_that_does_not_read_the_steps_that_are_there_is_refused_and_nothing_is_changed() {
+fn a_pattern_that_misses_existing_steps_is_refused() {
     let world = World::default();
     let plain = || StepName::new("", 0).unwrap();
     let manager = world.open(Options { step_name: Some(plain()), ..options() });
@@ -527,7 +527,7 @@ fn a_pattern_that_does_not_read_the_steps_that_are_there_is_refused_and_nothing_
 }
 
 #[test]
-fn metrics_of_what_is_damaged_under_the_roots_former_pattern_stay() {
+fn metrics_of_damaged_steps_of_a_former_pattern_stay() {
     let world = World::default();
     let manager = world.open(Options { step_name: Some(StepName::new("", 0).unwrap()), ..options() });
     let metrics = BTreeMap::from([("accuracy".to_owned(), 0.5)]);
@@ -544,7 +544,7 @@ fn metrics_of_what_is_damaged_under_the_roots_former_pattern_stay() {
 }
 
 #[test]
-fn a_deleted_step_is_out_of_sight_at_once_and_may_be_saved_again() {
+fn a_deleted_step_may_be_saved_again_at_once() {
     let world = World::default();
     let manager = world.open(options());
     commit(&manager, 1);
@@ -581,7 +581,7 @@ fn sidecars(world: &World) -> usize {
 }
 
 #[test]
-fn metrics_of_steps_that_are_gone_are_removed_by_the_next_writer_and_no_others() {
+fn metrics_of_gone_steps_are_removed_by_the_next_writer() {
     let world = World::default();
     let manager = world.open(options());
     let metrics = BTreeMap::from([("accuracy".to_owned(), 0.5)]);

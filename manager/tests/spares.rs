@@ -34,7 +34,7 @@ fn file_of(world: &World, name: &str) -> (u64, u64) {
 }
 
 #[test]
-fn a_save_writes_over_the_files_of_the_step_that_was_retired_before() {
+fn a_save_overwrites_the_files_of_the_last_retired_step() {
     let world = World::default();
     let manager = world.open(overwriting());
     commit(&manager, 1);
@@ -99,7 +99,7 @@ fn a_step_that_is_being_read_is_not_written_over() {
 }
 
 #[test]
-fn a_reader_that_comes_just_as_a_step_is_retired_is_told_at_once_that_it_is_gone() {
+fn a_reader_of_a_retiring_step_hears_that_it_is_gone() {
     let world = World::default();
     let manager = world.open(overwriting());
     commit(&manager, 1);
@@ -134,7 +134,7 @@ fn a_reader_that_comes_just_as_a_step_is_retired_is_told_at_once_that_it_is_gone
 }
 
 #[test]
-fn a_file_that_somebody_has_open_without_a_lease_keeps_its_bytes() {
+fn an_open_file_without_a_lease_keeps_its_bytes() {
     let world = World::default();
     let manager = world.open(overwriting());
     commit(&manager, 1);
@@ -149,7 +149,7 @@ fn a_file_that_somebody_has_open_without_a_lease_keeps_its_bytes() {
 }
 
 #[test]
-fn on_a_full_disk_what_waits_to_be_written_over_is_deleted_first() {
+fn on_a_full_disk_spare_files_are_deleted_first() {
     let world = World::default();
     let manager = world.open(overwriting());
     commit(&manager, 1);
@@ -277,7 +277,7 @@ fn copier(root: &Path, stop: &AtomicBool) -> (u64, u64) {
 }
 
 #[test]
-fn a_copy_of_a_step_that_is_retired_while_its_file_is_being_opened_gets_no_other_bytes() {
+fn a_link_during_the_open_of_a_retired_file_is_safe() {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path().join("run");
     let manager =
@@ -354,7 +354,7 @@ fn linker(root: &Path, links: &Path, stop: &AtomicBool, linked: &AtomicU64) -> u
 }
 
 #[test]
-fn a_link_that_is_made_while_its_step_is_retired_keeps_the_bytes_of_the_step() {
+fn a_link_made_during_retirement_keeps_the_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let (root, links) = (directory.path().join("run"), directory.path().join("links"));
     std::fs::create_dir(&links).unwrap();

@@ -34,7 +34,7 @@ fn two_threads_that_save_at_once_do_not_starve_each_other() {
 }
 
 #[test]
-fn a_step_that_lost_a_file_gives_its_number_to_a_good_one_and_is_kept_aside() {
+fn a_step_that_lost_a_file_is_replaced_and_kept_aside() {
     for exists in [Exists::Error, Exists::Skip, Exists::Replace] {
         let world = World::default();
         let manager = world.open(options());
@@ -52,7 +52,7 @@ fn a_step_that_lost_a_file_gives_its_number_to_a_good_one_and_is_kept_aside() {
 }
 
 #[test]
-fn a_damaged_step_does_not_hold_up_training_that_goes_on_below_it() {
+fn a_damaged_step_does_not_block_training_below_it() {
     let world = World::default();
     let manager = world.open(options());
     for step in [1, 2, 5, 9] {

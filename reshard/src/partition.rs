@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn of_each_node_or_socket_only_so_many_write_and_nodes_get_equal_parts_still() {
+    fn writers_are_limited_per_node_or_socket() {
         let held = [Held { extent: vec![6 << 20].into(), itemsize: 1 }];
         let nodes = [0, 0, 0, 0, 1, 1];
         // Sockets of two nodes; the last two ranks are on one.

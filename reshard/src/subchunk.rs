@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_matrix_is_cut_along_both_axes_and_keeps_its_rows_long() {
+    fn a_large_matrix_is_cut_along_both_axes() {
         let cuts = |shape: &[u64], itemsize| extents(shape, itemsize, &Options::HOST);
         assert_eq!(cuts(&[8192, 8192], 2), [[2048, 2048]], "square, rows of 4096 bytes");
         assert_eq!(cuts(&[8192, 8192], 4), [[1024, 2048]], "rows would fall below 4096 bytes: no, 8192");
@@ -386,7 +386,7 @@ mod tests {
         }
 
         #[test]
-        fn a_run_is_at_most_two_boxes_per_dimension_less_one_in_its_own_order(
+        fn a_run_has_few_boxes_in_its_own_order(
             (shape, start, len) in prop::collection::vec(1_u64..6, 1..6).prop_flat_map(|shape| {
                 let n = volume(&shape).unwrap();
                 (Just(shape), 0..n).prop_flat_map(move |(shape, start)| (Just(shape), Just(start), 0..=n - start))

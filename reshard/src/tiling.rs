@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hundred_thousand_chunks_in_a_grid_are_checked_within_the_budget() {
+    fn a_grid_of_many_chunks_is_checked_within_the_budget() {
         let shape = [320 * 4, 320 * 4];
         let options = Options { target_bytes: 16, min_row_bytes: 4, ..Options::HOST };
         let chunks = boxes(subchunk::cut(&Region::whole(&shape), &shape, 1, &options));
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_that_begin_and_end_everywhere_are_checked_within_the_budget() {
+    fn arbitrary_chunks_are_checked_within_the_budget() {
         // Strips along the first axis, each cut in two at another place: no border is shared by
         // two.
         let n = 2000_u64;
@@ -351,7 +351,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_tiling_is_accepted_and_any_change_to_it_is_found_as_counting_finds_it(
+        fn any_change_to_a_tiling_is_found(
             shape in prop::collection::vec(1_u64..7, 1..5),
             cuts in prop::collection::vec((any::<usize>(), any::<usize>(), any::<u64>()), 0..20),
             change in (any::<prop::sample::Index>(), 0_usize..5, 0_usize..4),

@@ -94,7 +94,7 @@ def judged(lab: Lab, kind: str, options: str = "", until_unsound: bool = False) 
         ),
     ],
 )
-def test_every_state_that_a_power_cut_may_leave_on_a_disk_keeps_every_promise(lab: Lab, kind: str) -> None:
+def test_every_power_cut_state_of_a_disk_keeps_every_promise(lab: Lab, kind: str) -> None:
     check_ready(lab, kind)
     tally = judged(lab, kind)
     tally.assert_sound()

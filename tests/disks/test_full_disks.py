@@ -45,7 +45,7 @@ def fill(at: Path, leave: int) -> Path:
     return filler
 
 
-def test_a_tmpfs_of_any_size_loses_nothing_and_says_what_is_missing(lab: Lab) -> None:
+def test_a_tmpfs_of_any_size_loses_nothing(lab: Lab) -> None:
     tally, failures = Tally(), []
     at = lab.mount("tmpfs", "small", "tmpfs", "size=64m")
     for number, size in enumerate(sizes(SIZES, 4096)):
@@ -63,7 +63,7 @@ def test_a_tmpfs_of_any_size_loses_nothing_and_says_what_is_missing(lab: Lab) ->
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"] if LONG else ["ext4"])
-def test_a_disk_that_is_full_at_any_size_loses_nothing_and_says_so(lab: Lab, kind: str) -> None:
+def test_a_full_disk_of_any_size_loses_nothing(lab: Lab, kind: str) -> None:
     need(f"mkfs.{kind}")
     tally, failures = Tally(), []
     at = lab.mount(images.make(lab.at / "full.img", kind), "full", kind)

@@ -30,9 +30,7 @@ TOLD = [errno.EIO, errno.EROFS, errno.ESHUTDOWN, getattr(errno, "EUCLEAN", errno
 
 @pytest.mark.parametrize("engine", ["uring", "buffered"])
 @pytest.mark.parametrize("order", ["write", "writes", "flush", "flushes"])
-def test_a_disk_that_fails_loses_no_committed_step_and_the_failure_is_told(
-    lab: Lab, engine: str, order: str
-) -> None:
+def test_a_failing_disk_loses_no_committed_step(lab: Lab, engine: str, order: str) -> None:
     need_nothing_of(faulty.missing())
     tally, failures, reached, recovered = Tally(), list[Failure](), 0, 0
     template = images.make(lab.at / "template.img", "ext4", None, "-b", "4096")

@@ -22,7 +22,7 @@ VERSIONS = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_over_nfs_committed_steps_survive_the_power_cut_of_client_and_server(lab: Lab, version: str) -> None:
+def test_nfs_commits_survive_client_and_server_power_cuts(lab: Lab, version: str) -> None:
     if not LONG:
         pytest.skip("STEPWELL_LONG=1 runs it")
     need("mkfs.ext4", "modprobe", "rpc.nfsd", "rpc.mountd", "exportfs", "rpcbind", "mount.nfs")

@@ -48,9 +48,7 @@ def cuts(lab: Lab, kind: str, number: int, options: str = "") -> tuple[Tally, in
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
-def test_after_a_power_cut_every_committed_step_is_there_and_every_listed_one_is_whole(
-    lab: Lab, kind: str
-) -> None:
+def test_a_power_cut_loses_and_tears_no_committed_step(lab: Lab, kind: str) -> None:
     need(f"mkfs.{kind}")
     need_nothing_of(uml.unusable(lab))
     tally, acknowledged = cuts(lab, kind, CUTS)
@@ -59,7 +57,7 @@ def test_after_a_power_cut_every_committed_step_is_there_and_every_listed_one_is
     assert acknowledged >= CUTS // 2
 
 
-def test_power_cuts_notice_a_writer_that_forgets_to_sync_its_files(lab: Lab) -> None:
+def test_power_cuts_reveal_a_writer_that_forgets_to_sync(lab: Lab) -> None:
     need("mkfs.ext4")
     need_nothing_of(uml.unusable(lab))
     tally, acknowledged = cuts(lab, "ext4", FORGETFUL_CUTS, "forget=files")

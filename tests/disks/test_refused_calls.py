@@ -31,7 +31,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-def test_a_refused_call_changes_no_byte_or_is_an_error_that_names_it(lab: Lab) -> None:
+def test_a_refused_call_changes_nothing_or_names_the_change(lab: Lab) -> None:
     need_nothing_of(refusing.missing())
     disk = lab.mount("tmpfs", "disk", "tmpfs", "size=256m")
     expected = repeat(disk / "expected")

@@ -79,9 +79,7 @@ class Training:
         assert found["step"] == forwards
 
 
-def test_what_an_attached_optimizer_owns_is_captured_while_the_training_goes_on(
-    cuda: FakeCuda, root: Path
-) -> None:
+def test_attached_optimizer_state_is_captured_in_training(cuda: FakeCuda, root: Path) -> None:
     training = Training(cuda)
     training.forward()
     with sw.CheckpointManager(root) as mgr:
@@ -115,7 +113,7 @@ def test_a_training_that_saves_every_step_reads_back_every_step(cuda: FakeCuda, 
             training.check(mgr.restore(step), version=3 + step, forwards=1 + step)
 
 
-def test_what_no_attached_optimizer_owns_is_fenced_when_save_returns(cuda: FakeCuda, root: Path) -> None:
+def test_arrays_of_no_attached_optimizer_are_fenced(cuda: FakeCuda, root: Path) -> None:
     training = Training(cuda)
     training.forward()
     with sw.CheckpointManager(root) as mgr:
@@ -131,9 +129,7 @@ def test_what_no_attached_optimizer_owns_is_fenced_when_save_returns(cuda: FakeC
         training.check(mgr.restore(0), version=2, forwards=1)
 
 
-def test_an_optimizer_that_is_attached_no_more_waits_for_what_is_being_captured(
-    cuda: FakeCuda, root: Path
-) -> None:
+def test_a_detached_optimizer_waits_for_pending_captures(cuda: FakeCuda, root: Path) -> None:
     training = Training(cuda)
     training.forward()
     with sw.CheckpointManager(root) as mgr:
@@ -146,7 +142,7 @@ def test_an_optimizer_that_is_attached_no_more_waits_for_what_is_being_captured(
         training.check(mgr.restore(0), version=2, forwards=1)
 
 
-def test_a_chunk_of_a_provider_is_copied_behind_what_is_on_the_stream(cuda: FakeCuda, root: Path) -> None:
+def test_a_provider_chunk_is_copied_after_the_stream(cuda: FakeCuda, root: Path) -> None:
     class Provider:
         shape, dtype = (1 << 20,), np.float32
 
@@ -172,9 +168,7 @@ def test_a_chunk_of_a_provider_is_copied_behind_what_is_on_the_stream(cuda: Fake
             assert same(mgr.restore(step)["p"], cuda.pattern(provider.tensor, 5)), (snapshot, capture)
 
 
-def test_an_array_that_reaches_beyond_what_an_attached_optimizer_owns_is_fenced(
-    cuda: FakeCuda, root: Path
-) -> None:
+def test_an_array_beyond_an_attached_optimizer_is_fenced(cuda: FakeCuda, root: Path) -> None:
     both = cuda.tensor(np.zeros((2, 1 << 20), np.float32))
     halves = [
         cuda.tensor(np.zeros(1 << 20, np.float32), at=both.data_ptr() + n * both.nbytes // 2)
@@ -191,9 +185,7 @@ def test_an_array_that_reaches_beyond_what_an_attached_optimizer_owns_is_fenced(
         assert same(mgr.restore(0)["both"], cuda.pattern(both, 1))
 
 
-def test_the_memory_of_a_tensor_that_is_given_other_stays_until_it_is_captured(
-    cuda: FakeCuda, root: Path
-) -> None:
+def test_replaced_tensor_memory_stays_until_captured(cuda: FakeCuda, root: Path) -> None:
     values = np.arange(1 << 20, dtype=np.float32)
     tensor = cuda.tensor(values)
     optimizer = Overwriting([torch.nn.Parameter(tensor)], cuda)
@@ -218,9 +210,7 @@ def test_the_memory_of_a_tensor_that_is_given_other_stays_until_it_is_captured(
 
 
 @pytest.mark.parametrize("snapshot", ["auto", "lazy"])
-def test_what_is_saved_in_the_middle_of_an_update_is_what_was_there_before_it(
-    cuda: FakeCuda, root: Path, snapshot: Any
-) -> None:
+def test_a_save_in_an_update_has_the_values_before_it(cuda: FakeCuda, root: Path, snapshot: Any) -> None:
     training = Training(cuda)
     host = torch.zeros(1000)
     with sw.CheckpointManager(root) as mgr:
@@ -252,9 +242,7 @@ def test_what_is_saved_in_the_middle_of_an_update_is_what_was_there_before_it(
 
 
 @pytest.mark.parametrize("door", ["manager", "checkpoint", "path"])
-def test_a_restore_waits_for_every_save_that_may_still_read_what_it_fills(
-    cuda: FakeCuda, root: Path, door: str
-) -> None:
+def test_a_restore_waits_for_saves_that_read_its_targets(cuda: FakeCuda, root: Path, door: str) -> None:
     host = torch.zeros(1 << 22)
     sw.save(root.parent / "other", {"h": torch.ones(1 << 22)})
     with sw.CheckpointManager(root) as mgr, sw.CheckpointManager(root.parent / "runs") as runs:
@@ -318,7 +306,7 @@ def test_an_eager_snapshot_is_there_when_save_returns(cuda: FakeCuda, root: Path
         training.check(mgr.restore(0), version=2, forwards=1)
 
 
-def test_tensors_are_let_go_of_once_they_are_captured_and_not_before(cuda: FakeCuda, root: Path) -> None:
+def test_tensors_are_released_once_captured(cuda: FakeCuda, root: Path) -> None:
     with sw.CheckpointManager(root) as mgr:
         tensor = cuda.tensor(np.arange(1 << 18, dtype=np.float32))
         died = weakref.ref(tensor.untyped_storage())
@@ -334,7 +322,7 @@ def test_tensors_are_let_go_of_once_they_are_captured_and_not_before(cuda: FakeC
     assert died() is None
 
 
-def test_views_that_are_tied_or_transposed_are_stored_as_what_they_are(cuda: FakeCuda, root: Path) -> None:
+def test_tied_or_transposed_views_are_stored_as_they_are(cuda: FakeCuda, root: Path) -> None:
     values = np.arange(600, dtype=np.float32).reshape(20, 30)
     tensor = cuda.tensor(values)
     # torch would ask its runtime for a view of a tensor on a device: described by its strides
@@ -374,7 +362,7 @@ def test_a_step_is_restored_straight_into_tensors_on_a_device(cuda: FakeCuda, ro
         assert same(cuda.values(training.running_mean), cuda.pattern(training.running_mean, 1001))
 
 
-def test_a_step_is_restored_into_the_tensors_that_are_being_captured(cuda: FakeCuda, root: Path) -> None:
+def test_a_step_is_restored_into_tensors_being_captured(cuda: FakeCuda, root: Path) -> None:
     training = Training(cuda)
     with sw.CheckpointManager(root) as mgr:
         mgr.attach(training.optimizer)
@@ -389,7 +377,7 @@ def test_a_step_is_restored_into_the_tensors_that_are_being_captured(cuda: FakeC
             assert same(tensor, cuda.pattern(tensor, 3)), name
 
 
-def test_a_graph_that_is_being_captured_is_refused_with_what_to_do(cuda: FakeCuda, root: Path) -> None:
+def test_a_graph_being_captured_is_refused_with_advice(cuda: FakeCuda, root: Path) -> None:
     training = Training(cuda)
     with sw.CheckpointManager(root) as mgr:
         mgr.attach(training.optimizer)
@@ -404,9 +392,7 @@ def test_a_graph_that_is_being_captured_is_refused_with_what_to_do(cuda: FakeCud
 
 @pytest.mark.parametrize("snapshot", ["auto", "lazy", "eager"])
 @pytest.mark.parametrize("call", ["copy", "cuMemcpyDtoHAsync_v2", "cuEventQuery"])
-def test_a_device_that_fails_fails_that_save_by_name_and_no_other(
-    cuda: FakeCuda, root: Path, snapshot: Any, call: str
-) -> None:
+def test_a_failing_device_fails_that_save_only(cuda: FakeCuda, root: Path, snapshot: Any, call: str) -> None:
     training = Training(cuda)
     with sw.CheckpointManager(root) as mgr:
         mgr.attach(training.optimizer)
@@ -423,7 +409,7 @@ def test_a_device_that_fails_fails_that_save_by_name_and_no_other(
         training.check(mgr.restore(0), version=2, forwards=0)
 
 
-def test_where_there_is_no_driver_for_it_a_tensor_is_copied_by_torch(
+def test_without_a_driver_a_tensor_is_copied_by_torch(
     cuda: FakeCuda, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor = cuda.tensor(np.arange(10, dtype=np.float32))
@@ -442,9 +428,7 @@ def test_what_a_process_would_copy_from_is_told(cuda: FakeCuda) -> None:
     assert sw.engine_info(cuda=True)["cuda"] == {"driver": 13000, "devices": ["Fake GPU 0", "Fake GPU 1"]}
 
 
-def test_what_is_changed_unguarded_is_found_and_named_where_that_is_asked_for(
-    cuda: FakeCuda, root: Path
-) -> None:
+def test_unguarded_changes_are_found_and_named_if_asked(cuda: FakeCuda, root: Path) -> None:
     first, second = (cuda.tensor(np.zeros(1 << 21, np.float32)) for _ in range(2))
     with sw.CheckpointManager(root, staging_bytes=16 << 20, options=sw.Options(detect_torn=True)) as mgr:
         cuda.random(1, 20_000)
@@ -465,7 +449,7 @@ def test_what_is_changed_unguarded_is_found_and_named_where_that_is_asked_for(
     cuda.violations()
 
 
-def test_a_module_and_its_optimizer_are_filled_on_the_device_and_need_no_memory_of_the_host(
+def test_a_module_is_filled_on_the_device_without_host_memory(
     cuda: FakeCuda, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Net(torch.nn.Module):
@@ -493,7 +477,7 @@ def test_a_module_and_its_optimizer_are_filled_on_the_device_and_need_no_memory_
             assert same(cuda.values(tensor), cuda.pattern(tensor, 2))
 
 
-def test_ties_on_a_device_are_filled_once_and_must_have_one_value(cuda: FakeCuda, root: Path) -> None:
+def test_ties_on_a_device_are_filled_once(cuda: FakeCuda, root: Path) -> None:
     one, other = (cuda.tensor(np.full(1000, value, np.float32)) for value in (1, 2))
     with sw.CheckpointManager(root) as mgr:
         mgr.save(0, {"a": one, "b": one, "c": other, "n": 1}).result()

@@ -214,7 +214,7 @@ dist.destroy_process_group()
     assert [one[5:] for one in told] == [["MisuseError", "MisuseError"]] * 3
 
 
-def test_a_rank_that_dies_in_an_exchange_is_an_error_on_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_an_exchange_is_an_error(tmp_path: Path) -> None:
     script = (
         PREAMBLE
         + """
@@ -291,7 +291,7 @@ jax.distributed.shutdown()
 """
 
 
-def test_arrays_of_jax_that_processes_have_alike_are_read_once_in_all(tmp_path: Path) -> None:
+def test_jax_arrays_that_processes_share_are_read_once(tmp_path: Path) -> None:
     outputs = run(tmp_path, JAX, 4, tmp_path / "run", free_port())
     told = [[int(line[5:]) for line in out.splitlines() if line.startswith("told ")] for out in outputs]
     size = told[0][-1]
@@ -301,7 +301,7 @@ def test_arrays_of_jax_that_processes_have_alike_are_read_once_in_all(tmp_path: 
     assert max(row[1] for row in told) < size / 2
 
 
-def test_what_carries_no_arrays_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_transport_without_arrays_is_refused_unread(tmp_path: Path) -> None:
     script = """
 with open_manager() as manager:
     manager.save(1, {"w": np.arange(10)}).result()

@@ -76,7 +76,7 @@ with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manag
     assert sw.restore(tmp_path / "run") == {"x": 2}
 
 
-def test_a_leader_that_is_gone_with_its_store_is_an_error_on_the_others(tmp_path: Path) -> None:
+def test_a_leader_gone_with_its_store_is_an_error(tmp_path: Path) -> None:
     script = (
         TORCH
         + """
@@ -145,7 +145,7 @@ comm.Barrier()
     np.testing.assert_array_equal(sw.restore(tmp_path / "run")["w"][:, 0], [2, 2, 3, 3, 4, 4])
 
 
-def test_managers_over_one_object_of_mpi_go_on_when_the_first_is_closed(tmp_path: Path) -> None:
+def test_mpi_managers_continue_when_the_first_is_closed(tmp_path: Path) -> None:
     script = """
 board = sw.coordinators.MPI(comm)
 
@@ -167,7 +167,7 @@ comm.Barrier()
     assert sw.open(f"{tmp_path}/run-second").step == 2
 
 
-def test_threads_that_ask_over_mpi_at_once_get_each_their_own_answer(tmp_path: Path) -> None:
+def test_mpi_threads_get_each_their_own_answer(tmp_path: Path) -> None:
     script = """
 board = sw.coordinators.MPI(comm)
 board.start()
@@ -194,7 +194,7 @@ board.stop()
     run_mpi(tmp_path, script, 3, tmp_path / "run")
 
 
-def test_a_process_of_mpi_that_nobody_answers_names_rank_0_and_its_next_question_has_its_own_answer(
+def test_an_unanswered_mpi_process_names_rank_0(
     tmp_path: Path,
 ) -> None:
     script = """

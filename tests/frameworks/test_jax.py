@@ -109,7 +109,7 @@ def test_shards_that_cannot_be_held_are_copied(root: Path, monkeypatch: pytest.M
         assert equal(mgr.restore(to="jax")["w"], floats)
 
 
-def test_dimensions_that_do_not_divide_are_sharded_as_jax_does_it(root: Path) -> None:
+def test_uneven_dimensions_are_sharded_as_by_jax(root: Path) -> None:
     values = jnp.arange(40.0).reshape(8, 5)
     sw.save(root, {"w": jax.device_put(values, sharding((8,), "x"))})
     for axes in ((1,), (2,), (4,)):
@@ -205,7 +205,7 @@ def test_tied_leaves_come_back_as_what_each_of_them_is_wanted(
     assert (back["a"] is back["b"]) == both_of_numpy, "tied, as far as numpy can say so"
 
 
-def test_an_array_of_jax_has_no_memory_that_a_filled_tie_is_given(root: Path) -> None:
+def test_a_jax_array_shares_no_memory_with_a_filled_tie(root: Path) -> None:
     w = np.arange(6, dtype=np.float32)
     sw.save(root, {"p": {"a": w, "b": w, "c": w}})
     fixed = np.zeros(6, np.float32)
@@ -230,7 +230,7 @@ class _Holder:
         self.w = state["w"]
 
 
-def test_an_array_of_jax_in_the_state_of_an_object_has_no_memory_that_a_tie_of_numpy_has(root: Path) -> None:
+def test_a_jax_array_in_an_object_shares_no_memory(root: Path) -> None:
     w = jnp.arange(6.0)
     sw.save(root, {"p": {"holder": _Holder(w), "seen": np.asarray(w)}})
     assert sw.metadata(root).nbytes == w.nbytes, "tied"
@@ -240,7 +240,7 @@ def test_an_array_of_jax_in_the_state_of_an_object_has_no_memory_that_a_tie_of_n
     assert equal(back["holder"]["w"], w)
 
 
-def test_a_subtree_as_stored_is_of_numpy_beside_a_tie_that_is_wanted_of_jax(root: Path) -> None:
+def test_a_stored_subtree_is_numpy_beside_a_jax_tie(root: Path) -> None:
     w, v = np.arange(6, dtype=np.float32), np.ones((2, 2), np.int8)
     sw.save(root, {"p": {"first": {"w": w, "v": v}, "then": [{"w": w}, v]}})
     wanted = jax.ShapeDtypeStruct((6,), jnp.float32)
@@ -294,7 +294,7 @@ def test_tied_arrays_of_jax_come_back_with_each_target_its_own(root: Path, abstr
     assert equal([back["p"]["c"], back["q"]], [w, [v, v]])
 
 
-def test_a_prng_key_that_is_wanted_of_a_plain_array_is_a_mismatch_with_paths(root: Path) -> None:
+def test_a_prng_key_for_a_plain_array_is_a_mismatch(root: Path) -> None:
     sw.save(root, {"p": {"key": np.zeros(2, np.uint32)}})
     for target in (jax.eval_shape(lambda: jax.random.key(0)), jax.random.key(0)):
         with pytest.raises(sw.MismatchError, match="p/key/impl"):
@@ -340,7 +340,7 @@ def test_shardings_may_be_one_for_all_a_tree_or_a_function(root: Path) -> None:
     assert caught.value.leaf == "params/w"
 
 
-def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_intact(root: Path) -> None:
+def test_saving_jax_arrays_does_not_wait_for_the_copy(root: Path) -> None:
     arrays = [jnp.full((1 << 20,), float(number)) for number in range(64)]
     jax.block_until_ready(arrays)
     step = jax.jit(lambda xs: [x + 1 for x in xs], donate_argnums=0)
@@ -359,9 +359,7 @@ def test_saving_jax_arrays_does_not_wait_for_the_copy_and_donation_leaves_them_i
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("how", ["manager", "path"])
-def test_with_an_eager_snapshot_everything_is_copied_when_save_returns_and_donation_is_in_place(
-    root: Path, how: str, devices: int
-) -> None:
+def test_an_eager_snapshot_copies_before_save_returns(root: Path, how: str, devices: int) -> None:
     array = jax.device_put(jnp.zeros(1 << 23), sharding((devices,), "x")).block_until_ready()
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     # It is compiled before, so that nothing but the call itself is between the save and the
@@ -401,7 +399,7 @@ def test_a_tracer_is_refused_with_a_hint(root: Path) -> None:
         jax.jit(lambda x: mgr.check({"x": x}))(jnp.zeros(3))
 
 
-def test_lazy_and_eager_leaves_may_be_mixed_and_saves_stay_in_order(root: Path) -> None:
+def test_lazy_and_eager_leaves_may_be_mixed(root: Path) -> None:
     options = sw.Options()
     host = np.zeros(1 << 20, np.float32)
     with sw.CheckpointManager(root, max_pending=4, options=options) as mgr:
@@ -419,7 +417,7 @@ def test_lazy_and_eager_leaves_may_be_mixed_and_saves_stay_in_order(root: Path) 
             assert all((value == number).all() for value in back.values())
 
 
-def test_a_state_larger_than_the_staging_memory_is_captured_late_too(root: Path) -> None:
+def test_a_state_larger_than_staging_is_captured_late(root: Path) -> None:
     arrays = [jnp.full((1 << 20,), float(number)) for number in range(32)]
     with sw.CheckpointManager(root, staging_bytes=16 << 20, max_pending=2) as mgr:
         for number in range(3):
@@ -476,7 +474,7 @@ def test_optax_states_keep_their_classes(root: Path) -> None:
     assert equal(sw.restore(root, like={"opt": abstract})["opt"], opt_state)
 
 
-def test_flax_linen_train_states_take_their_functions_from_the_target(root: Path) -> None:
+def test_a_flax_train_state_takes_functions_from_the_target(root: Path) -> None:
     nn = pytest.importorskip("flax.linen")
     optax = pytest.importorskip("optax")
     from flax.training.train_state import TrainState
@@ -539,7 +537,7 @@ def test_flax_nnx_states_and_modules(root: Path) -> None:
     assert equal(nnx.state(other), nnx.state(run))
 
 
-def test_an_nnx_module_that_could_not_be_filled_is_refused_and_comes_back_anew_as_like(root: Path) -> None:
+def test_an_nnx_module_is_refused_as_into_and_made_as_like(root: Path) -> None:
     nnx = pytest.importorskip("flax.nnx")
     optax = pytest.importorskip("optax")
     run, other = (nnx.Linear(2, 2, rngs=nnx.Rngs(seed)) for seed in (0, 1))
@@ -572,7 +570,7 @@ def test_equinox_modules_take_their_functions_from_the_target(root: Path) -> Non
     assert "layers" in sw.restore(root)["model"]
 
 
-def test_a_registered_class_of_the_users_is_taken_apart_as_jax_does_it(root: Path) -> None:
+def test_a_registered_users_class_is_flattened_as_by_jax(root: Path) -> None:
     @jax.tree_util.register_pytree_node_class
     class Scaled:
         def __init__(self, values: Any, scale: str) -> None:
@@ -624,7 +622,7 @@ def test_a_restored_array_shares_its_memory_with_nobody(root: Path) -> None:
         ("complex128", [1e38 + 1j], 1e39j),
     ],
 )
-def test_values_of_64_bits_that_jax_has_no_room_for_are_refused_by_leaf(
+def test_wide_values_that_jax_cannot_hold_are_refused(
     root: Path, dtype: str, fits: list[Any], beyond: Any
 ) -> None:
     good, bad = np.array(fits, dtype), np.array([*fits, beyond], dtype)
@@ -715,7 +713,7 @@ def test_arrays_come_back_into_the_kind_of_memory_that_is_wanted(root: Path) -> 
         assert (np.asarray(found) == np.arange(8.0)).all()
 
 
-def test_a_key_of_another_implementation_is_named_before_shapes_are_compared(root: Path) -> None:
+def test_a_key_of_another_implementation_is_named_first(root: Path) -> None:
     for stored, wanted in (("rbg", "unsafe_rbg"), ("threefry2x32", "rbg"), ("rbg", "threefry2x32")):
         sw.save(root, {"k": jax.random.key(1, impl=stored), "w": np.ones(2)}, exists="replace")
         target = jax.random.key(2, impl=wanted)
@@ -739,7 +737,7 @@ def test_a_key_of_another_implementation_is_named_before_shapes_are_compared(roo
         assert equal(sw.restore(root, into={"k": same})["k"], jax.random.key(1, impl=stored))
 
 
-def test_a_sharding_that_does_not_fit_is_refused_by_leaf_however_it_is_given(root: Path) -> None:
+def test_a_sharding_that_does_not_fit_is_refused_by_leaf(root: Path) -> None:
     sw.save(root, {"a": {"x": jnp.ones((8, 8))}})
     abstract = NamedSharding(jax.sharding.AbstractMesh((8,), ("z",)), PartitionSpec("z"))
     for wrong, said in ((abstract, "AbstractMesh"), (sharding((3,), "x"), "3 times")):

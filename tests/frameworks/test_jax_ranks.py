@@ -105,7 +105,7 @@ jax.distributed.shutdown()
 )
 
 
-def test_what_some_devices_have_is_saved_once_by_all_processes_that_have_it(tmp_path: Path) -> None:
+def test_arrays_on_some_devices_are_saved_once(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run(tmp_path, SOME, 4, root, free_port(), 2, "8x1")
     found = sw.restore(root)

@@ -273,7 +273,7 @@ def rng(seed: int) -> list[Any]:
     ]
 
 
-def test_objects_are_stored_for_each_place_in_their_grid_as_typed_data(root: Path) -> None:
+def test_objects_are_stored_for_each_place_in_their_grid(root: Path) -> None:
     saved, more = Grid(2, 2, 2), Grid(2, 2, 1)
 
     def own(rank: int, grid: Grid) -> list[Any]:
@@ -343,7 +343,7 @@ def plain(rank: int, key: str = "w", **changes: Any) -> Any:
     return ShardedTensor.from_rank_offsets(key, data, settings.pop("cut", (0, rank, 2)), **settings)
 
 
-def test_the_main_replica_writes_and_none_or_two_of_them_are_refused_with_tensor_ranks_and_region(
+def test_exactly_one_main_replica_writes(
     root: Path,
 ) -> None:
     def work(rank: int, manager: sw.CheckpointManager) -> None:
@@ -409,7 +409,7 @@ def test_what_cannot_stand_at_its_key_is_refused_by_it(tmp_path: Path) -> None:
             sw.save(tmp_path / str(number), state)
 
 
-def test_factories_and_leaves_without_data_are_restored_and_what_is_of_this_process_stays(
+def test_factories_and_leaves_without_data_are_restored(
     tmp_path: Path,
 ) -> None:
     def turned(data: Any) -> Any:

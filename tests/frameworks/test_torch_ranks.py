@@ -141,7 +141,7 @@ def build(seed):
 """
 
 
-def test_a_module_under_fsdp2_and_tensor_parallelism_is_filled_where_its_parts_are(tmp_path: Path) -> None:
+def test_a_module_under_fsdp2_and_tp_is_filled_in_place(tmp_path: Path) -> None:
     root = tmp_path / "run"
     save = (
         FSDP
@@ -190,7 +190,7 @@ def test_strided_shards_are_cut_in_the_order_in_which_fsdp2_cuts(rows: int) -> N
     assert adapter._in_order([(2, 1, 3)]) == [(2, 1, 3)]
 
 
-def test_an_uneven_module_and_one_that_is_left_gathered_are_saved_under_fsdp2_and_tensor_parallelism(
+def test_uneven_and_gathered_modules_are_saved_under_fsdp2(
     tmp_path: Path,
 ) -> None:
     root = tmp_path / "run"
@@ -393,7 +393,7 @@ def test_a_bare_optimizer_of_dtensors_is_refused_unread(tmp_path: Path, world: i
     run_forked(tmp_path, TORCH, BARE_OPTIMIZER, world, tmp_path / "run", free_port(), world)
 
 
-def test_a_tensor_that_says_which_boxes_it_has_is_saved_and_filled_as_them(root: Path) -> None:
+def test_a_tensor_with_declared_boxes_is_saved_as_them(root: Path) -> None:
     torch = pytest.importorskip("torch")
     checkpoint = pytest.importorskip("torch.distributed.checkpoint")
     if not hasattr(checkpoint, "CheckpointableTensor"):
@@ -510,7 +510,7 @@ def values(layers):
 """
 
 
-def test_what_a_mesh_of_some_ranks_cuts_is_saved_once_by_all_that_have_it(tmp_path: Path) -> None:
+def test_shards_of_a_partial_mesh_are_saved_once(tmp_path: Path) -> None:
     root = tmp_path / "run"
     save = (
         SUBMESHES
@@ -597,7 +597,7 @@ dist.destroy_process_group()
 """
 
 
-def test_what_torch_gives_of_fsdp1_as_dtensors_is_saved_whole_and_restored(tmp_path: Path) -> None:
+def test_fsdp1_dtensors_are_saved_whole(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run_forked(tmp_path, TORCH, FSDP1, 2, root, free_port())
     found = sw.restore(root, to="torch")

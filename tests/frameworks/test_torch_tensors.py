@@ -50,7 +50,7 @@ def test_every_dtype_comes_back_bit_for_bit_fresh_and_in_place(root: Path, dtype
     assert array.dtype.name == dtype
 
 
-def test_a_tensor_that_is_not_contiguous_is_stored_by_its_values_and_filled_where_it_lies(root: Path) -> None:
+def test_a_strided_tensor_is_stored_by_value_and_filled(root: Path) -> None:
     base = torch.arange(60.0).reshape(3, 4, 5)
     views = {
         "transposed": base.permute(2, 0, 1),
@@ -76,7 +76,7 @@ def test_a_tensor_that_is_not_contiguous_is_stored_by_its_values_and_filled_wher
     assert target["channels_last"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_conjugated_and_negated_views_are_stored_as_what_they_show(root: Path) -> None:
+def test_lazy_views_are_stored_as_what_they_show(root: Path) -> None:
     values = torch.tensor([1 + 2j, 3 - 4j])
     sw.save(root, {"conj": values.conj(), "neg": values.conj().imag})
     back = sw.restore(root, to="torch")
@@ -84,7 +84,7 @@ def test_conjugated_and_negated_views_are_stored_as_what_they_show(root: Path) -
     assert torch.equal(back["neg"], values.conj().imag.resolve_neg())
 
 
-def test_parts_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_filled_with_it(
+def test_lazy_parts_are_stored_as_what_they_show(
     root: Path,
 ) -> None:
     views = {
@@ -123,7 +123,7 @@ def test_parts_that_are_conjugated_or_negated_are_stored_as_what_they_show_and_f
         assert torch.equal(view.resolve_conj().resolve_neg(), shown[name])
 
 
-def test_a_parameter_is_stored_as_a_tensor_and_requires_grad_comes_from_the_target(root: Path) -> None:
+def test_a_parameter_is_stored_as_a_plain_tensor(root: Path) -> None:
     sw.save(root, {"w": torch.nn.Parameter(torch.arange(4.0))})
     frozen = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
     assert sw.restore(root, into={"w": frozen})["w"] is frozen
@@ -168,7 +168,7 @@ def test_a_tensor_may_be_changed_when_save_returns(root: Path) -> None:
     assert not sw.restore(root)["x"].any()
 
 
-def test_with_a_lazy_snapshot_the_guard_and_an_attached_optimizer_wait_for_the_copy(root: Path) -> None:
+def test_a_lazy_snapshot_makes_guard_and_optimizer_wait(root: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(32 << 20))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     # Memory for a small part of it only, so that the copy cannot be over as soon as `save` returns.
@@ -198,7 +198,7 @@ def test_with_a_lazy_snapshot_the_guard_and_an_attached_optimizer_wait_for_the_c
         assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_offloaded_state_of_an_attached_optimizer_is_captured_behind_the_call_where_that_is_said(
+def test_offloaded_state_is_captured_behind_if_asked(
     root: Path,
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(32 << 20))
@@ -224,16 +224,14 @@ def test_offloaded_state_of_an_attached_optimizer_is_captured_behind_the_call_wh
             mgr.attach(optimizer, host="now and then")  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_attached_is_refused_with_what_to_do_instead(root: Path) -> None:
+def test_an_unattachable_optimizer_is_refused_with_advice(root: Path) -> None:
     with sw.CheckpointManager(root) as mgr, pytest.raises(sw.MisuseError, match="update_guard"):
         mgr.attach(object())
 
 
 @pytest.mark.parametrize("form", ["optimizer", "train state"])
 @pytest.mark.parametrize("how", ["hook", "torch's own"])
-def test_an_optimizer_that_steps_inside_backward_is_refused_with_what_to_do_instead(
-    root: Path, form: str, how: str
-) -> None:
+def test_an_optimizer_that_steps_in_backward_is_refused(root: Path, form: str, how: str) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     given = optimizer if form == "optimizer" else sw.torch.TrainState(model, optimizer)
@@ -281,9 +279,7 @@ def test_a_tensor_is_let_go_when_it_has_been_captured(root: Path) -> None:
         (lambda: torch.zeros(2, dtype=torch.int8).view(torch.int4), "torch.int4.*torch.uint8"),
     ],
 )
-def test_a_tensor_that_cannot_be_stored_is_refused_by_path_before_anything_is_written(
-    root: Path, make: Any, hint: str
-) -> None:
+def test_an_unstorable_tensor_is_refused_by_path_unwritten(root: Path, make: Any, hint: str) -> None:
     with sw.CheckpointManager(root) as mgr:
         with pytest.raises((sw.UnsupportedLeaf, ValueError), match=hint) as caught:
             mgr.save(0, {"params": {"bad": make()}})
@@ -345,7 +341,7 @@ def test_to_and_device_are_checked(root: Path) -> None:
     assert sw.restore(root, to="torch", device="cpu")["x"].device.type == "cpu"
 
 
-def test_a_long_list_of_tensors_is_not_copied_when_it_is_flattened(root: Path) -> None:
+def test_a_long_list_of_tensors_is_flattened_uncopied(root: Path) -> None:
     tensors = [torch.full((1 << 18,), float(number)) for number in range(8)]
     with sw.CheckpointManager(root) as mgr:
         mgr.save(0, {"list": tensors, "tuple": tuple(tensors)}).result()

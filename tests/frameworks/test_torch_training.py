@@ -65,7 +65,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("form", ["objects", "train state"])
-def test_training_goes_on_after_a_restore_as_if_nothing_had_happened(root: Path, form: str) -> None:
+def test_training_continues_unchanged_after_a_restore(root: Path, form: str) -> None:
     def state(parts: tuple[Any, Any, Any]) -> dict[str, Any]:
         model, optimizer, scheduler = parts
         if form == "train state":
@@ -87,7 +87,7 @@ def test_training_goes_on_after_a_restore_as_if_nothing_had_happened(root: Path,
     assert same(run[0], resumed[0])
 
 
-def test_a_module_is_filled_where_its_tensors_are_and_its_views_see_it(root: Path) -> None:
+def test_a_module_is_filled_where_its_tensors_are(root: Path) -> None:
     source, target = Net(), Net()
     sw.save(root, {"model": source})
     view = target.conv.weight.detach()[0]
@@ -96,7 +96,7 @@ def test_a_module_is_filled_where_its_tensors_are_and_its_views_see_it(root: Pat
     assert torch.equal(view, source.conv.weight[0])
 
 
-def test_a_module_with_hooks_or_extra_state_gets_its_state_through_its_own_loader(root: Path) -> None:
+def test_a_module_with_hooks_is_loaded_by_its_own_loader(root: Path) -> None:
     class Extra(nn.Linear):
         version = 1
 
@@ -122,7 +122,7 @@ def test_a_module_with_hooks_or_extra_state_gets_its_state_through_its_own_loade
     assert calls
 
 
-def test_slots_are_stored_by_the_name_of_their_parameter_and_ties_once(root: Path) -> None:
+def test_slots_are_stored_by_parameter_name(root: Path) -> None:
     run = build(0)
     train(run, 1)
     sw.save(root, {"train": sw.torch.TrainState(*run)})
@@ -137,7 +137,7 @@ def test_slots_are_stored_by_the_name_of_their_parameter_and_ties_once(root: Pat
     assert groups[0]["weight_decay"] == 0.1
 
 
-def test_parameters_grouped_in_another_way_keep_their_slots_and_hyperparameters(root: Path) -> None:
+def test_regrouped_parameters_keep_slots_and_hyperparameters(root: Path) -> None:
     run = build(0)
     train(run, 2)
     run[1].param_groups[0]["lr"] = run[1].param_groups[1]["lr"] = 0.5
@@ -162,7 +162,7 @@ def test_parameters_grouped_in_another_way_keep_their_slots_and_hyperparameters(
         sw.restore(root, into={"train": sw.torch.TrainState(model, merged)})
 
 
-def test_frozen_parameters_need_no_slots_and_absent_ones_are_made_without_a_step(root: Path) -> None:
+def test_frozen_parameters_need_no_slots(root: Path) -> None:
     run = build(0)
     run[0].conv.weight.requires_grad_(False)
     train(run, 2)
@@ -240,9 +240,7 @@ def same_slots(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_live_optimizer_goes_back_to_before_its_first_step_and_trains_as_if_it_had_not_diverged(
-    root: Path, name: str
-) -> None:
+def test_a_live_optimizer_goes_back_before_its_first_step(root: Path, name: str) -> None:
     straight = with_optimizer(OPTIMIZERS[name])
     expected = train(straight, 5)
     run = with_optimizer(OPTIMIZERS[name])
@@ -258,7 +256,7 @@ def test_a_live_optimizer_goes_back_to_before_its_first_step_and_trains_as_if_it
     assert same_slots(slots_of(run), slots_of(straight))
 
 
-def test_slots_that_an_option_added_after_the_save_are_gone_after_a_restore(root: Path) -> None:
+def test_slots_of_a_later_option_are_gone_after_a_restore(root: Path) -> None:
     straight = with_optimizer(OPTIMIZERS["Adam"])
     train(straight, 2)
     expected = train(straight, 3, seed=1)
@@ -277,7 +275,7 @@ def test_slots_that_an_option_added_after_the_save_are_gone_after_a_restore(root
     assert train(run, 3, seed=1) == expected
 
 
-def test_a_parameter_that_was_frozen_when_it_was_saved_has_no_slots_after_a_restore(root: Path) -> None:
+def test_a_frozen_parameter_has_no_slots_after_a_restore(root: Path) -> None:
     run = with_optimizer(OPTIMIZERS["Adam"])
     frozen = run[0].conv.weight
     frozen.requires_grad_(False)
@@ -327,7 +325,7 @@ def test_histories_of_tensors_in_slots_are_as_long_as_they_were(root: Path, targ
     assert steps(*run, 2) == expected
 
 
-def test_a_train_state_as_like_gives_the_slots_that_are_stored_and_nothing_else(root: Path) -> None:
+def test_a_train_state_as_like_gives_the_stored_slots(root: Path) -> None:
     run = with_optimizer(OPTIMIZERS["Adam"])
     state = {"train": sw.torch.TrainState(*run)}
     sw.save(root, state)
@@ -376,7 +374,7 @@ def test_an_optimizer_whose_state_is_elsewhere_is_refused() -> None:
         sw.torch.TrainState(model, optimizer).state_dict()
 
 
-def test_hyperparameters_that_are_tensors_in_a_tuple_stay_those_tensors(root: Path) -> None:
+def test_tensor_hyperparameters_in_a_tuple_stay_the_same(root: Path) -> None:
     def run(value: float) -> tuple[Any, Any]:
         model = Net()
         betas = (torch.tensor(value), torch.tensor(0.99))
@@ -423,7 +421,7 @@ def test_an_optimizer_of_another_model_is_refused_at_once() -> None:
         sw.torch.TrainState({"w": torch.zeros(2)})
 
 
-def test_random_generators_scaler_and_averages_go_on_where_they_were(root: Path) -> None:
+def test_generators_scaler_and_averages_continue(root: Path) -> None:
     def parts() -> dict[str, Any]:
         model = nn.Linear(2, 2)
         return {
@@ -449,7 +447,7 @@ def test_random_generators_scaler_and_averages_go_on_where_they_were(root: Path)
     assert same(back["ema"], run["ema"])
 
 
-def test_an_object_of_the_users_gets_tensors_where_it_gave_tensors(root: Path) -> None:
+def test_a_users_object_gets_tensors_where_it_gave_them(root: Path) -> None:
     class Average:
         def __init__(self) -> None:
             self.shadow: dict[str, Any] = {}
@@ -469,7 +467,7 @@ def test_an_object_of_the_users_gets_tensors_where_it_gave_tensors(root: Path) -
     assert empty.shadow["b"].dtype is torch.bfloat16
 
 
-def test_a_mismatch_lists_every_leaf_of_a_module_before_anything_is_written(root: Path) -> None:
+def test_a_mismatch_lists_every_leaf_of_a_module(root: Path) -> None:
     sw.save(root, {"model": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))})
     target = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2), nn.Linear(2, 2))
     before = {name: value.clone() for name, value in target.state_dict().items()}
@@ -495,9 +493,7 @@ def test_lora_on_top_of_a_base_keeps_what_the_checkpoint_has_not(root: Path) -> 
 
 
 @pytest.mark.parametrize("form", ["module", "train state"])
-def test_a_module_without_memory_is_refused_as_into_and_says_what_is_wanted_as_like(
-    root: Path, form: str
-) -> None:
+def test_a_module_without_memory_is_refused_as_into(root: Path, form: str) -> None:
     source = nn.Linear(2, 3)
     wrap = sw.torch.TrainState if form == "train state" else lambda module: module
     sw.save(root, {"model": wrap(source)})
@@ -533,7 +529,7 @@ def adam(parameters: Any) -> Any:
     return torch.optim.Adam(parameters, lr=1e-3, weight_decay=0.1)
 
 
-def test_what_the_class_of_an_optimizer_holds_to_holds_after_a_restore_as_in_torch(root: Path) -> None:
+def test_an_optimizer_class_keeps_its_invariants(root: Path) -> None:
     stored = stepped(adam)
     sw.save(root, {"train": stored})
     taken = fresh(torch.optim.AdamW)
@@ -554,7 +550,7 @@ def test_what_the_class_of_an_optimizer_holds_to_holds_after_a_restore_as_in_tor
     )
 
 
-def test_steps_that_an_older_torch_kept_as_numbers_become_tensors(root: Path) -> None:
+def test_steps_stored_as_numbers_become_tensors(root: Path) -> None:
     state = stepped(adam).state_dict()
     for slots in state["optimizer"]["state"].values():
         slots["step"] = 1.0
@@ -588,9 +584,7 @@ OTHER_KINDS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("kinds", OTHER_KINDS)
 @pytest.mark.parametrize("through", ["restore", "load_state_dict"])
-def test_an_optimizer_of_another_kind_is_refused_before_anything_is_written(
-    root: Path, kinds: str, through: str
-) -> None:
+def test_an_optimizer_of_another_kind_is_refused_unwritten(root: Path, kinds: str, through: str) -> None:
     stored, wanted, named = OTHER_KINDS[kinds]
     state = stepped(stored)
     sw.save(root, {"train": state})
@@ -614,7 +608,7 @@ def test_an_optimizer_of_another_kind_is_refused_before_anything_is_written(
     assert torch.equal(model.weight, state.model.weight)
 
 
-def test_what_schedulers_put_into_groups_needs_no_scheduler_in_the_target(root: Path) -> None:
+def test_scheduler_entries_need_no_scheduler_in_the_target(root: Path) -> None:
     state = stepped(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     torch.optim.lr_scheduler.OneCycleLR(state.optimizers[None], 1.0, total_steps=10)
     sw.save(root, {"train": state})
@@ -640,7 +634,7 @@ def test_what_schedulers_put_into_groups_needs_no_scheduler_in_the_target(root: 
         "Adafactor",
     ],
 )
-def test_every_optimizer_of_torch_takes_its_own_state_fresh_and_live(root: Path, name: str) -> None:
+def test_every_torch_optimizer_takes_its_own_state(root: Path, name: str) -> None:
     def make(parameters: Any) -> Any:
         return getattr(torch.optim, name)(parameters, lr=0.01)
 
@@ -656,7 +650,7 @@ def test_every_optimizer_of_torch_takes_its_own_state_fresh_and_live(root: Path,
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
-def test_objects_of_torch_get_tensors_where_plain_dicts_are_stored(root: Path, make: Any) -> None:
+def test_torch_objects_get_tensors_from_plain_dicts(root: Path, make: Any) -> None:
     stored = stepped(make)
     model, optimizer = stored.model, stored.optimizers[None]
     hooked = nn.Linear(4, 4)
@@ -676,7 +670,7 @@ def test_objects_of_torch_get_tensors_where_plain_dicts_are_stored(root: Path, m
     assert all(torch.is_tensor(one) for slots in found["state"].values() for one in slots.values())
 
 
-def test_a_loader_that_raises_is_named_with_what_was_filled_before(root: Path) -> None:
+def test_a_raising_loader_is_named_with_what_was_filled(root: Path) -> None:
     stored = stepped(torch.optim.AdamW)
     sw.save(root, {"model": stored.model, "optim": stored.optimizers[None]})
     model = nn.Linear(4, 4)
@@ -689,7 +683,7 @@ def test_a_loader_that_raises_is_named_with_what_was_filled_before(root: Path) -
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_memory_is_prepared_for_a_train_state_that_has_not_made_a_step(root: Path) -> None:
+def test_memory_is_prepared_before_the_first_step(root: Path) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"train": sw.torch.TrainState(model, optimizer)}
@@ -923,7 +917,7 @@ def test_a_grown_parameter_keeps_its_fresh_rows(root: Path, dtype: Any) -> None:
     assert not slot[2:].any()
 
 
-def test_trainable_only_saves_what_is_trained_and_leaves_the_rest(root: Path) -> None:
+def test_trainable_only_saves_the_trained_leaves(root: Path) -> None:
     def frozen(seed: int) -> tuple[Any, Any, Any]:
         model, _, _ = build(seed)
         model.embed.weight.requires_grad_(False)

@@ -29,7 +29,7 @@ def test_whether_a_hold_protects_an_array_is_told(device: Any, capsys: pytest.Ca
         )
 
 
-def test_a_donating_loop_that_saves_every_step_reads_back_every_step(device: Any, root: Path) -> None:
+def test_a_donating_loop_reads_back_every_step(device: Any, root: Path) -> None:
     update = jax.jit(lambda state: jax.tree.map(lambda one: one + 1, state), donate_argnums=0)
     state = jax.device_put({f"w{n}": np.zeros(1 << 20, np.float32) for n in range(8)}, device)
     with sw.CheckpointManager(root, max_pending=2) as mgr:

@@ -35,7 +35,7 @@ def several_steps(root: Path, count: int) -> None:
             mgr.save(step, state(step, SMALL))
 
 
-def test_kempnerforge_102_latest_never_names_a_step_that_is_not_durable(root: Path) -> None:
+def test_kempnerforge_102_latest_is_always_durable(root: Path) -> None:
     """An asynchronous save moved the ``latest`` link and deleted the older checkpoints as soon as
     it had been *started*. A process that died while it was being written left a ``latest`` without
     metadata, and nothing to go back to."""
@@ -67,7 +67,7 @@ def test_kempnerforge_102_latest_never_names_a_step_that_is_not_durable(root: Pa
     assert deleting, "no kill came while a save was half written and older steps were being deleted"
 
 
-def test_nemo_3261_an_interrupted_save_stands_in_nobodys_way_when_its_step_comes_again(root: Path) -> None:
+def test_nemo_3261_an_interrupted_save_blocks_nobody(root: Path) -> None:
     """A save that was cut off (wall clock, preemption, out of memory) left a half-written directory
     under the step's own name. The run resumed from the step before and came to that step again. One
     rank found its directory taken and failed, and the others waited permanently. So did every later
@@ -98,7 +98,7 @@ def test_nemo_3261_an_interrupted_save_stands_in_nobodys_way_when_its_step_comes
     )
 
 
-def test_metaseq_53_a_checkpoint_with_shards_of_zero_bytes_is_never_the_last_one(
+def test_metaseq_53_a_checkpoint_of_empty_shards_is_not_last(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A disk ran full while ``checkpoint_last`` was written over: its shards had no bytes, and the
@@ -128,9 +128,7 @@ def test_metaseq_53_a_checkpoint_with_shards_of_zero_bytes_is_never_the_last_one
 
 
 @pytest.mark.parametrize("how", ["cp -r", "cp -a", "tar", "file by file"])
-def test_orbax_394_a_copied_checkpoint_is_one_and_is_not_deleted_as_a_leftover(
-    root: Path, tmp_path: Path, how: str
-) -> None:
+def test_orbax_394_a_copied_checkpoint_is_not_deleted(root: Path, tmp_path: Path, how: str) -> None:
     """What makes a checkpoint valid depended on where it had been written: a commit file on one
     kind of storage, an atomic rename on the other. Checkpoints that were copied from the one to the
     other lacked the file, and were deleted as leftovers of an interrupted save when the next job
@@ -163,9 +161,7 @@ def test_orbax_394_a_copied_checkpoint_is_one_and_is_not_deleted_as_a_leftover(
     check(sw.restore(tmp_path / "alone"), 1)
 
 
-def test_orbax_605_a_save_that_fails_in_the_background_stops_the_training_that_relies_on_it(
-    python: Run, root: Path
-) -> None:
+def test_orbax_605_a_failed_background_save_stops_training(python: Run, root: Path) -> None:
     """An asynchronous save failed, and the main thread went on for days. When the next one was
     saved, removing the step before failed as well, since that had never come to be."""
     script = """
@@ -205,9 +201,7 @@ else:
     assert "step 5" in ended.stderr
 
 
-def test_pytorch_144657_tensors_on_the_cpu_that_change_after_save_returns_are_saved_as_they_were(
-    root: Path, tmp_path: Path
-) -> None:
+def test_pytorch_144657_changed_cpu_tensors_are_saved_unchanged(root: Path, tmp_path: Path) -> None:
     """``async_save`` moved tensors to the CPU before it wrote them, which copies nothing where they
     are there already. An optimizer that stepped before the writing was over put its new values into
     the checkpoint of the step before."""
@@ -255,9 +249,7 @@ def flip_a_bit(step: Path) -> None:
     file.write_bytes(raw)
 
 
-def test_marin_5386_damage_to_the_newest_steps_costs_no_more_than_those_steps(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_marin_5386_damage_costs_only_the_damaged_steps(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Resuming damaged the newest checkpoints, and retention had kept one in ten thousand of those
     before: the next whole one was 8000 steps back. Tools that restarted the run went on writing
     among the damaged ones."""
@@ -300,9 +292,7 @@ class Unreadable:
         raise AssertionError(found)
 
 
-def test_burn_5479_a_save_that_fails_over_the_previous_checkpoint_leaves_that_as_it_was(
-    python: Run, root: Path, tmp_path: Path
-) -> None:
+def test_burn_5479_a_failed_save_leaves_the_previous_one(python: Run, root: Path, tmp_path: Path) -> None:
     """Saving truncated the file at the path before the tensors had been read. One that could not be
     read failed the save, and what had been saved there before was gone."""
     only = tmp_path / "model"

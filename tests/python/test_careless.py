@@ -58,9 +58,7 @@ def test_a_pattern_that_matches_nothing_is_told_with_near_names(
     assert caught.value.report.unmatched[0][0] == option
 
 
-def test_a_rename_of_what_is_not_stored_fails_and_one_to_what_is_not_wanted_is_told(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_useless_rename_fails_or_is_reported(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     like = {"optimizer": sw.AS_STORED}
     with pytest.raises(sw.MismatchError, match="rename: `parms`; near it is `params`"):
         sw.restore(path, like=like, rename={"parms": "model"})
@@ -71,7 +69,7 @@ def test_a_rename_of_what_is_not_stored_fails_and_one_to_what_is_not_wanted_is_t
         sw.restore(path, rename={"params": "model"})
 
 
-def test_a_pattern_that_only_allows_something_need_not_be_used_and_is_told_where_it_would_have_helped(
+def test_an_unused_permission_is_reported_where_it_helps(
     path: Path,
 ) -> None:
     like = {"optimizer": {"m": np.zeros(3), "v": np.zeros(3)}}
@@ -80,9 +78,7 @@ def test_a_pattern_that_only_allows_something_need_not_be_used_and_is_told_where
     assert list(sw.restore(path, unexpected={"head/**": "ignore"})) == ["params", "optimizer", "step"]
 
 
-def test_a_rewind_to_a_step_that_was_thinned_warns_of_what_is_gone(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rewind_to_a_thinned_step_warns(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     retention = sw.keep_latest(1) | sw.keep_every(1, items=["params"])
     with sw.CheckpointManager(root, retention=retention) as manager:
         for step in (1, 2):
@@ -135,7 +131,7 @@ class Stateful:
         raise AssertionError(state)
 
 
-def test_a_state_that_is_inside_itself_is_refused_where_the_cycle_closes(tmp_path: Path, path: Path) -> None:
+def test_a_cyclic_state_is_refused_where_it_closes(tmp_path: Path, path: Path) -> None:
     loop: dict[str, Any] = {"x": 1}
     loop["self"] = loop
     rows: list[Any] = [np.zeros(1)]
@@ -161,7 +157,7 @@ def test_a_state_that_is_inside_itself_is_refused_where_the_cycle_closes(tmp_pat
     sw.save(tmp_path / "tied", {"a": [same, {"b": same}], "c": [STATE["params"], STATE["params"]]})
 
 
-def test_metadata_that_is_inside_itself_or_too_deep_is_refused_by_path(tmp_path: Path) -> None:
+def test_cyclic_or_deep_metadata_is_refused_by_path(tmp_path: Path) -> None:
     loop: dict[str, Any] = {}
     loop["x"] = [loop]
     deep: list[Any] = []
@@ -184,7 +180,7 @@ def test_integers_of_metadata_come_back_exactly(tmp_path: Path, number: int) -> 
 
 
 @pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**400])
-def test_integers_of_metadata_that_would_be_rounded_are_refused_by_path(tmp_path: Path, number: int) -> None:
+def test_metadata_integers_that_would_be_rounded_are_refused(tmp_path: Path, number: int) -> None:
     with pytest.raises(sw.MisuseError, match=r"custom_metadata\['n'\]\[0\] is an integer beyond 64 bits"):
         sw.save(tmp_path / "c", {}, custom_metadata={"n": [number]})
     with pytest.raises(sw.MisuseError, match="root_metadata"):
@@ -316,15 +312,13 @@ RULES = sw.sharding.Rules({"**": ()})
         lambda: sw.sharding.Rules({"**": ()}, stages={"**": "x"}).shard({"a": ROW}, sw.sharding.RankMesh(pp=2), 0),
     ],
 )  # fmt: skip
-def test_numbers_and_names_that_mean_nothing_are_refused_where_they_are_given(make: Any) -> None:
+def test_meaningless_numbers_and_names_are_refused_at_once(make: Any) -> None:
     with pytest.raises(sw.MisuseError, match=" "):
         make()
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_shared_directory_that_cannot_be_is_refused_for_one_process_as_for_many(
-    tmp_path: Path, world: int
-) -> None:
+def test_an_impossible_shared_directory_is_refused(tmp_path: Path, world: int) -> None:
     for job in ("", "a/b", "a b", "ä", "x\n", "x" * 129, "\ud800"):
         with pytest.raises(sw.MisuseError, match="job_id is 1 to 128 letters"):
             sw.coordinators.SharedDirectory(0, world, job)
@@ -343,9 +337,7 @@ def test_a_shared_directory_that_cannot_be_is_refused_for_one_process_as_for_man
         layouts.Parts(ROW, (8,), [layouts.Piece((2**70,), (4,), (slice(0, 4),))], None),
     ],
 )
-def test_what_another_package_says_of_its_parts_is_refused_by_leaf_path(
-    root: Path, parts: layouts.Parts
-) -> None:
+def test_wrong_parts_of_another_package_are_refused_by_leaf(root: Path, parts: layouts.Parts) -> None:
     sw.save(root, {"a": [ROW]})
     for refused in (
         lambda: sw.save(root.with_name("other"), {"a": [parts]}),
@@ -358,16 +350,14 @@ def test_what_another_package_says_of_its_parts_is_refused_by_leaf_path(
 
 
 @pytest.mark.parametrize("dtype", ["O", "V4", "S3", "longdouble", [("x", "f4")]])
-def test_a_dtype_that_is_never_stored_cannot_be_wanted_and_is_refused_by_leaf_path(
-    root: Path, dtype: Any
-) -> None:
+def test_a_dtype_that_is_never_stored_is_refused_by_path(root: Path, dtype: Any) -> None:
     sw.save(root, {"a": ROW})
     for wanted in (sw.ArraySpec((4,), dtype), np.zeros(4, dtype)):
         with pytest.raises(sw.UnsupportedLeaf, match="leaf `a`: arrays of dtype"):
             sw.restore(root, like={"a": wanted})
 
 
-def test_a_part_that_leaves_its_dtype_open_takes_that_of_what_is_stored(root: Path) -> None:
+def test_a_part_without_a_dtype_takes_the_stored_one(root: Path) -> None:
     sw.save(root, {"a": np.arange(4, dtype=np.int16)})
     part = sw.sharding.LocalShard(sw.ArraySpec((2,)), (4,), (2,))
     found = sw.restore(root, like={"a": part})["a"].local
@@ -404,7 +394,7 @@ def test_a_manager_refuses_what_it_cannot_use_and_makes_nothing(root: Path, wron
     assert not root.exists()
 
 
-def test_the_engine_takes_every_option_as_it_is_meant_or_says_which_it_does_not_know(root: Path) -> None:
+def test_the_engine_takes_or_refuses_every_option(root: Path) -> None:
     given = json.loads(
         to_json(sw.Options(), sw.every_steps(1), sw.keep_all(), None, "auto", 1, False, "raise")
     )
@@ -459,7 +449,7 @@ def test_keywords_of_a_restore_are_checked(path: Path, wrong: dict[str, Any]) ->
                 call(**wrong)
 
 
-def test_the_keywords_of_a_restore_are_the_same_everywhere_and_spelled_out(path: Path) -> None:
+def test_restore_keywords_are_the_same_everywhere(path: Path) -> None:
     expected = list(get_type_hints(restore_options.RestoreKeywords))
     for function, own in [
         (sw.restore, ["path", "step", "fallback"]),
@@ -505,9 +495,7 @@ def test_words_of_a_save_are_checked(root: Path) -> None:
     ],
     ids=str,
 )
-def test_a_generator_state_that_does_not_fit_is_refused_before_anything_is_written(
-    tmp_path: Path, generator: Any
-) -> None:
+def test_a_wrong_generator_state_is_refused_unwritten(tmp_path: Path, generator: Any) -> None:
     sw.save(tmp_path / "c", {"a": np.ones(5), "rng": np.random.default_rng(0)})
     target = np.zeros(5)
     other = {"a": target, "rng": generator}
@@ -519,7 +507,7 @@ def test_a_generator_state_that_does_not_fit_is_refused_before_anything_is_writt
         sw.restore(tmp_path / "c", like=other)
 
 
-def test_memory_that_overlaps_itself_or_others_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+def test_overlapping_memory_is_refused_unwritten(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"a": {"x": np.arange(1.0, 7), "y": np.arange(6.0)}})
     memory = np.zeros(20)
     for wrong, leaf in [
@@ -566,7 +554,7 @@ class Failing:
         raise AssertionError(state)
 
 
-def test_an_error_of_the_callers_own_code_in_a_save_says_where_in_the_state(tmp_path: Path) -> None:
+def test_an_error_of_the_callers_code_names_the_place(tmp_path: Path) -> None:
     @dataclasses.dataclass
     class Lacking:
         x: int
@@ -610,7 +598,7 @@ def test_saving_to_a_path_that_is_taken_speaks_of_the_path(tmp_path: Path) -> No
     assert str(tmp_path / "c") in str(caught.value)
 
 
-def test_a_read_only_manager_says_once_that_it_saves_nothing_and_refuses_to_be_forced(
+def test_a_read_only_manager_says_once_that_it_saves_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with sw.CheckpointManager(tmp_path / "run") as mgr:
@@ -624,9 +612,7 @@ def test_a_read_only_manager_says_once_that_it_saves_nothing_and_refuses_to_be_f
     assert [one.levelname for one in caplog.records if "read_only" in one.getMessage()] == ["WARNING"]
 
 
-def test_a_directory_that_is_no_step_is_told_by_its_error_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_is_no_step_is_explained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "notes.txt").write_text("x")
     with pytest.raises(sw.errors.NotAStep):
@@ -647,7 +633,7 @@ def test_an_index_that_is_no_basic_one_is_refused_as_such(tmp_path: Path) -> Non
         assert w[...].tolist() == [0, 1, 2, 3]
 
 
-def test_policies_that_are_combined_by_words_say_how_they_combine() -> None:
+def test_combined_policies_say_how_they_combine() -> None:
     for words in (
         lambda: sw.every_steps(2) and sw.at_steps([3]),
         lambda: sw.every_steps(2) or sw.at_steps([3]),
@@ -673,7 +659,7 @@ def test_a_damaged_step_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCapt
     assert sum("damaged step is skipped" in one.getMessage() for one in caplog.records) == 1
 
 
-def test_an_include_that_selects_nothing_is_refused_with_what_to_do(path: Path) -> None:
+def test_an_include_without_a_match_is_refused_with_advice(path: Path) -> None:
     with pytest.raises(sw.errors.MisuseError, match=r"include=\[\] selects nothing; leave it out"):
         sw.restore(path, include=[])
     assert sw.restore(path, include=["step"], exclude=[])["step"] == 3

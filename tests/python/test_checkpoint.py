@@ -220,7 +220,7 @@ def test_a_singular_checkpoint_is_not_overwritten_by_accident(tmp_path: Path) ->
         sw.save(tmp_path / "other", {"a": 2}, exists="replace")
 
 
-def test_a_root_opens_its_newest_step_and_a_copy_of_a_step_is_one(tmp_path: Path) -> None:
+def test_a_root_opens_its_newest_step(tmp_path: Path) -> None:
     with sw.CheckpointManager(tmp_path / "run") as manager:
         for step in range(3):
             manager.save(step, {"n": step})
@@ -307,9 +307,7 @@ def test_what_is_saved_anew_after_a_rewind_is_watched_again(
 
 
 @pytest.mark.parametrize("which", ["latest", "all"])
-def test_a_look_between_any_two_changes_gives_what_is_new_and_nothing_old(
-    tmp_path: Path, which: Literal["latest", "all"]
-) -> None:
+def test_a_look_between_changes_gives_only_new_facts(tmp_path: Path, which: Literal["latest", "all"]) -> None:
     root = tmp_path / "run"
     steps = watching._Steps(str(root), sw.open, None)
 
@@ -393,7 +391,7 @@ def mirror(tmp_path: Path) -> Mirror:
 
 
 @pytest.mark.parametrize("part", ["manifest", "index"])
-def test_watching_the_latest_gives_the_newest_whole_step_of_a_mirror_and_that_which_comes_whole_later(
+def test_watching_a_mirror_yields_the_newest_whole_step(
     mirror: Mirror, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     mirror.begin(0)
@@ -416,7 +414,7 @@ def test_watching_the_latest_gives_the_newest_whole_step_of_a_mirror_and_that_wh
     assert list(sw.watch(mirror.mirror, after=2, timeout=0)) == []
 
 
-def test_watching_all_passes_over_a_step_that_is_not_whole_and_gives_it_when_it_is(mirror: Mirror) -> None:
+def test_watching_all_yields_a_late_step_when_it_is_whole(mirror: Mirror) -> None:
     for step in range(3):
         mirror.begin(step)
     mirror.finish(0)
@@ -464,9 +462,7 @@ def test_every_engine_writes_what_every_engine_reads(tmp_path: Path, engine: Any
 
 @pytest.mark.parametrize("how", ["flip", "cut", "lose"])
 @pytest.mark.parametrize("file", ["manifest.json", "i0/index", "i1/index", "i0/00000.data"])
-def test_verifying_a_root_looks_at_its_newest_step_and_reports_whatever_is_damaged(
-    tmp_path: Path, file: str, how: str
-) -> None:
+def test_verifying_a_root_reads_its_newest_step(tmp_path: Path, file: str, how: str) -> None:
     root = tmp_path / "run"
     with sw.CheckpointManager(root) as mgr:
         for step in range(2):
@@ -505,9 +501,7 @@ def test_an_empty_newest_step_does_not_verify(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_looking_at_a_checkpoint_leaves_the_collector_of_python_as_it_was(
-    tmp_path: Path, is_on: bool
-) -> None:
+def test_reading_leaves_the_garbage_collector_as_it_was(tmp_path: Path, is_on: bool) -> None:
     sw.save(tmp_path / "one", {"params": {"w": np.zeros(3, np.float32), "v": np.zeros(3, np.float32)}})
     was_on = gc.isenabled()
     try:

@@ -20,7 +20,7 @@ from stepwell._cli.group import COMMANDS
 from stepwell._cli.leftovers import is_locked
 
 
-def test_importing_the_package_imports_nothing_of_the_command_line() -> None:
+def test_importing_the_package_imports_no_command_line() -> None:
     script = "import sys, stepwell; print([one for one in ('click', 'rich', 'stepwell._cli') if one in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -52,14 +52,14 @@ def test_the_help_of_every_command_says_what_it_is_for() -> None:
         assert "--json" in own.stdout
 
 
-def test_a_mistyped_command_is_wrong_use_and_the_near_one_is_named() -> None:
+def test_a_mistyped_command_names_the_near_one() -> None:
     done = process("verfy", "x")
     assert done.returncode == 2
     assert "did you mean verify?" in done.stderr
     assert done.stdout == ""
 
 
-def test_a_path_that_is_nothing_is_one_sentence_without_a_traceback_and_a_problem(tmp_path: Path) -> None:
+def test_a_path_that_is_nothing_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     for command in ("ls", "show", "verify"):
         done = process(command, tmp_path / "rnus")
@@ -72,7 +72,7 @@ def test_a_path_that_is_nothing_is_one_sentence_without_a_traceback_and_a_proble
     assert shown.returncode == 1
 
 
-def test_an_error_is_a_document_too_and_nothing_else_is_on_standard_output(tmp_path: Path) -> None:
+def test_an_error_is_the_only_document_on_standard_output(tmp_path: Path) -> None:
     done = process("show", tmp_path / "nothing", "--json")
     assert done.returncode == 1
     found = json.loads(done.stdout)
@@ -90,7 +90,7 @@ def test_a_checkpoint_where_a_root_is_needed_is_wrong_use(tmp_path: Path) -> Non
     assert not (tmp_path / "single" / ".stepwell").exists()
 
 
-def test_a_command_that_writes_makes_no_root_of_a_directory_that_is_none(tmp_path: Path) -> None:
+def test_a_writing_command_makes_no_root(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for arguments in (
         ["gc"],
@@ -113,7 +113,7 @@ def test_the_document_is_all_of_standard_output(root: Path) -> None:
     assert len(done.stdout.splitlines()) == 1
 
 
-def test_nothing_is_coloured_and_no_bar_is_drawn_where_nobody_looks(root: Path) -> None:
+def test_output_to_a_pipe_has_no_colours_and_no_bars(root: Path) -> None:
     make_root(root)
     for arguments in (["ls", root], ["verify", root], ["diff", f"{root}@0", f"{root}@10"]):
         done = process(*arguments, FORCE_COLOR="1")
@@ -132,7 +132,7 @@ def test_a_reader_that_leaves_early_is_no_error(root: Path) -> None:
     assert told == b""
 
 
-def test_a_root_that_a_run_holds_is_looked_at_but_not_pruned_or_rewound(root: Path) -> None:
+def test_a_held_root_is_neither_pruned_nor_rewound(root: Path) -> None:
     make_root(root)
     script = "import stepwell as sw, sys, time\nm = sw.CheckpointManager(sys.argv[1])\nprint('open', flush=True)\ntime.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", script, root], stdout=subprocess.PIPE, text=True) as trainer:
@@ -196,7 +196,7 @@ def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, t
     assert keys(found) == documented(command)
 
 
-def test_documents_of_several_forms_have_the_keys_that_are_documented(root: Path, tmp_path: Path) -> None:
+def test_documents_have_the_documented_keys(root: Path, tmp_path: Path) -> None:
     make_root(root)
     array = document("cat", root, "params/w")
     written = document("cat", root, "params/w", "-o", tmp_path / "w.npy")

@@ -41,7 +41,7 @@ def test_ls_of_the_newest_few_still_counts_all(root: Path) -> None:
     assert "the newest 1 of 3" in run("ls", root, "-n", 1).stdout
 
 
-def test_ls_tells_damage_strangers_leftovers_and_branches_and_finds_problems(root: Path) -> None:
+def test_ls_reports_damage_strangers_leftovers_and_branches(root: Path) -> None:
     make_root(root, steps=4)
     with sw.CheckpointManager(root) as manager:
         manager.rewind(20, "old")
@@ -150,7 +150,7 @@ def test_metrics_that_came_later_are_shown_of_a_step(root: Path) -> None:
         assert document("show", path)["metrics"] == {"loss": 1.0, "score": 0.75}
 
 
-def test_a_hostile_name_is_escaped_on_a_terminal_and_kept_in_a_document(root: Path) -> None:
+def test_a_hostile_name_is_escaped_on_a_terminal_only(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {HOSTILE: {"w": np.zeros(3)}}, metrics={HOSTILE: 1.0}, custom_metadata={HOSTILE: 1})
     for arguments in (["ls", root], ["show", root], ["show", root, "--layout"]):
@@ -268,7 +268,7 @@ def test_cat_says_what_is_wrong_with_a_leaf_or_a_slice(root: Path, leaf: str, co
     assert word in result.stderr
 
 
-def test_verify_of_a_whole_root_names_the_file_the_block_and_the_leaves_of_all_damage(root: Path) -> None:
+def test_verify_of_a_root_names_file_block_and_leaves(root: Path) -> None:
     make_root(root)
     assert document("verify", root)["ok"]
     flip_a_bit(root / "step_00000010" / "i0" / "00000.data", 4100)

@@ -46,9 +46,7 @@ def test_a_report_asks_for_nothing_from_anywhere(root: Path, tmp_path: Path) -> 
     assert "unsafe" not in text
 
 
-def test_a_report_of_a_root_has_its_steps_metrics_retention_and_newest_step(
-    root: Path, tmp_path: Path
-) -> None:
+def test_a_report_of_a_root_has_steps_metrics_and_retention(root: Path, tmp_path: Path) -> None:
     make_root(root)
     options = ["--keep-latest", 1, "--keep-best", "loss", "--mode", "max"]
     data = inside(written(root, *options, to=tmp_path / "report.html"))
@@ -86,7 +84,7 @@ def test_a_state_that_is_one_leaf_or_nothing_has_a_report(tmp_path: Path, value:
     assert run("show", tmp_path / "one").exit_code == 0
 
 
-def test_a_root_whose_steps_cannot_be_opened_has_a_report_that_says_so(root: Path, tmp_path: Path) -> None:
+def test_a_root_of_unreadable_steps_has_a_report(root: Path, tmp_path: Path) -> None:
     make_root(root, steps=1)
     (root / "step_00000000" / "i0" / "00000.data").unlink()
     found = document("report", root, "-o", tmp_path / "report.html", code=1)
@@ -110,7 +108,7 @@ def test_a_name_stays_text_whatever_it_is(root: Path, tmp_path: Path) -> None:
     assert "<!--" not in text.split("<body>")[1]
 
 
-def test_what_is_embedded_comes_back_as_it_was_and_ends_no_element() -> None:
+def test_embedded_data_round_trips_and_ends_no_element() -> None:
     for text in (HOSTILE, "<!--<script>", "]]>", "\u2028\u2029", "\ud800", "&lt;", "𝔘"):
         made = embedded({text: [text]})
         assert "<" not in made

@@ -167,7 +167,7 @@ def test_a_plan_says_what_a_restore_would_read(root: Path) -> None:
     assert "optimizer/m" in found["report"]["left_out"]
 
 
-def test_a_plan_against_another_checkpoint_lists_every_difference(root: Path, tmp_path: Path) -> None:
+def test_a_plan_of_another_checkpoint_lists_every_difference(root: Path, tmp_path: Path) -> None:
     make_root(root)
     sw.save(tmp_path / "other", {"params": {"weight": np.zeros((3, 4), np.float32), "b": np.zeros(5)}})
     found = document("plan", root, "--like", tmp_path / "other", code=1)

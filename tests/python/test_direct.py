@@ -212,7 +212,7 @@ def _resident() -> int:
     raise AssertionError("no VmRSS")
 
 
-def test_new_memory_is_that_of_the_arrays_and_64_mib_whatever_their_sizes(tmp_path: Path) -> None:
+def test_new_memory_is_that_of_the_arrays_and_64_mib(tmp_path: Path) -> None:
     # Arrays whose last huge page is used by a little more than half: huge pages alone would take
     # nearly 90 MiB more.
     size = (5 << 20) + 4096
@@ -226,7 +226,7 @@ def test_new_memory_is_that_of_the_arrays_and_64_mib_whatever_their_sizes(tmp_pa
     assert (found["layer89"] == 89).all()
 
 
-def test_arrays_that_were_to_be_filled_are_let_go_of_however_a_restore_ends(tmp_path: Path) -> None:
+def test_a_restore_lets_go_of_its_targets_however_it_ends(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"a": np.arange(4), "b": np.arange(3)})
 
     def into(length: int = 3) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def test_a_target_that_contains_itself_is_refused_in_no_time(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("fill", [False, True])
-def test_a_restore_that_failed_holds_nothing_while_its_exception_lives(tmp_path: Path, fill: bool) -> None:
+def test_a_failed_restore_holds_nothing(tmp_path: Path, fill: bool) -> None:
     state = {"a": np.arange(100_000)}
     with sw.CheckpointManager(tmp_path / "run") as manager:
         for step in (1, 2):

@@ -53,7 +53,7 @@ def program(folder: Path) -> list[str]:
     return [sys.executable, "train.py"]
 
 
-def test_the_program_of_the_first_page_is_killed_and_ends_with_the_bits_of_an_undisturbed_run(
+def test_the_killed_first_page_program_ends_with_equal_bits(
     tmp_path: Path,
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -48,7 +48,7 @@ end()
 """
 
 
-def test_an_interrupted_save_is_over_when_the_interrupt_is_raised(python: Run, root: Path) -> None:
+def test_an_interrupted_save_is_over_on_the_interrupt(python: Run, root: Path) -> None:
     script = """
 manager = sw.CheckpointManager(sys.argv[1], staging_bytes=16 << 20)
 told = 0
@@ -71,7 +71,7 @@ def end():
     assert done.stdout == "3 True []\n"
 
 
-def test_an_interrupted_singular_save_is_over_when_the_interrupt_is_raised(python: Run, root: Path) -> None:
+def test_an_interrupted_path_save_is_over_on_the_interrupt(python: Run, root: Path) -> None:
     script = """
 names, told = iter("abcdef"), 0
 sw.save  # imported before: an interrupt in numpy's own imports may be lost there
@@ -93,9 +93,7 @@ def end():
     assert done.stdout == "3\n"
 
 
-def test_a_failure_of_a_manager_that_was_dropped_ends_the_process_with_an_error(
-    python: Run, root: Path
-) -> None:
+def test_a_dropped_managers_failure_ends_the_process(python: Run, root: Path) -> None:
     done = python(LOST + "lost()\ngc.collect()\nprint('the end')", root)
     assert (done.returncode, done.stdout) == (1, "the end\n")
     assert str(root) in done.stderr
@@ -118,7 +116,7 @@ print(sw.metadata(sys.argv[1]).step, signal.getsignal(signal.SIGTERM) == signal.
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "2 True\n")
 
 
-def test_preemption_handlers_chain_in_whatever_order_managers_close(python: Run, root: Path) -> None:
+def test_preemption_handlers_chain_in_any_order(python: Run, root: Path) -> None:
     script = """
 import signal
 heard = []
@@ -253,7 +251,7 @@ manager.close()
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True False\n")
 
 
-def test_an_interrupt_ends_a_read_and_nothing_is_written_afterwards(python: Run, root: Path) -> None:
+def test_an_interrupt_ends_a_read_without_later_writes(python: Run, root: Path) -> None:
     script = """
 import time
 size = 256 << 20
@@ -295,7 +293,7 @@ print(told)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "100\n")
 
 
-def test_the_wait_at_exit_has_a_bound_and_says_what_it_waited_for() -> None:
+def test_the_wait_at_exit_has_a_bound() -> None:
     from stepwell import _lifecycle as lifecycle
 
     moved = iter((0, 1, 1, 1, 1, 1, 1, 1, 1, 1))

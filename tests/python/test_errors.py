@@ -46,7 +46,7 @@ def test_every_class_but_the_base_has_a_kind_of_the_table() -> None:
     assert set(errors.BY_KIND) == KINDS | {sw.StepwellError.kind}
 
 
-def test_an_internal_error_says_that_it_is_a_bug_and_what_was_found() -> None:
+def test_an_internal_error_says_that_it_is_a_bug() -> None:
     error = errors.from_engine("internal", "this is a bug", {"expected": "3", "found": "4"})
     assert isinstance(error, sw.errors.InternalError)
     assert not isinstance(error, (ValueError, OSError))
@@ -81,7 +81,7 @@ def test_an_error_keeps_its_message_and_the_systems_number() -> None:
 
 
 @pytest.mark.parametrize("code", errors.REMEDIES)
-def test_an_error_of_the_disk_says_what_to_do_where_the_system_does_not(code: int) -> None:
+def test_a_disk_error_says_what_to_do(code: int) -> None:
     for kind in ("save_failed", "io"):
         said = str(errors.from_engine(kind, "it failed", {"errno": code}))
         assert said == f"it failed; {errors.REMEDIES[code]}"
@@ -89,7 +89,7 @@ def test_an_error_of_the_disk_says_what_to_do_where_the_system_does_not(code: in
     assert str(errors.from_engine("step_not_found", "no step 3", {"errno": code})) == "no step 3"
 
 
-def test_a_root_that_was_removed_under_its_manager_is_said_to_be_gone(tmp_path: Path) -> None:
+def test_a_root_removed_under_its_manager_is_reported(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with sw.CheckpointManager(root) as manager:
         shutil.rmtree(root)
@@ -137,9 +137,7 @@ def test_a_link_that_leads_nowhere_is_not_called_a_file(tmp_path: Path) -> None:
         sw.restore(link)
 
 
-def test_a_damaged_step_that_is_asked_for_says_so_and_is_told_where_an_older_one_is_given(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_step_names_an_older_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "run"
     with sw.CheckpointManager(root) as manager:
         for step in range(3):

@@ -23,7 +23,7 @@ def wait_for(condition: Any, seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-def test_each_save_and_restore_is_one_line_of_json_with_its_phases(tmp_path: Path) -> None:
+def test_each_save_and_restore_is_one_line_of_json(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     root = tmp_path / "run"
     with sw.CheckpointManager(root, save_policy=sw.every_steps(2), on_event=sw.events.JsonLines(log)) as mgr:
@@ -48,7 +48,7 @@ def test_each_save_and_restore_is_one_line_of_json_with_its_phases(tmp_path: Pat
     assert 0 < restore["open_seconds"] < restore["seconds"]
 
 
-def test_the_root_is_gone_the_save_fails_and_both_the_event_and_the_error_say_so(tmp_path: Path) -> None:
+def test_a_removed_root_is_in_the_event_and_the_error(tmp_path: Path) -> None:
     events: list[Any] = []
     root = tmp_path / "run"
     mgr = sw.CheckpointManager(root, on_event=events.append)
@@ -106,7 +106,7 @@ def test_what_is_no_function_is_refused(tmp_path: Path) -> None:
         sw.CheckpointManager(tmp_path / "run", on_event="print")  # type: ignore[arg-type]
 
 
-def test_a_save_to_a_path_from_one_of_several_processes_says_what_to_pass(
+def test_a_path_save_of_one_of_several_says_what_to_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -127,7 +127,7 @@ def raising(original: Callable[..., Any], failing: int, number: int) -> tuple[Ca
     return replaced, calls
 
 
-def test_a_rank_that_raises_anywhere_in_a_restore_leaves_nobody_in_a_collective(
+def test_a_rank_that_raises_leaves_nobody_in_a_collective(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("BATCH", "PIECE", "LEAST"):

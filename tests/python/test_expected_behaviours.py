@@ -90,13 +90,13 @@ def saved(root: Path, policy: sw.SavePolicy, steps: range) -> list[int]:
         return manager.all_steps()
 
 
-def test_the_first_step_is_saved_whatever_its_number_where_that_is_wanted(tmp_path: Path) -> None:
+def test_the_first_step_is_saved_on_request(tmp_path: Path) -> None:
     assert saved(tmp_path / "a", sw.every_steps(2), range(1, 5)) == [1, 2, 4]
     assert saved(tmp_path / "b", sw.every_steps(2, initial=False), range(1, 5)) == [2, 4]
     assert saved(tmp_path / "c", sw.at_steps([1, 3, 5]), range(6)) == [1, 3, 5], "these and no others"
 
 
-def test_a_policy_of_ones_own_is_asked_with_the_latest_step_or_none(root: Path) -> None:
+def test_a_custom_policy_is_asked_with_the_latest_step(root: Path) -> None:
     asked: list[tuple[int, int | None]] = []
 
     def own(step: int, latest: int | None) -> bool:
@@ -138,7 +138,7 @@ def test_so_many_seconds_pass_between_two_saves(root: Path) -> None:
     assert all(ended - begun > 0.28 for (begun, _), (_, ended) in itertools.pairwise(times)), times
 
 
-def test_a_save_that_failed_does_not_keep_the_next_step_from_being_saved(root: Path) -> None:
+def test_a_failed_save_does_not_block_the_next_step(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         with files_no_longer_than(1 << 20), pytest.raises(sw.SaveFailed):
             manager.save(1, LARGE).result()
@@ -198,7 +198,7 @@ def test_the_best_step_is_one_of_those_that_have_the_metric(root: Path) -> None:
             manager.best_step("los", "min")
 
 
-def test_what_was_set_aside_twice_under_one_number_is_there_twice(root: Path) -> None:
+def test_two_branches_of_one_number_both_stay(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, state(0)).result()
         for attempt in (1, 2):
@@ -225,7 +225,7 @@ def test_numbers_longer_than_their_width_are_steps_too(root: Path) -> None:
 # ---------------------------------------------------------------------------------------
 
 
-def test_the_directory_of_an_interrupted_save_is_not_restored_by_hand_either(root: Path) -> None:
+def test_an_interrupted_saves_directory_is_not_restorable(root: Path) -> None:
     with training(root, nbytes=64 << 20) as process:
         assert process.watch(lambda: process.committed() is not None and half_written(root))
         process.kill()
@@ -239,9 +239,7 @@ def test_the_directory_of_an_interrupted_save_is_not_restored_by_hand_either(roo
     assert names(root, ".tmp-") == []
 
 
-def test_what_may_not_be_written_is_said_with_its_path_and_older_steps_stay(
-    python: Run, tmp_path: Path
-) -> None:
+def test_a_denied_write_names_its_path(python: Run, tmp_path: Path) -> None:
     # Root may write everywhere: it becomes nobody, after everything is imported.
     script = """
 import logging
@@ -294,7 +292,7 @@ def test_files_and_directories_are_open_to_whom_the_umask_says(python: Run, root
 # ---------------------------------------------------------------------------------------
 
 
-def test_while_a_save_runs_the_latest_step_is_the_last_committed_one(root: Path) -> None:
+def test_during_a_save_the_latest_step_is_the_committed_one(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, state(0)).result()
         for _ in range(20):
@@ -340,7 +338,7 @@ def test_a_wait_that_times_out_leaves_the_save_to_go_on(root: Path) -> None:
 # ---------------------------------------------------------------------------------------
 
 
-def test_a_placeholder_leaves_a_leaf_or_a_branch_alone_and_reads_no_byte_of_it(tmp_path: Path) -> None:
+def test_a_placeholder_leaves_a_subtree_unread(tmp_path: Path) -> None:
     path = tmp_path / "c"
     sw.save(path, {"params": {"w": np.ones(3), "deep": {"v": np.ones(3)}}, "optimizer": {"m": np.ones(3)}})
     for file in path.glob("i1/*.data"):  # there is nothing to read any more
@@ -378,7 +376,7 @@ def test_an_item_that_comes_later_is_in_the_steps_that_have_it(root: Path) -> No
             manager.restore(0, like={"ema": sw.AS_STORED})
 
 
-def test_a_step_whose_item_was_deleted_by_hand_is_passed_over_and_says_what_it_lacks(root: Path) -> None:
+def test_a_step_that_lacks_an_item_is_passed_over(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         for step in range(2):
             manager.save(step, {"params": {"w": np.ones(3)}, "data": {"p": step}}).result()
@@ -399,7 +397,7 @@ def test_a_reader_sets_no_metadata_of_the_root(root: Path) -> None:
         assert manager.root_metadata is None
 
 
-def test_a_watcher_ends_after_its_silence_and_lets_go_of_what_it_was_given(root: Path) -> None:
+def test_a_watcher_ends_after_its_silence(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         for step in range(3):
             manager.save(step, state(step))
@@ -419,7 +417,7 @@ def test_a_watcher_ends_after_its_silence_and_lets_go_of_what_it_was_given(root:
         assert list(sw.watch(root, after=2, timeout=0)) == []
 
 
-def test_a_state_much_larger_than_the_budget_is_saved_and_restored_within_it(python: Run, root: Path) -> None:
+def test_a_state_larger_than_the_budget_round_trips(python: Run, root: Path) -> None:
     script = """
 def peak():
     with open("/proc/self/status") as status:
@@ -441,7 +439,7 @@ with sw.CheckpointManager(sys.argv[1], staging_bytes=64 << 20) as manager:
     assert int(restoring) <= 64 + 48
 
 
-def test_twenty_thousand_leaves_take_few_files_and_one_of_them_few_bytes(root: Path) -> None:
+def test_twenty_thousand_leaves_take_few_files(root: Path) -> None:
     many = {"params": {f"layers.{n}.weight": np.full(8, n, np.float32) for n in range(20_000)}}
     with sw.CheckpointManager(root) as manager:
         manager.save(0, many).result()

@@ -71,7 +71,7 @@ def test_what_no_rank_wants_is_named_and_nothing_else(root: Path) -> None:
         assert not any(f"model/{name}" in str(error) for name in "abd"), error
 
 
-def test_a_damaged_page_is_no_matter_to_those_who_do_not_want_its_leaves(root: Path) -> None:
+def test_a_damaged_page_affects_its_own_leaves_only(root: Path) -> None:
     index = index_of(root)
     whole = index.read_bytes()
     damaged = bytearray(whole)

@@ -693,7 +693,7 @@ KINDS = {
 }
 
 
-def test_every_kind_of_layout_has_its_rows_and_every_row_is_of_a_kind() -> None:
+def test_every_kind_of_layout_has_its_rows() -> None:
     tests = {
         file.name: file.read_text()
         for folder in ("python", "frameworks")
@@ -739,9 +739,7 @@ def assert_alike(found: Array, expected: Array, what: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_ranks_hold_is_stored_as_whole_tensors_and_restored_on_any_number_of_ranks(
-    root: Path, name: str
-) -> None:
+def test_whole_tensors_are_restored_on_any_number_of_ranks(root: Path, name: str) -> None:
     kind = CASES[name]
     for number, world in enumerate(kind.worlds):
 
@@ -820,7 +818,7 @@ MISFITS: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def test_what_does_not_fit_together_is_refused_on_all_ranks_with_tensor_ranks_and_region(root: Path) -> None:
+def test_shards_that_do_not_fit_are_refused_on_all_ranks(root: Path) -> None:
     def work(rank: int, manager: sw.CheckpointManager) -> None:
         manager.save(0, {"m": {"w": _part(2 * rank, 2)}}).result()
         for step, (what, (leaf, why)) in enumerate(MISFITS.items(), 1):
@@ -841,7 +839,7 @@ EMPTY_OR_NOT = {
 
 
 @pytest.mark.parametrize("what", EMPTY_OR_NOT)
-def test_a_container_on_one_rank_and_something_else_on_another_is_refused(root: Path, what: str) -> None:
+def test_a_container_on_one_rank_only_is_refused(root: Path, what: str) -> None:
     def work(rank: int, manager: sw.CheckpointManager) -> None:
         for order in (1, -1):
             with pytest.raises(sw.MismatchError, match=r"leaf `(m/)?x`: ranks 0 and 1 disagree: .* a leaf"):
@@ -863,7 +861,7 @@ def test_an_empty_container_is_kept_whoever_has_it(root: Path, whose: int) -> No
     assert together(2, root, work) == [{"y": 1, "e": {}, "f": [()]}] * 2
 
 
-def test_a_leaf_of_which_ranks_have_empty_parts_only_has_no_ranks_to_name(root: Path) -> None:
+def test_a_leaf_of_empty_parts_has_no_ranks_to_name(root: Path) -> None:
     def work(rank: int, manager: sw.CheckpointManager) -> None:
         with pytest.raises(sw.MismatchError, match=r"no rank writes any part of it, of shape \[4, 3\]"):
             manager.save(0, {"w": _part(0, 0)}).result()
@@ -880,9 +878,7 @@ def test_a_leaf_of_which_ranks_have_empty_parts_only_has_no_ranks_to_name(root: 
         (np.zeros(4, [("a", "f4")]), "a structured array"),
     ],
 )
-def test_an_array_that_cannot_be_stored_is_none_that_a_part_lies_in(
-    root: Path, array: Array, why: str
-) -> None:
+def test_an_unstorable_array_holds_no_parts(root: Path, array: Array, why: str) -> None:
     with sw.CheckpointManager(root) as manager:
         for part in (
             sw.sharding.LocalShard(array, (4,), (0,)),
@@ -920,9 +916,7 @@ def test_a_part_that_lies_behind_what_is_stored_is_padding(root: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["like", "into"])
-def test_a_part_that_reaches_beyond_what_is_stored_is_refused_where_nobody_says_how_large_the_whole_is(
-    root: Path, how: str
-) -> None:
+def test_a_part_beyond_the_store_needs_the_whole_shape(root: Path, how: str) -> None:
     sw.save(root, {"w": whole("w", (4, 4))})
     for offset, shape in (((0, 0), (8, 4)), ((4, 0), (2, 4)), ((0,), (4,))):
         local = np.full(shape, -1, np.float32)
@@ -945,7 +939,7 @@ def test_a_part_that_reaches_beyond_what_is_stored_is_refused_where_nobody_says_
         lambda array: sw.sharding.FlatShard(array, (2, 4), 0),
     ],
 )
-def test_parts_in_another_byte_order_are_stored_as_their_values_and_filled_with_them(
+def test_parts_in_another_byte_order_are_stored_by_value(
     root: Path, dtype: str, made: Callable[[Array], Any]
 ) -> None:
     native = np.dtype(dtype).newbyteorder("=")
@@ -993,7 +987,7 @@ def test_segments_say_what_is_wrong_with_them() -> None:
         sw.sharding.FlatShard(local, (4, 6), 0)
 
 
-def test_every_rank_gets_its_own_value_back_and_other_ranks_need_to_be_told_whose_is_whose(
+def test_every_rank_gets_its_own_value_back(
     root: Path,
 ) -> None:
     def state(rank: int, resize: Any = None) -> dict[str, Any]:
@@ -1033,7 +1027,7 @@ def test_every_rank_gets_its_own_value_back_and_other_ranks_need_to_be_told_whos
     together(2, root, elsewhere)
 
 
-def test_a_rank_plans_what_it_would_restore_itself_and_asks_nobody(root: Path) -> None:
+def test_a_rank_plans_alone_what_it_would_restore(root: Path) -> None:
     def state(rank: int, start: float) -> dict[str, Any]:
         return {
             "rng": sw.PerRank(np.full(2, start)),
@@ -1061,7 +1055,7 @@ def test_a_rank_plans_what_it_would_restore_itself_and_asks_nobody(root: Path) -
         alone.plan(like={"layers": {"0": sw.ArraySpec()}})
 
 
-def test_leaves_of_other_stages_are_not_unexpected_and_those_of_nobody_are(root: Path) -> None:
+def test_leaves_of_other_stages_are_not_unexpected(root: Path) -> None:
     def stage(rank: int, world: int) -> dict[str, Any]:
         a, b = cut(LAYERS, rank, world)
         return {"params": {f"layer{i}": whole(f"layer{i}", (3, 2)) for i in range(a, b)}}
@@ -1087,9 +1081,7 @@ def test_leaves_of_other_stages_are_not_unexpected_and_those_of_nobody_are(root:
 
 
 @pytest.mark.parametrize("snapshot", ["auto", "eager"])
-def test_values_that_differ_where_they_should_not_are_refused_by_leaf_and_what_may_drift_is_the_first_ranks(
-    root: Path, snapshot: Any
-) -> None:
+def test_unexpected_differences_between_ranks_are_refused(root: Path, snapshot: Any) -> None:
     def work(rank: int, manager: sw.CheckpointManager) -> None:
         big = np.zeros(500_000, np.float32)
         manager.save(0, {"m": {"big": big, "n": 1}}, snapshot=snapshot).result()
@@ -1116,9 +1108,7 @@ def test_values_that_differ_where_they_should_not_are_refused_by_leaf_and_what_m
     assert found["n"] == {"a": 0, "b": [0]}
 
 
-def test_a_part_is_put_into_words_only_where_there_is_something_to_say(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_is_described_only_for_a_message(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     words = sw.sharding.LocalShard.__repr__
     monkeypatch.setattr(sw.sharding.LocalShard, "__repr__", lambda self: said.append(self) or words(self))
@@ -1133,7 +1123,7 @@ def test_a_part_is_put_into_words_only_where_there_is_something_to_say(
         assert said
 
 
-def test_the_collector_rests_while_many_parts_are_restored_or_planned(root: Path) -> None:
+def test_the_collector_rests_while_many_parts_are_restored(root: Path) -> None:
     def state(value: float) -> dict[str, Any]:
         return {f"w{i}": sw.sharding.LocalShard(np.full(3, value), (3,), (0,)) for i in range(3000)}
 

@@ -46,7 +46,7 @@ def test_a_singular_save_in_the_background_is_committed_at_exit(python: Run, roo
     assert sw.restore(root)["a"][-1] == (1 << 20) - 1
 
 
-def test_a_failure_that_nobody_saw_ends_the_process_with_an_error(python: Run, root: Path) -> None:
+def test_an_unseen_failure_ends_the_process_with_an_error(python: Run, root: Path) -> None:
     done = python(FAIL + "print('the end')", root)
     assert done.returncode == 1
     assert "the end" in done.stdout
@@ -289,7 +289,7 @@ def test_threads_of_the_engine_leave_signals_to_the_program(tmp_path: Path) -> N
                 assert blocked & 1 << (number - 1), f"{name} takes {signal.Signals(number).name}"
 
 
-def test_close_gives_the_staging_memory_back_though_the_manager_is_kept(python: Run, root: Path) -> None:
+def test_close_returns_the_staging_memory(python: Run, root: Path) -> None:
     script = """
 def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) << 10

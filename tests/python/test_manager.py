@@ -162,7 +162,7 @@ def test_policies_compose(root: Path) -> None:
         assert manager.all_steps() == [3, 4, 5, 6, 10]
 
 
-def test_a_signal_after_a_step_was_decided_on_is_answered_at_the_next_one(root: Path) -> None:
+def test_a_signal_after_a_decision_counts_for_the_next_step(root: Path) -> None:
     policy = sw.every_steps(100, initial=False) | sw.on_preemption([signal.SIGUSR1])
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
@@ -189,7 +189,7 @@ def test_a_step_that_is_held_is_not_rewound(root: Path) -> None:
         assert manager.all_steps() == [1]
 
 
-def test_a_hold_begins_with_the_call_and_lasts_until_it_is_closed(root: Path) -> None:
+def test_a_hold_lasts_from_the_call_to_its_close(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step)).result()
@@ -207,7 +207,7 @@ def test_a_hold_begins_with_the_call_and_lasts_until_it_is_closed(root: Path) ->
         assert manager.all_steps() == [1, 2]
 
 
-def test_a_hold_that_nobody_kept_lasts_until_the_manager_is_closed(root: Path) -> None:
+def test_a_forgotten_hold_lasts_until_the_close(root: Path) -> None:
     manager = sw.CheckpointManager(root)
     for step in (1, 2):
         manager.save(step, state(step)).result()
@@ -264,7 +264,7 @@ def test_an_existing_step_stays_as_it_is(root: Path) -> None:
         manager.save(6, state(6)).result()
 
 
-def test_skipping_a_step_that_is_still_being_saved_gives_that_save(root: Path) -> None:
+def test_skipping_a_pending_step_gives_its_save(root: Path) -> None:
     large = {"a": np.zeros(1 << 25, np.uint8)}
     with sw.CheckpointManager(root) as manager:
         for step in range(20):
@@ -312,7 +312,7 @@ def test_rewinding_moves_newer_steps_aside(root: Path) -> None:
         assert same(manager.restore(2), state(20))
 
 
-def test_a_rewind_says_which_steps_it_moved_and_under_what_name_they_are_kept(root: Path) -> None:
+def test_a_rewind_names_the_steps_that_it_moved(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         for step in range(3):
             manager.save(step, state(step)).result()
@@ -372,7 +372,7 @@ def test_saves_commit_in_order_and_pending_ones_are_not_listed(root: Path) -> No
         assert manager.all_steps() == [0, 1, 2, 3]
 
 
-def test_a_restore_of_a_step_that_is_still_being_saved_says_to_wait_for_it(root: Path) -> None:
+def test_a_restore_of_a_pending_step_says_to_wait(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"a": np.zeros(1 << 23)})
         for step in (None, 0):
@@ -396,7 +396,7 @@ def fail_in_the_background(manager: sw.CheckpointManager) -> sw.Save:
     return failing
 
 
-def test_a_failed_save_is_told_to_all_who_ask_and_the_manager_goes_on(root: Path) -> None:
+def test_a_failed_save_is_reported_to_all_who_ask(root: Path) -> None:
     manager = sw.CheckpointManager(root)
     failed = fail_in_the_background(manager)
     for _ in range(2):
@@ -410,7 +410,7 @@ def test_a_failed_save_is_told_to_all_who_ask_and_the_manager_goes_on(root: Path
     manager.close()
 
 
-def test_a_failure_that_nobody_saw_raises_once_and_starts_nothing(root: Path) -> None:
+def test_an_unseen_failure_raises_once_and_starts_nothing(root: Path) -> None:
     manager = sw.CheckpointManager(root)
     fail_in_the_background(manager)
     with pytest.raises(sw.SaveFailed, match="step 1"):
@@ -457,7 +457,7 @@ def test_retention_keeps_and_explains(root: Path) -> None:
         assert all(decision["reasons"] for decision in plan.values())
 
 
-def test_large_files_of_a_retired_step_wait_for_the_next_save_unless_told_otherwise(root: Path) -> None:
+def test_large_retired_files_wait_for_the_next_save(root: Path) -> None:
     def large(step: int) -> dict[str, Any]:
         return {"w": np.full(9 << 20, step, np.uint8)}
 
@@ -589,7 +589,7 @@ def test_steps_may_be_named_otherwise(root: Path) -> None:
     assert sw.open(root).step == 7
 
 
-def test_a_name_pattern_that_does_not_read_the_steps_that_are_there_is_refused(root: Path) -> None:
+def test_a_pattern_that_misses_existing_steps_is_refused(root: Path) -> None:
     with sw.CheckpointManager(root, step_name=sw.StepName("ckpt-", 0)) as manager:
         manager.save(7, state(7)).result()
     said = r'also_read=\(StepName\("ckpt-", 0\),\)'
@@ -627,7 +627,7 @@ def test_memory_is_prepared_for_a_state_that_is_not_there_yet(root: Path) -> Non
             manager.prepare({"a": sw.AS_STORED})
 
 
-def test_a_root_is_taken_over_after_the_silence_that_its_user_chose(root: Path) -> None:
+def test_a_root_is_taken_over_after_the_chosen_silence(root: Path) -> None:
     sw.CheckpointManager(root).close()
     # The sign of life of a writer that was killed on a machine whose locks do not reach here.
     beat = {"count": 3, "every_ms": 10, "owner": "another host"}
@@ -646,9 +646,7 @@ def test_staging_memory_may_be_small(root: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [5, 6])
-def test_a_manifest_that_is_linked_or_given_other_permissions_stays_the_same_step(
-    tmp_path: Path, step: int
-) -> None:
+def test_a_relinked_manifest_stays_the_same_step(tmp_path: Path, step: int) -> None:
     root = tmp_path / "run"
     with sw.CheckpointManager(root, retention=sw.keep_latest(2)) as manager:
         for number in range(7):
@@ -669,7 +667,7 @@ def test_a_manifest_that_is_linked_or_given_other_permissions_stays_the_same_ste
     reader.close()
 
 
-def test_a_reader_holds_no_step_in_its_place_and_is_told_what_keeps_its_files(root: Path) -> None:
+def test_a_reader_cannot_hold_a_step_and_hears_what_can(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"w": np.zeros(3)}).result()
         with sw.CheckpointManager(root, read_only=True) as reader:

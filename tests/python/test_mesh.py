@@ -99,7 +99,7 @@ def test_a_model_goes_from_any_mesh_to_any_other(root: Path) -> None:
         together(mesh.size, root, restores)
 
 
-def test_shapes_of_whole_tensors_are_a_mapping_or_a_function_of_their_paths() -> None:
+def test_whole_shapes_are_a_mapping_or_a_function() -> None:
     mesh, rules = sw.sharding.RankMesh(tp=2), sw.sharding.Rules({"**": ("tp",)})
     state = {"a": {"odd": np.zeros(2), "even": np.zeros(3)}}
     shapes = {"a/odd": (5,), "a/of/another/stage": (9,)}
@@ -129,7 +129,7 @@ def test_a_mesh_knows_its_ranks_and_their_places() -> None:
             bad()
 
 
-def test_a_mesh_of_many_ranks_is_no_table_and_answers_as_one_does() -> None:
+def test_a_mesh_of_many_ranks_answers_without_a_table() -> None:
     plain, table = (
         sw.sharding.RankMesh(a=3, b=4, c=5),
         sw.sharding.RankMesh(np.arange(60).reshape(3, 4, 5), a=3, b=4, c=5),
@@ -164,7 +164,7 @@ def test_slashes_inside_a_name_separate_its_parts_as_dots_do(glob: str) -> None:
         assert (shard.global_shape, shard.offset) == ((4, 8), (0, 4))
 
 
-def test_a_tensor_without_a_rule_and_a_rule_that_does_not_fit_are_named() -> None:
+def test_a_tensor_without_a_fitting_rule_is_named() -> None:
     mesh = sw.sharding.RankMesh(tp=2)
     tree = {"a": {"b.c": sw.ArraySpec((4,), np.float32)}}
     with pytest.raises(sw.MisuseError, match=r"`a/b\.c` matches no rule"):

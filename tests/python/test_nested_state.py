@@ -53,7 +53,7 @@ def draws(found: dict[str, Any]) -> dict[str, Any]:
     return {name: DRAW[name](found[name]) for name in DRAW}
 
 
-def test_generators_inside_a_state_are_the_targets_own_and_go_on_where_they_were(tmp_path: Path) -> None:
+def test_generators_inside_a_state_continue(tmp_path: Path) -> None:
     saved = generators(1)
     draws(saved)
     sw.save(tmp_path / "c", {"l": Holder(**saved, order=np.arange(5))})
@@ -105,7 +105,7 @@ def test_without_a_target_generators_come_back_as_generators(tmp_path: Path) -> 
     assert isinstance(sw.metadata(tmp_path / "c").tree["pcg"], dict)
 
 
-def test_generators_of_other_makes_come_back_as_the_states_they_gave(tmp_path: Path) -> None:
+def test_foreign_generators_come_back_as_their_states(tmp_path: Path) -> None:
     class Mine(random.Random):
         pass
 
@@ -162,7 +162,7 @@ def test_an_object_that_is_the_whole_state_of_another_is_loaded(tmp_path: Path) 
     assert own.normal() == np.random.default_rng(1).normal()
 
 
-def test_an_object_that_the_target_does_not_have_is_a_mismatch_before_anything_is_changed(
+def test_an_object_that_the_target_lacks_is_a_mismatch(
     tmp_path: Path,
 ) -> None:
     sw.save(tmp_path / "c", {"a": np.ones(3), "l": Holder(x=Holder(n=1), rng=np.random.default_rng(1))})
@@ -175,7 +175,7 @@ def test_an_object_that_the_target_does_not_have_is_a_mismatch_before_anything_i
     assert own.normal() == np.random.default_rng(2).normal()
 
 
-def test_a_generator_of_another_kind_inside_a_state_is_a_mismatch_before_anything_is_changed(
+def test_a_generator_of_another_kind_is_a_mismatch(
     tmp_path: Path,
 ) -> None:
     sw.save(tmp_path / "c", {"a": np.ones(3), "l": Holder(rng=np.random.default_rng(1))})
@@ -206,9 +206,7 @@ def test_a_state_that_is_at_no_place_of_its_generator_is_refused(tmp_path: Path)
         sw.restore(tmp_path / "d", into={"rng": np.random.MT19937(2)})
 
 
-def test_the_batches_of_the_example_go_on_over_the_end_of_an_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_batches_continue_over_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("language_model", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
@@ -224,7 +222,7 @@ def test_the_batches_of_the_example_go_on_over_the_end_of_an_epoch(
     assert same([resumed.next() for _ in range(20)], expected)
 
 
-def test_a_dlpack_capsule_that_names_dimensions_and_no_shape_is_not_believed(tmp_path: Path) -> None:
+def test_a_dlpack_capsule_without_a_shape_is_refused(tmp_path: Path) -> None:
     import ctypes
 
     class DLTensor(ctypes.Structure):
@@ -255,7 +253,7 @@ def test_a_dlpack_capsule_that_names_dimensions_and_no_shape_is_not_believed(tmp
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_dlpack_capsule_of_a_newer_major_version_is_refused_unread(tmp_path: Path) -> None:
+def test_a_newer_dlpack_capsule_is_refused_unread(tmp_path: Path) -> None:
     import ctypes
     import mmap
 

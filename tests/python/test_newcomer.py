@@ -41,9 +41,7 @@ def wheel(tmp_path: Path) -> Path:
     return built
 
 
-def test_a_newcomer_comes_through_the_first_hour_and_every_common_mistake_is_answered_by_its_remedy(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_a_newcomer_is_helped_through_the_first_hour(wheel: Path, tmp_path: Path) -> None:
     folder = tmp_path / "newcomer"
     folder.mkdir()
     done = subprocess.run(

@@ -57,7 +57,7 @@ def check(root: Path, step: int) -> None:
         assert np.array_equal(part, weights(step)[5:30, 100:])
 
 
-def test_four_processes_write_one_file_for_each_item_and_any_number_restores_it(tmp_path: Path) -> None:
+def test_four_processes_share_one_file_for_each_item(tmp_path: Path) -> None:
     save(tmp_path, 4, range(2), files_per="node")
     assert len(data_files(tmp_path, 0)) == 2, "one for the model, one for the rest"
     for step in range(2):
@@ -96,7 +96,7 @@ def test_a_single_process_has_its_own_file_as_ever(tmp_path: Path) -> None:
     assert all(name.endswith("00000.data") and "/n" not in name for name in data_files(tmp_path, 0))
 
 
-def test_old_steps_go_and_later_saves_take_nothing_over_that_has_another_form(tmp_path: Path) -> None:
+def test_old_steps_of_another_form_are_not_reused(tmp_path: Path) -> None:
     def work(steps: range, **options: Any) -> None:
         save(tmp_path, 2, steps, retention=sw.keep_latest(2), overwrite_from_bytes=1, **options)
 
@@ -122,7 +122,7 @@ def test_damage_anywhere_in_the_file_is_found_and_named(tmp_path: Path, where: f
     assert {damage.file for damage in found.damages} == {str(file)}
 
 
-def test_a_file_that_is_cut_or_gone_is_damage_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_cut_or_missing_file_is_damage_before_a_read(tmp_path: Path) -> None:
     save(tmp_path, 2, range(2), files_per="node")
     first, second = (
         max((tmp_path / f"step_0000000{n}").glob("*/n*.data"), key=lambda path: path.stat().st_size)

@@ -108,9 +108,7 @@ def opening(root: Path) -> str:
     return f"import numpy as np, stepwell as sw\nmgr = sw.CheckpointManager({str(root)!r})"
 
 
-def test_a_cell_that_opens_a_manager_may_be_run_twice_once_the_first_is_closed(
-    cell: Cell, root: Path
-) -> None:
+def test_a_cell_that_opens_a_manager_may_be_rerun(cell: Cell, root: Path) -> None:
     assert cell(opening(root)) == ""
     assert cell("mgr.save(0, {'a': np.zeros(9)}).result()").strip() in ("", "0")
     again = cell(opening(root))  # the name is given away only after the new one is there
@@ -135,9 +133,7 @@ with sw.CheckpointManager({str(root)!r}) as m:
 
 
 @pytest.mark.parametrize("delay", [0.2, 0.45])
-def test_a_cell_that_is_interrupted_leaves_a_manager_that_goes_on(
-    cell: Cell, root: Path, delay: float
-) -> None:
+def test_an_interrupted_cell_leaves_a_working_manager(cell: Cell, root: Path, delay: float) -> None:
     assert cell(opening(root)) == ""
     loop = """
 state = {"a": np.full(32 << 20, 7, np.uint8)}
@@ -154,7 +150,7 @@ while True:
     assert cell("mgr.close()") == ""
 
 
-def test_a_cell_that_is_interrupted_inside_its_block_gives_the_root_back(cell: Cell, root: Path) -> None:
+def test_a_cell_interrupted_in_its_block_frees_the_root(cell: Cell, root: Path) -> None:
     loop = f"""
 import numpy as np, stepwell as sw
 with sw.CheckpointManager({str(root)!r}, retention=sw.keep_latest(2)) as m:

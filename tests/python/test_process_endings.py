@@ -36,7 +36,7 @@ save = manager.save(1, {"a": np.full(96 << 20, 7, np.uint8)})
 # ---------------------------------------------------------------------------------------
 
 
-def test_an_exception_that_nobody_catches_is_shown_and_takes_no_save_with_it(python: Run, root: Path) -> None:
+def test_an_uncaught_exception_takes_no_save_with_it(python: Run, root: Path) -> None:
     done = python(IN_FLIGHT + "raise ZeroDivisionError('of the program')", root)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
@@ -76,7 +76,7 @@ manager.save(2, {"a": np.full(1 << 20, 7, np.uint8)})
     assert whole(root, at_least=2) == 2
 
 
-def test_threads_that_outlive_the_main_one_may_save_until_their_own_end(python: Run, root: Path) -> None:
+def test_threads_beyond_the_main_one_may_save(python: Run, root: Path) -> None:
     script = """
 import threading, time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,9 +97,7 @@ for step in range(5):
     assert whole(Path(f"{root}-pool"), at_least=4) == 4
 
 
-def test_a_daemon_thread_in_the_middle_of_a_save_holds_up_no_exit_and_tears_nothing(
-    python: Run, root: Path
-) -> None:
+def test_a_daemon_thread_in_a_save_delays_no_exit(python: Run, root: Path) -> None:
     script = """
 import threading, time
 manager = sw.CheckpointManager(sys.argv[1], retention=sw.keep_latest(2))
@@ -145,15 +143,13 @@ asyncio.run(main())
     assert whole(root, at_least=1) == 1
 
 
-def test_leaving_without_cleaning_up_costs_what_was_in_flight_and_nothing_else(
-    python: Run, root: Path
-) -> None:
+def test_a_hard_exit_costs_only_what_was_in_flight(python: Run, root: Path) -> None:
     done = python(IN_FLIGHT + "os._exit(9)", root)
     assert (done.returncode, done.stderr) == (9, "")
     whole(root, at_least=0)
 
 
-def test_a_failure_that_nobody_saw_is_an_exit_status_also_where_nobody_reads_what_is_printed(
+def test_an_unseen_failure_sets_the_exit_status(
     root: Path,
 ) -> None:
     script = """
@@ -241,17 +237,13 @@ gc.collect()
 
 
 @pytest.mark.parametrize("where", ORDERS)
-def test_wherever_a_manager_is_kept_its_save_is_committed_at_exit(
-    python: Run, root: Path, where: str
-) -> None:
+def test_a_save_is_committed_at_exit_wherever_kept(python: Run, root: Path, where: str) -> None:
     done = python("state = {'a': np.full(64 << 20, 7, np.uint8)}\n" + ORDERS[where], root)
     assert (done.returncode, done.stderr) == (0, "")
     assert whole(root, at_least=1) == 1
 
 
-def test_exit_hooks_of_the_program_may_save_and_those_that_come_too_late_are_told(
-    python: Run, root: Path
-) -> None:
+def test_exit_hooks_may_save_unless_they_come_too_late(python: Run, root: Path) -> None:
     # Hooks run in the opposite order of their registration; this package registers its own when it
     # is imported.
     script = """
@@ -279,9 +271,7 @@ print(done.returncode, done.stdout, done.stderr)
     assert whole(root, at_least=1) == 1
 
 
-def test_finalizers_that_run_while_the_interpreter_goes_down_get_an_error_and_no_crash(
-    python: Run, root: Path
-) -> None:
+def test_finalizers_at_interpreter_exit_get_an_error(python: Run, root: Path) -> None:
     script = """
 class Late:
     def __init__(self):
@@ -338,7 +328,7 @@ def test_workers_beside_a_manager_load_while_it_saves(python: Run, root: Path, m
     whole(root, at_least=12)
 
 
-def test_a_worker_that_outlives_a_killed_trainer_does_not_keep_its_root(root: Path) -> None:
+def test_a_worker_that_outlives_its_trainer_frees_the_root(root: Path) -> None:
     script = """
 manager = sw.CheckpointManager(sys.argv[1])
 manager.save(0, {"a": np.full(1 << 20, 7, np.uint8)}).result()
@@ -390,7 +380,7 @@ with sw.open(sys.argv[1]) as checkpoint:
     assert whole(root, at_least=2) == 2
 
 
-def test_programs_that_a_training_starts_inherit_nothing_of_the_root(root: Path) -> None:
+def test_started_programs_inherit_nothing_of_the_root(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"a": np.full(1 << 20, 7, np.uint8)}).result()
         with manager.checkpoint():

@@ -36,9 +36,7 @@ class Pages:
 
 
 @pytest.mark.parametrize("capture", ["now", "lazy"])
-def test_what_lies_in_pieces_is_stored_as_one_array_and_fills_the_pieces_again(
-    root: Path, capture: str
-) -> None:
+def test_an_array_in_pieces_is_stored_as_one(root: Path, capture: str) -> None:
     table = Pages(1000, 64, capture=capture)
     table.fill(3)
     expected = table.whole()
@@ -58,7 +56,7 @@ def test_what_lies_in_pieces_is_stored_as_one_array_and_fills_the_pieces_again(
         assert (mgr.restore(0, like={"table": other, "x": 0})["table"] == expected).all()
 
 
-def test_pieces_that_do_not_make_up_the_whole_are_refused_by_path(root: Path) -> None:
+def test_incomplete_pieces_are_refused_by_path(root: Path) -> None:
     table = Pages(100, 30)
     table.pages.pop()
     with sw.CheckpointManager(root) as mgr:
@@ -110,9 +108,7 @@ BUFFER = np.zeros((5, 4), np.float32)
         ),
     ],
 )
-def test_chunks_that_are_not_the_whole_are_refused_by_path_before_anything_is_written(
-    root: Path, chunks: Any, why: str
-) -> None:
+def test_incomplete_chunks_are_refused_by_path_unwritten(root: Path, chunks: Any, why: str) -> None:
     kept = np.full(3, 7.0)
     with sw.CheckpointManager(root) as mgr:
         with pytest.raises(sw.UnsupportedLeaf, match=f"`table`.*{why}"):
@@ -124,7 +120,7 @@ def test_chunks_that_are_not_the_whole_are_refused_by_path_before_anything_is_wr
         assert not BUFFER.any()
 
 
-def test_what_of_a_provider_cannot_be_filled_is_told_before_anything_is_written(root: Path) -> None:
+def test_an_unfillable_provider_is_reported_unwritten(root: Path) -> None:
     fixed = np.zeros((10, 4), np.float32)
     fixed.flags.writeable = False
     kept = np.full(3, 7.0)
@@ -159,7 +155,7 @@ class Rows:
         yield sw.providers.Chunk(self.halves[1], (len(self.halves[0]),), "lazy")
 
 
-def test_chunks_in_another_byte_order_are_stored_as_their_values_and_filled_with_them(root: Path) -> None:
+def test_chunks_in_another_byte_order_are_stored_by_value(root: Path) -> None:
     values = (np.arange(10) * 1000 + 1).astype(">f8")
     sw.save(root, {"table": Rows(values)})
     np.testing.assert_array_equal(sw.restore(root)["table"], values)

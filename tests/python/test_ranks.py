@@ -132,9 +132,7 @@ def test_one_process_goes_on_where_several_were(tmp_path: Path, root: Path) -> N
     np.testing.assert_array_equal(found["params"]["rows"], whole(1, 1))
 
 
-def test_a_rank_that_is_killed_in_a_save_is_named_by_the_others_and_the_job_goes_on_with_fewer(
-    tmp_path: Path, root: Path
-) -> None:
+def test_a_rank_killed_in_a_save_is_named_by_the_others(tmp_path: Path, root: Path) -> None:
     script = (
         MODEL
         + """
@@ -179,9 +177,7 @@ os._exit(0)
     assert not [one for one in root.iterdir() if one.name.startswith(".tmp")], "nothing is left"
 
 
-def test_a_rank_that_is_stopped_past_the_deadline_hears_what_was_decided_without_it(
-    tmp_path: Path, root: Path
-) -> None:
+def test_a_rank_stopped_past_the_deadline_hears_the_verdict(tmp_path: Path, root: Path) -> None:
     script = (
         MODEL
         + """
@@ -219,9 +215,7 @@ manager.close()
     check_whole(root, 3)
 
 
-def test_a_leader_that_is_killed_leaves_no_step_and_no_rank_waits_for_ever(
-    tmp_path: Path, root: Path
-) -> None:
+def test_a_killed_leader_leaves_no_step_and_no_waiter(tmp_path: Path, root: Path) -> None:
     script = (
         MODEL
         + """
@@ -275,9 +269,7 @@ os._exit(0)
     ]
 
 
-def test_a_rank_whose_state_cannot_be_stored_fails_the_save_of_all_with_its_reason(
-    tmp_path: Path, root: Path
-) -> None:
+def test_an_unstorable_state_of_a_rank_fails_the_save_of_all(tmp_path: Path, root: Path) -> None:
     script = (
         MODEL
         + """
@@ -300,7 +292,7 @@ with open_manager() as manager:
     check_whole(root, 3)
 
 
-def test_a_rank_that_is_interrupted_in_a_save_ends_it_for_all_at_once(tmp_path: Path, root: Path) -> None:
+def test_a_rank_interrupted_in_a_save_ends_it_for_all(tmp_path: Path, root: Path) -> None:
     script = (
         MODEL
         + """
@@ -342,9 +334,7 @@ with open_manager() as manager:
     check_whole(root, 4)
 
 
-def test_shards_that_leave_a_hole_are_refused_with_the_tensor_the_ranks_and_the_region(
-    tmp_path: Path, root: Path
-) -> None:
+def test_shards_with_a_hole_are_refused_with_the_region(tmp_path: Path, root: Path) -> None:
     script = """
 with open_manager() as manager:
     shard = sw.sharding.LocalShard(np.zeros((4, 6)), (12, 6), (4 * RANK, 0))
@@ -385,7 +375,7 @@ with open_manager() as manager:
     assert run(tmp_path, script, 3, root, failing) == expected
 
 
-def test_a_call_that_one_rank_makes_wrongly_fails_on_all_and_they_go_on(tmp_path: Path, root: Path) -> None:
+def test_a_wrong_call_of_one_rank_fails_on_all(tmp_path: Path, root: Path) -> None:
     script = (
         MODEL
         + """
@@ -422,7 +412,7 @@ with open_manager(on_save_error="warn", save_policy=sw.every_seconds(0) | sw.on_
         assert own[1 - rank][call] == "RankFailed", own
 
 
-def test_ranks_of_a_job_that_was_killed_do_not_confuse_the_next_one(tmp_path: Path, root: Path) -> None:
+def test_ranks_of_a_killed_job_do_not_confuse_the_next(tmp_path: Path, root: Path) -> None:
     killed = (
         MODEL
         + """
@@ -443,9 +433,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not list((root / ".stepwell").glob("ranks-*"))
 
 
-def test_why_the_first_process_cannot_open_is_told_by_all_though_it_ends_at_once(
-    tmp_path: Path, root: Path
-) -> None:
+def test_a_failed_open_of_rank_0_is_reported_by_all(tmp_path: Path, root: Path) -> None:
     script = """
 try:
     open_manager()
@@ -473,7 +461,7 @@ except sw.errors.CoordinationTimeout as error:
     assert out[0] == "[2]\n"
 
 
-def test_the_callables_of_a_policy_are_asked_on_the_first_rank_and_its_answers_count_for_all(
+def test_policy_callables_are_asked_on_the_first_rank(
     root: Path,
 ) -> None:
     asked: list[tuple[int, int, int | None]] = []
@@ -503,7 +491,7 @@ def test_the_callables_of_a_policy_are_asked_on_the_first_rank_and_its_answers_c
     assert asked == [(0, step, latest[step]) for step in range(8) for _ in range(2)]
 
 
-def test_a_callable_of_a_policy_that_raises_does_not_set_the_ranks_apart(root: Path) -> None:
+def test_a_raising_policy_does_not_separate_the_ranks(root: Path) -> None:
     def policy(rank: int) -> sw.SavePolicy:
         def odd(step: int, latest: int | None) -> bool:
             if step == 3:
@@ -532,7 +520,7 @@ def test_a_callable_of_a_policy_that_raises_does_not_set_the_ranks_apart(root: P
     assert first[8:] == other[8:] == ["False", "False", "True", "True"]
 
 
-def test_of_each_socket_only_so_many_processes_write_what_all_have(tmp_path: Path, root: Path) -> None:
+def test_writers_are_limited_per_socket(tmp_path: Path, root: Path) -> None:
     run(
         tmp_path,
         """

@@ -86,7 +86,7 @@ def test_check_finds_it_at_start_up(root: Path) -> None:
             manager.check({"a": Unknown()})
 
 
-def test_check_finds_what_the_engine_would_refuse_and_makes_nothing(root: Path) -> None:
+def test_check_finds_what_the_engine_would_refuse(root: Path) -> None:
     deep: Any = 1
     for _ in range(5):  # each key is short enough, and the path of all is not
         deep = {"k" * _core.MAX_NAME_BYTES: deep}

@@ -31,7 +31,7 @@ ranks.end()
 """
 
 
-def test_in_every_case_of_the_bench_ranks_restore_what_others_have_saved(tmp_path: Path) -> None:
+def test_ranks_restore_what_others_saved_in_every_bench_case(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(BENCH), str(tmp_path)], capture_output=True, text=True, timeout=300
     )

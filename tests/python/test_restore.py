@@ -108,7 +108,7 @@ def test_targets_that_overlap_are_refused_untouched(tmp_path: Path) -> None:
     assert not memory.any()
 
 
-def test_a_tied_target_takes_equal_values_and_refuses_differing_ones(tmp_path: Path) -> None:
+def test_a_tied_target_takes_equal_values_only(tmp_path: Path) -> None:
     tied = np.zeros(5, int)
     sw.save(tmp_path / "c", {"a": {"x": np.arange(5), "y": np.arange(5)}})
     back = sw.restore(tmp_path / "c", into={"a": {"x": tied, "y": tied}})
@@ -365,7 +365,7 @@ def test_restored_memory_is_aligned_and_dense(tmp_path: Path) -> None:
     assert all(a.flags.writeable for a in back["p"].values())
 
 
-def test_memory_for_arrays_of_any_size_is_little_more_than_they_are(python: Callable[..., Any]) -> None:
+def test_memory_for_arrays_is_little_more_than_their_size(python: Callable[..., Any]) -> None:
     script = """
     import re
     import numpy as np

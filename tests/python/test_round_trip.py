@@ -170,7 +170,7 @@ def test_containers_come_back_in_order_with_their_types(tmp_path: Path) -> None:
     assert same(round_trip(tmp_path, state), state)
 
 
-def test_a_defaultdict_keeps_its_factory_where_the_target_has_one(tmp_path: Path) -> None:
+def test_a_defaultdict_keeps_the_targets_factory(tmp_path: Path) -> None:
     state = {"d": defaultdict(list, a=np.ones(2))}
     back = round_trip(tmp_path, state)["d"]
     assert type(back) is defaultdict
@@ -322,7 +322,7 @@ def test_a_replicated_value_is_itself_where_there_is_one_process(tmp_path: Path)
     assert back["b"] == sw.Replicated({"x": 1})
 
 
-def test_a_value_that_differs_on_every_rank_is_stored_as_that_of_rank_0_of_1(tmp_path: Path) -> None:
+def test_a_value_per_rank_is_stored_as_rank_0_of_1(tmp_path: Path) -> None:
     state = {"rng": [0, sw.PerRank(np.arange(3))]}
     sw.save(tmp_path / "c", state)
     assert same(sw.restore(tmp_path / "c"), {"rng": [0, {"0": np.arange(3)}]})
@@ -389,7 +389,7 @@ def test_any_state_restores_into_itself_and_like_itself(tmp_path: Path, state: A
 
 @settings(max_examples=100, deadline=None)
 @given(states)
-def test_the_walk_over_a_target_sees_the_paths_of_the_walk_over_a_state(state: Any) -> None:
+def test_walks_over_target_and_state_agree_on_paths(state: Any) -> None:
     from stepwell._restore import template
 
     saved = _core.flatten(state).paths()

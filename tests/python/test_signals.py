@@ -39,7 +39,7 @@ while True:
 
 
 @pytest.mark.parametrize("what", ["save", "result", "restore", "restore into", "close"])
-def test_ctrl_c_ends_the_program_wherever_it_is_and_tears_nothing(root: Path, what: str) -> None:
+def test_ctrl_c_ends_the_program_and_tears_nothing(root: Path, what: str) -> None:
     for delay in (0.02, 0.09, 0.17, 0.26):
         with started(root, BUSY, what) as process:
             assert line_of(process) == "ready"
@@ -51,7 +51,7 @@ def test_ctrl_c_ends_the_program_wherever_it_is_and_tears_nothing(root: Path, wh
         whole(root, at_least=0)
 
 
-def test_two_ctrl_c_end_a_program_that_is_ending_and_tear_nothing(root: Path) -> None:
+def test_two_ctrl_c_end_a_program_that_is_ending(root: Path) -> None:
     for delay in (0.0, 0.01, 0.05):
         with started(root, BUSY, "save") as process:
             assert line_of(process) == "ready"
@@ -64,7 +64,7 @@ def test_two_ctrl_c_end_a_program_that_is_ending_and_tear_nothing(root: Path) ->
         whole(root, at_least=0)
 
 
-def test_a_termination_that_nobody_listens_to_ends_at_once_and_costs_what_was_in_flight(root: Path) -> None:
+def test_an_unhandled_termination_ends_at_once(root: Path) -> None:
     with started(root, BUSY, "save") as process:
         assert line_of(process) == "ready"
         time.sleep(0.15)
@@ -101,7 +101,7 @@ with sw.CheckpointManager(sys.argv[1], save_policy=policy) as manager:
 
 
 @pytest.mark.parametrize("again", [0, 1, 3])
-def test_a_termination_that_is_listened_to_saves_once_more_and_ends_in_peace(root: Path, again: int) -> None:
+def test_a_handled_termination_saves_once_more(root: Path, again: int) -> None:
     with started(root, PREEMPTED, again) as process:
         first = line_of(process)
         process.terminate()  # while the first save is being written
@@ -114,7 +114,7 @@ def test_a_termination_that_is_listened_to_saves_once_more_and_ends_in_peace(roo
     assert whole(root, at_least=left) == left
 
 
-def test_a_termination_while_it_is_waited_for_a_save_is_answered_at_the_next_step(root: Path) -> None:
+def test_a_termination_during_a_wait_is_answered_next_step(root: Path) -> None:
     script = """
 policy = sw.at_steps([0]) | sw.on_preemption()
 manager = sw.CheckpointManager(sys.argv[1], save_policy=policy)
@@ -135,7 +135,7 @@ time.sleep(30)
     assert whole(root, at_least=1) == 1
 
 
-def test_a_forked_worker_beside_a_manager_that_listens_is_ended_by_a_termination(root: Path) -> None:
+def test_a_forked_worker_is_ended_by_a_termination(root: Path) -> None:
     # It inherits the handler; a loader that terminates its workers and joins them would wait for
     # ever.
     script = """
@@ -192,7 +192,7 @@ print(handlers())
     assert said.splitlines() == [free, free, taken, free]
 
 
-def test_a_handler_of_the_programs_own_is_called_in_a_forked_worker_too(root: Path) -> None:
+def test_a_programs_own_handler_is_called_in_a_worker(root: Path) -> None:
     script = """
 signal.signal(signal.SIGTERM, lambda *_: os._exit(5))
 with sw.CheckpointManager(sys.argv[1], save_policy=sw.every_steps(1) | sw.on_preemption()) as manager:
@@ -210,7 +210,7 @@ with sw.CheckpointManager(sys.argv[1], save_policy=sw.every_steps(1) | sw.on_pre
     assert (process.returncode, said) == (0, "5\n"), errors
 
 
-def test_ctrl_c_in_a_terminal_reaches_trainer_and_workers_and_ends_them_all(root: Path) -> None:
+def test_ctrl_c_in_a_terminal_ends_trainer_and_workers(root: Path) -> None:
     script = """
 import multiprocessing
 def work(queue):

@@ -107,7 +107,7 @@ def check(line: str, waited_for: str) -> None:
     assert waited_for in text, line
 
 
-def test_a_result_without_a_timeout_ends_when_the_disk_does_not_answer(disk: Path) -> None:
+def test_a_result_without_a_timeout_ends_on_a_silent_disk(disk: Path) -> None:
     script = """
 manager = sw.CheckpointManager(where, options=options)
 attached()
@@ -135,7 +135,7 @@ stalled(lambda: sw.save(where, state, options=options))
     check(line, "the commit of the save")
 
 
-def test_a_restore_ends_when_the_disk_does_not_answer_by_the_stall_timeout_of_its_manager(disk: Path) -> None:
+def test_a_restore_from_a_silent_disk_ends_by_the_timeout(disk: Path) -> None:
     script = """
 manager = sw.CheckpointManager(where, options=options)
 manager.save(7, state).result()

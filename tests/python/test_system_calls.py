@@ -174,7 +174,7 @@ def sampled(cases: list[Case]) -> list[Case]:
     return cases if LONG or len(cases) <= SAMPLE else random.Random(3).sample(cases, SAMPLE)
 
 
-def test_a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committed_step(base: Path) -> None:
+def test_kills_at_any_system_call_tear_nothing(base: Path) -> None:
     everything = points(base, CHANGING)
     swept = sampled(everything)
     killed = []
@@ -192,7 +192,7 @@ def test_a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committe
     assert sum(killed) >= 0.8 * len(swept)
 
 
-def test_an_errno_at_any_system_call_is_a_typed_error_and_nothing_else(base: Path) -> None:
+def test_any_errno_is_a_typed_error(base: Path) -> None:
     everything = [(call, n, name) for call, n in points(base, FALLIBLE) for name in ERRNOS]
     swept = sampled(everything)
     outcomes: Counter[str] = Counter()

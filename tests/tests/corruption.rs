@@ -136,7 +136,7 @@ fn path_of(checkpoint: &Checkpoint, leaf: u32) -> String {
 }
 
 #[test]
-fn every_flipped_bit_of_a_manifest_is_found_by_the_listing_and_by_whoever_opens_the_step() {
+fn every_flipped_bit_of_a_manifest_is_found() {
     let count = AtomicU64::new(0);
     on_copies(|reader, worker| {
         let victim = Victim::open(reader.step_path(STEP).join("manifest.json"));
@@ -156,7 +156,7 @@ fn every_flipped_bit_of_a_manifest_is_found_by_the_listing_and_by_whoever_opens_
 }
 
 #[test]
-fn every_flipped_bit_of_an_index_is_found_when_the_step_is_opened() {
+fn every_flipped_bit_of_an_index_is_found_when_opened() {
     let count = AtomicU64::new(0);
     on_copies(|reader, worker| {
         let checkpoint = reader.checkpoint(STEP).unwrap().unwrap();
@@ -175,7 +175,7 @@ fn every_flipped_bit_of_an_index_is_found_when_the_step_is_opened() {
 }
 
 #[test]
-fn every_flipped_bit_of_the_header_footer_and_trailer_of_a_data_file_is_found() {
+fn every_flipped_bit_of_a_file_frame_is_found() {
     let (by_restore, by_verify, whole) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
     on_copies(|reader, worker| {
         let checkpoint = reader.checkpoint(STEP).unwrap().unwrap();
@@ -217,7 +217,7 @@ fn every_flipped_bit_of_the_header_footer_and_trailer_of_a_data_file_is_found() 
 }
 
 #[test]
-fn a_flipped_bit_of_the_data_is_found_before_its_leaf_is_given_out_and_named_by_file_block_and_leaf() {
+fn a_flipped_data_bit_is_found_and_located() {
     let every = if long() { 1 } else { 29 };
     let (restored, padding, verified, whole, all) =
         (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
@@ -363,7 +363,7 @@ fn every_truncation_of_every_file_is_found() {
 }
 
 #[test]
-fn a_file_that_ends_under_an_open_checkpoint_gives_an_error_and_no_value() {
+fn a_truncated_file_gives_an_error_and_no_value() {
     let dir = tempfile::tempdir().unwrap();
     let reader = Reader::open(&saved(dir.path())).unwrap();
     let checkpoint = reader.checkpoint(STEP).unwrap().unwrap();
@@ -535,7 +535,7 @@ fn directories_that_change_places_are_found() {
 }
 
 #[test]
-fn a_file_of_another_attempt_at_the_same_step_with_the_same_values_is_found() {
+fn a_file_of_another_attempt_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let root = saved(dir.path());
     let twin = dir.path().join("elsewhere");
@@ -554,7 +554,7 @@ fn a_file_of_another_attempt_at_the_same_step_with_the_same_values_is_found() {
 }
 
 #[test]
-fn leaves_that_share_a_block_are_all_found_damaged_with_it_and_others_are_not() {
+fn all_leaves_of_a_damaged_block_are_found() {
     let dir = tempfile::tempdir().unwrap();
     let reader = Reader::open(&saved(dir.path())).unwrap();
     let checkpoint = reader.checkpoint(STEP).unwrap().unwrap();

@@ -338,7 +338,7 @@ fn reopen(disk: &SimDisk, syncs: bool) -> Result<()> {
 }
 
 #[test]
-fn after_a_kill_the_next_process_may_trust_only_what_it_has_synced() {
+fn after_a_kill_only_synced_data_is_trusted() {
     let explore_after = |syncs: bool| {
         sweep::kills(
             prepared,
@@ -358,7 +358,7 @@ fn after_a_kill_the_next_process_may_trust_only_what_it_has_synced() {
 }
 
 #[test]
-fn after_a_failed_operation_nothing_committed_is_lost_and_nothing_is_torn() {
+fn a_failed_operation_loses_and_tears_nothing() {
     for action in [Action::Fail(libc_eio()), Action::FailHalfway(28), Action::FailAfterwards(libc_eio())] {
         for from_then_on in [false, true] {
             let runs = sweep::failures(
@@ -456,7 +456,7 @@ fn left_after(script: impl Fn(&SimDisk, &dyn Dir)) -> Vec<String> {
 }
 
 #[test]
-fn a_crash_leaves_of_a_write_all_or_either_half_or_zeros_or_nothing() {
+fn a_crash_leaves_any_part_of_a_write() {
     let left = left_after(|disk, root| {
         let file = root.create_file("f", 0).unwrap();
         root.sync().unwrap();

@@ -29,7 +29,7 @@ fn a_driver_that_works_is_found_with_its_version_and_devices() {
 }
 
 #[test]
-fn no_driver_a_broken_one_and_one_of_something_else_are_plain_answers() {
+fn unusable_driver_files_give_plain_answers() {
     let directory = tempfile::tempdir().unwrap();
     let none = probed(directory.path(), &[]);
     if none.starts_with("driver") {
@@ -48,7 +48,7 @@ fn no_driver_a_broken_one_and_one_of_something_else_are_plain_answers() {
 }
 
 #[test]
-fn a_stub_an_old_one_one_without_devices_and_one_that_fails_say_so() {
+fn unusable_drivers_say_why() {
     let there = fake_cuda::built(false);
     let cases = [
         ("FAKE_CUDA", "stub", "cuInit answers CUDA_ERROR_STUB_LIBRARY (34)"),

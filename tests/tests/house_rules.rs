@@ -39,7 +39,7 @@ fn sources(folder: &str, endings: &[&str]) -> Vec<(String, String)> {
 }
 
 #[test]
-fn unsafe_code_stands_only_in_core_sys_and_in_the_ingest_of_arrays() {
+fn unsafe_code_is_in_core_sys_and_the_ingest_only() {
     for folder in ["core", "reshard", "manager", "python", "tests"] {
         for (name, text) in sources(folder, &[".rs"]) {
             // Examples measure raw memory against the engine; they are no part of it.
@@ -102,7 +102,7 @@ fn sys_imports_nothing_above_it() {
 }
 
 #[test]
-fn the_format_does_no_input_or_output_and_planning_has_no_threads() {
+fn the_format_does_no_io_and_planning_has_no_threads() {
     for (name, text) in
         sources("core/src/format", &[".rs"]).into_iter().chain(sources("reshard/src", &[".rs"]))
     {

@@ -48,7 +48,7 @@ fn save(path: &Path, step: u64) {
 }
 
 #[test]
-fn a_writer_that_opens_a_root_leaves_a_live_save_to_a_path_in_it_and_takes_a_dead_ones() {
+fn a_writer_leaves_live_path_saves_and_removes_dead_ones() {
     let directory = tempfile::tempdir().unwrap();
     let open = || {
         let environment = Environment::real(directory.path(), Engine::Auto).unwrap();
@@ -65,7 +65,7 @@ fn a_writer_that_opens_a_root_leaves_a_live_save_to_a_path_in_it_and_takes_a_dea
 }
 
 #[test]
-fn what_a_killed_process_left_beside_a_path_goes_with_the_next_save_and_what_a_live_one_writes_stays() {
+fn a_path_save_removes_dead_leftovers_beside_it() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("model");
     let mut live = saver(&path);

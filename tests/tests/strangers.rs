@@ -131,7 +131,7 @@ fn contents_of(paths: &[PathBuf]) -> BTreeMap<PathBuf, Vec<u8>> {
 }
 
 #[test]
-fn strangers_in_a_root_are_reported_or_ignored_and_never_touched() {
+fn strangers_in_a_root_are_never_touched() {
     let dir = tempfile::tempdir().unwrap();
     let (root, strangers) = littered(dir.path());
     let before = contents_of(&strangers);
@@ -164,7 +164,7 @@ fn strangers_in_a_root_are_reported_or_ignored_and_never_touched() {
 }
 
 #[test]
-fn a_commit_that_needs_the_name_of_what_is_no_step_moves_it_aside_whole() {
+fn a_commit_moves_an_invalid_step_aside_whole() {
     let dir = tempfile::tempdir().unwrap();
     let (root, _) = littered(dir.path());
     let manager = open(&root, look::options());
@@ -267,7 +267,7 @@ fn symlinks_inside_a_step_are_not_followed() {
 }
 
 #[test]
-fn deleting_a_step_with_symlinks_in_it_deletes_the_symlinks_and_not_what_they_name() {
+fn deleting_a_step_leaves_the_targets_of_its_symlinks() {
     let dir = tempfile::tempdir().unwrap();
     let root = saved(dir.path());
     let outside = dir.path().join("outside");

@@ -221,17 +221,17 @@ fn listing(root: &Path) -> String {
 }
 
 #[test]
-fn a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committed_step_through_io_uring() {
+fn kills_at_any_system_call_tear_nothing_with_io_uring() {
     sweep_kills("uring");
 }
 
 #[test]
-fn a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committed_step_through_threads() {
+fn kills_at_any_system_call_tear_nothing_with_threads() {
     sweep_kills("threads");
 }
 
 #[test]
-fn a_process_killed_at_any_system_call_tears_nothing_and_loses_no_committed_step_through_the_page_cache() {
+fn kills_at_any_system_call_tear_nothing_with_buffers() {
     sweep_kills("buffered");
 }
 
@@ -339,22 +339,22 @@ fn sweep_errnos(engine: &'static str, most: usize) {
 }
 
 #[test]
-fn an_errno_at_any_system_call_is_a_typed_error_and_nothing_else_through_io_uring() {
+fn any_errno_is_a_typed_error_with_io_uring() {
     sweep_errnos("uring", 400);
 }
 
 #[test]
-fn an_errno_at_any_system_call_is_a_typed_error_and_nothing_else_through_threads() {
+fn any_errno_is_a_typed_error_with_threads() {
     sweep_errnos("threads", 200);
 }
 
 #[test]
-fn an_errno_at_any_system_call_is_a_typed_error_and_nothing_else_through_the_page_cache() {
+fn any_errno_is_a_typed_error_with_buffers() {
     sweep_errnos("buffered", 200);
 }
 
 #[test]
-fn a_process_killed_at_random_moments_goes_on_each_time_from_what_it_had_committed() {
+fn a_randomly_killed_process_continues_from_its_commits() {
     let scratch = scratch();
     let kills = if long() { 10_000 } else { 1_000 };
     let roots: Vec<u64> = (0..WORKERS as u64).collect();

@@ -113,7 +113,7 @@ fn a_data_file_explains_itself() {
 }
 
 #[test]
-fn every_flipped_bit_of_a_data_file_is_found_and_a_block_is_named() {
+fn every_flipped_bit_of_a_data_file_names_a_block() {
     let (bytes, footer) = data_file(&part(0, 1), ID, 4096, 12288);
     for at in 0..bytes.len() * 8 {
         let mut flipped = bytes.clone();
@@ -177,7 +177,7 @@ fn an_index_is_rebuilt_from_the_footers_of_many_ranks() {
 }
 
 #[test]
-fn a_replica_that_was_written_twice_counts_once_and_contradictions_are_refused_by_name() {
+fn a_replica_written_twice_counts_once() {
     let with_file = |mut index: Index, name: &str| {
         index.files = vec![super::index::FileRecord {
             name: name.into(),
@@ -266,7 +266,7 @@ fn many_blocks_take_several_pages() {
 }
 
 #[test]
-fn headers_of_other_versions_features_and_files_are_refused_by_name() {
+fn headers_of_other_versions_are_refused_by_name() {
     let with = |at: usize, byte: u8| {
         let mut bytes = Header::new(ID, 4096, 3).encode();
         bytes[at] = byte;

@@ -128,7 +128,7 @@ fn no_call_follows_a_symlink_or_waits_for_a_pipe() {
 }
 
 #[test]
-fn a_probe_leaves_nothing_behind_and_judges_what_is_not_there_yet() {
+fn a_probe_leaves_nothing_behind() {
     let dir = tempdir();
     let there = open_disk(dir.path(), Engine::Auto).unwrap();
     let not_yet = open_disk(&dir.path().join("a/b"), Engine::Auto).unwrap();
@@ -414,7 +414,7 @@ fn fork_with_handles() {
 }
 
 #[test]
-fn a_directory_that_could_be_made_and_not_opened_is_taken_away_again() {
+fn a_directory_that_cannot_be_opened_is_removed() {
     run_alone("make_a_directory_without_descriptors", "", None);
 }
 
@@ -436,7 +436,7 @@ fn make_a_directory_without_descriptors() {
 }
 
 #[test]
-fn a_file_with_permissions_or_attributes_of_its_own_is_not_written_over() {
+fn a_file_with_own_permissions_is_not_overwritten() {
     use rustix::fs::{Mode, XattrFlags};
 
     let base = tempdir();

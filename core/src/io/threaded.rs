@@ -256,7 +256,7 @@ mod tests {
     use crate::io::{Engine, open_disk};
 
     #[test]
-    fn a_full_queue_that_never_moves_gives_the_buffer_back_with_a_timeout() {
+    fn a_stuck_full_queue_returns_the_buffer_with_a_timeout() {
         let dir = tempfile::tempdir().unwrap();
         let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
         let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();

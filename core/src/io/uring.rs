@@ -163,7 +163,7 @@ mod tests {
     use crate::sys::testing::absent;
 
     #[test]
-    fn a_full_ring_that_never_moves_gives_the_buffer_back_with_a_timeout() {
+    fn a_stuck_full_ring_returns_the_buffer_with_a_timeout() {
         let patience = Duration::from_millis(50);
         let mut queue = match UringQueue::with_stall_deadline(1, 1, Vec::new(), patience) {
             Ok(queue) => queue,

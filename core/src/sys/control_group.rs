@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn in_a_container_the_group_is_the_top_and_its_path_may_be_the_hosts() {
+    fn in_a_container_the_group_is_the_top() {
         let dir = tempfile::tempdir().unwrap();
         let files = [
             ("memory.limit_in_bytes", "2000\n"),

@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_read_in_bytes_and_nothing_is_made_of_what_is_not_understood() {
+    fn memory_sizes_are_read_in_bytes_or_not_at_all() {
         let meminfo = "MemTotal:       32614744 kB\nMemAvailable:   24601232 kB\nBuffers:  12 kB\n";
         let available_in = |meminfo| bytes_in(meminfo, "MemAvailable:");
         assert_eq!(available_in(meminfo), Some(24_601_232 * 1024));
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_on_a_socket_if_all_processors_that_it_may_use_are_there() {
+    fn a_process_is_on_a_socket_with_all_its_processors() {
         let sockets = ["0\n", "0\n", "1\n", "1\n", "-1\n"];
         let of_processor = |number: u32| sockets.get(number as usize).map(ToString::to_string);
         for (list, socket) in [

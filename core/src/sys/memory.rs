@@ -344,7 +344,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_that_the_system_does_not_give_is_refused_with_its_size() {
+    fn memory_that_cannot_be_had_is_refused_with_its_size() {
         can_map(1 << 20).unwrap();
         let error = can_map(1 << 55).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOMEM));
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn room_in_huge_pages_keeps_what_was_there_and_is_refused_where_there_is_none() {
+    fn huge_pages_keep_contents_or_are_refused() {
         let before = HUGE_PAGE + 12_345;
         for bytes in [0, 1, HUGE_PAGE - 1, 5 * HUGE_PAGE + 3] {
             let mut values = vec![7_u8; before];

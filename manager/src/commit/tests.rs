@@ -82,7 +82,7 @@ fn finished(action: Action) -> Verdict {
 }
 
 #[test]
-fn everything_below_the_name_is_written_and_synced_before_the_rename() {
+fn everything_is_synced_before_the_rename() {
     let mut machine = machine(plan(0, 1));
     assert_eq!(
         to_rename(&mut machine),
@@ -111,7 +111,7 @@ fn a_failed_sync_of_the_root_is_uncertain_and_never_tried_again() {
 }
 
 #[test]
-fn whose_attempt_stands_there_decides_after_a_rename_that_did_not_say_yes() {
+fn the_attempt_decides_after_an_unclear_rename() {
     for (errno, stands, committed) in [
         (5, Stands::Step(attempt(1)), true),
         (2, Stands::Step(attempt(1)), true),
@@ -178,7 +178,7 @@ fn what_is_no_step_is_durably_aside_before_its_name_is_taken() {
 }
 
 #[test]
-fn what_could_not_be_set_aside_durably_keeps_the_commit_from_its_name() {
+fn a_failed_set_aside_keeps_the_commit_from_its_name() {
     let mut machine = machine(plan(0, 1));
     to_rename(&mut machine);
     machine.on(io(17), at(0));
@@ -232,7 +232,7 @@ fn where_two_names_cannot_be_swapped_replacing_is_refused() {
 }
 
 #[test]
-fn a_temporary_that_cannot_be_made_and_data_that_cannot_be_written_end_the_save() {
+fn a_failed_temporary_or_write_ends_the_save() {
     let mut machine_ = machine(plan(0, 1));
     machine_.start();
     assert!(matches!(machine_.on(io(28), at(0)), Action::RemoveTemporary));
@@ -258,7 +258,7 @@ fn asks_for(action: &Action) -> &[u32] {
 }
 
 #[test]
-fn the_leader_waits_for_each_rank_as_long_as_that_gets_on_and_names_who_does_not() {
+fn the_leader_waits_for_progress_and_names_the_stuck() {
     let vote = |rank, counter| Vote {
         rank,
         step: 5,
@@ -319,14 +319,14 @@ fn yes(rank: u32) -> Vote {
 }
 
 #[test]
-fn the_leader_hears_of_its_own_node_and_of_the_first_rank_of_every_other() {
+fn the_leader_hears_its_node_and_each_nodes_first_rank() {
     assert_eq!(asks_for(&on_nodes(0).on(Event::Data(parts()), at(0))), [1, 2, 4]);
     let Action::SendVote(vote) = on_nodes(5).on(Event::Data(parts()), at(0)) else { panic!() };
     assert_eq!(vote.rank, 5);
 }
 
 #[test]
-fn the_first_rank_of_a_node_votes_for_all_of_it_once_it_has_their_votes() {
+fn the_first_rank_of_a_node_votes_for_all_of_it() {
     let mut machine_ = on_nodes(1);
     // Between two looks it asks whether the leader has decided without it.
     assert!(matches!(machine_.on(Event::Data(parts()), at(0)), Action::Listen { timeout: Duration::ZERO }));
@@ -369,7 +369,7 @@ fn what_goes_wrong_on_a_node_is_told_to_the_leader_as_it_is() {
 }
 
 #[test]
-fn a_rank_that_fails_is_named_on_the_others_and_keeps_its_own_error() {
+fn a_failing_rank_is_named_on_the_others() {
     let mut machine_ = machine(plan(0, 2));
     machine_.start();
     machine_.on(Event::Done, at(0));
@@ -431,7 +431,7 @@ fn every_rank_ends_with_the_verdict_of_the_leader_and_its_cause() {
 }
 
 #[test]
-fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
+fn an_unsynced_root_is_uncertain_on_every_rank() {
     let mut leader = machine(plan(0, 2));
     let mut action = leader.start();
     while !matches!(action, Action::SyncRoot) {
@@ -462,7 +462,7 @@ fn a_root_that_the_leader_could_not_sync_is_uncertain_on_every_rank() {
 }
 
 #[test]
-fn a_rank_waits_for_the_leader_as_long_as_that_gives_signs_of_life_and_then_keeps_it_from_committing() {
+fn a_rank_waits_for_a_living_leader_and_then_blocks_it() {
     let mut follower = listening();
     for (second, beat) in [(9, 1), (18, 2), (27, 2)] {
         assert!(matches!(follower.on(silence(beat), at(second)), Action::Listen { .. }), "{second}");
@@ -478,7 +478,7 @@ fn a_rank_waits_for_the_leader_as_long_as_that_gives_signs_of_life_and_then_keep
 }
 
 #[test]
-fn a_step_that_stands_there_is_not_called_uncommitted_where_the_leader_fell_silent() {
+fn a_committed_step_survives_a_silent_leader() {
     for (stands, uncertain) in [
         (Event::Stands(Stands::Step(attempt(1))), true),
         (Event::Stands(Stands::Step(attempt(7))), false),
@@ -552,7 +552,7 @@ fn a_vote_on_another_step_is_none_on_this_one() {
 }
 
 #[test]
-fn a_difference_within_a_node_is_refused_even_where_nobody_has_written_the_leaf() {
+fn a_difference_within_a_node_is_refused() {
     let vote =
         |rank, value| Vote { claims: vec![Claim { rank, path: 7, part: 7, kind: 1, value }], ..yes(rank) };
     let draft = Draft { step: 5, items: vec![item()], ..Draft::default() };

@@ -27,7 +27,7 @@ fn kept(retention: &Retention, steps: &[Candidate<'_>]) -> Vec<u64> {
 }
 
 #[test]
-fn the_newest_are_ranked_by_number_and_not_by_the_order_of_arrival() {
+fn the_newest_are_ranked_by_number() {
     assert_eq!(kept(&Retention::keep_latest(2), &steps([10, 20, 30, 5])), [20, 30]);
 }
 
@@ -61,7 +61,7 @@ fn nan_is_worst_and_never_evicts_a_real_best() {
 }
 
 #[test]
-fn a_step_without_the_metric_counts_only_where_there_are_too_few_with_it() {
+fn a_step_without_the_metric_counts_last() {
     let mut some = scored(&[(1, 0.5), (2, 0.1)]);
     some.extend(steps([3, 4, 5]));
     assert_eq!(kept(&Retention::keep_best(1, "loss", Mode::Min), &some), [2, 5]);
@@ -77,7 +77,7 @@ fn the_newest_is_never_evicted_by_a_metric() {
 }
 
 #[test]
-fn an_interval_of_time_is_counted_from_what_it_kept_before_and_stays_so() {
+fn an_interval_is_counted_from_the_last_kept_step() {
     let hours = |hour: u64| i64::try_from(hour).unwrap() * 3600 * 1_000_000_000;
     let rule = Retention::KeepEverySeconds { seconds: 5.0 * 3600.0, items: None };
     let mut there: Vec<Candidate<'_>> = Vec::new();
@@ -96,7 +96,7 @@ fn an_interval_of_time_is_counted_from_what_it_kept_before_and_stays_so() {
 }
 
 #[test]
-fn thinning_keeps_the_named_items_of_old_steps_and_all_of_the_new() {
+fn thinning_keeps_the_named_items_of_old_steps() {
     let retention = Retention::keep_latest(1) | Retention::keep_every_items(10, ["params"]);
     let plan = retention.plan(&steps([0, 5, 10, 20]), 0).unwrap();
     assert_eq!(plan.deleted().collect::<Vec<_>>(), [5]);
@@ -121,7 +121,7 @@ fn a_step_with_nothing_left_to_thin_is_left_alone() {
 }
 
 #[test]
-fn a_thinning_rule_that_names_no_item_of_a_step_keeps_it_whole_and_says_so() {
+fn a_thinning_rule_without_items_keeps_the_step_whole() {
     let retention = Retention::keep_latest(1) | Retention::keep_every_items(2, ["param"]);
     let plan = retention.plan(&steps(0..6), 0).unwrap();
     assert_eq!(plan.thinned().count(), 0);
@@ -130,7 +130,7 @@ fn a_thinning_rule_that_names_no_item_of_a_step_keeps_it_whole_and_says_so() {
 }
 
 #[test]
-fn age_is_measured_from_the_commit_and_a_clock_set_back_deletes_nothing() {
+fn age_counts_from_the_commit_despite_clock_changes() {
     let mut all = steps(0..4);
     for candidate in &mut all {
         candidate.committed_unix_ns = i64::try_from(candidate.step).unwrap() * 1_000_000_000;

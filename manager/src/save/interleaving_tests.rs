@@ -59,7 +59,7 @@ fn failed() -> Outcome {
 }
 
 #[test]
-fn whoever_waits_for_a_save_hears_the_one_outcome_and_each_callback_is_called_once() {
+fn every_waiter_hears_the_one_outcome() {
     every_interleaving(|| {
         let save = handle();
         let called = Arc::new(AtomicUsize::new(0));
@@ -247,7 +247,7 @@ fn a_save_is_committed_whatever_thread_goes_first() {
 }
 
 #[test]
-fn a_source_that_fails_leaves_nothing_whatever_thread_goes_first() {
+fn a_failing_source_leaves_nothing_in_any_order() {
     every_interleaving(|| save(Trouble::Source));
 }
 

@@ -69,7 +69,7 @@ impl Facts for StepOnly {
 }
 
 #[test]
-fn a_deterministic_policy_asks_for_the_step_and_at_most_whether_it_is_the_first() {
+fn a_deterministic_policy_asks_for_the_step_only() {
     let policy = SavePolicy::EverySteps { n: 2, initial: false } | SavePolicy::at_steps([7]);
     assert!(policy.is_deterministic());
     let answers: Vec<bool> = (6..9).map(|step| policy.should_save(&StepOnly(step)).unwrap()).collect();

@@ -56,7 +56,7 @@ fn containers_are_items_and_loose_leaves_share_one() {
 }
 
 #[test]
-fn a_tie_within_an_item_is_stored_once_and_one_between_items_twice() {
+fn a_tie_is_stored_once_per_item() {
     let leaves = vec![tensor(), tensor(), LeafSource::Alias(0), LeafSource::Alias(1)];
     let items = items(&state(leaves), &subchunk::Options::HOST, &Writing::ALONE).unwrap();
     assert!(matches!(items.plans[1].leaves[1], LeafPlan::Alias { of: 0 }));
@@ -115,7 +115,7 @@ fn colliding_entries_and_bad_ties_are_refused_by_path() {
 }
 
 #[test]
-fn one_process_saves_what_it_holds_whole_and_is_told_of_the_hole_where_it_does_not() {
+fn one_process_is_told_of_a_hole_in_what_it_holds() {
     let of = |regions: &[Region]| {
         let part = |region: &Region| Part { region: region.clone(), holders: Holders::This };
         let source = LeafSource::Tensor {
@@ -160,7 +160,7 @@ fn a_shape_that_is_larger_than_any_memory_is_refused_by_path() {
 }
 
 #[test]
-fn more_chunks_than_an_item_may_have_are_refused_by_path_before_they_are_made() {
+fn too_many_chunks_are_refused_by_path() {
     let one = subchunk::Options { target_bytes: 1, min_row_bytes: 1, min_band_row_bytes: 1 };
     let whole = |shape: &[u64]| LeafSource::whole(Dtype::Uint8, shape.into(), Arc::new(Nothing));
     for (first, second, path) in [
@@ -239,7 +239,7 @@ fn the_plan_hash_of_every_kind_is_the_same_in_every_build() {
 }
 
 #[test]
-fn each_kind_and_each_sort_of_component_has_a_plan_hash_of_its_own() {
+fn each_kind_and_component_has_its_own_plan_hash() {
     let name = |name: &str| Box::from(name);
     let one = |component: Component, kind: ContainerKind| {
         let mut tree = Tree::new();

@@ -170,7 +170,7 @@ fn page_by_page_an_index_becomes_what_it_is_as_a_whole() {
 }
 
 #[test]
-fn what_is_not_wanted_is_not_read_and_what_is_damaged_is_refused_where_it_is_wanted() {
+fn unwanted_leaves_are_unread_and_damage_is_refused() {
     let step = Step::new();
     // Six tensors, a page for each: that of `c/w2`.
     step.corrupt(0, |length| length / 10 * 9);
@@ -186,7 +186,7 @@ fn what_is_not_wanted_is_not_read_and_what_is_damaged_is_refused_where_it_is_wan
 }
 
 #[test]
-fn an_index_that_is_not_the_one_of_the_manifest_is_refused_by_its_front_alone() {
+fn a_foreign_index_is_refused_by_its_front_alone() {
     for at in [0, 20, 60, 72, 90, 130, 1000] {
         let step = Step::new();
         step.corrupt(1, |_| at);

@@ -32,7 +32,7 @@ fn breaks_off(manager: &Manager, step: u64) {
 }
 
 #[test]
-fn a_rank_whose_save_raises_fails_the_save_of_all_and_the_next_one_works() {
+fn a_rank_that_raises_fails_the_save_of_all() {
     let job = Job::new();
     job.run(3, 3, |rank, environment| {
         let manager = open(environment, options()).unwrap();
@@ -66,7 +66,7 @@ fn a_rank_whose_save_raises_fails_the_save_of_all_and_the_next_one_works() {
 }
 
 #[test]
-fn a_failure_that_one_rank_has_not_seen_is_raised_by_the_same_call_on_all() {
+fn an_unseen_failure_of_a_rank_is_raised_on_all() {
     let job = Job::new();
     let raised = job.run(2, 2, |rank, environment| {
         let manager = open(environment, options()).unwrap();
@@ -100,7 +100,7 @@ fn a_failure_that_one_rank_has_not_seen_is_raised_by_the_same_call_on_all() {
 }
 
 #[test]
-fn a_rank_that_breaks_off_a_save_ends_it_for_all_at_once_and_the_next_one_works() {
+fn a_rank_that_aborts_a_save_ends_it_for_all() {
     for (broken, first) in [(0, 1), (1, 1), (0, 2), (1, 2)] {
         let job = Job::new();
         // It makes no other call until they have.
@@ -184,7 +184,7 @@ fn a_ticket_that_nobody_takes_ends_the_save_on_all_ranks() {
 }
 
 #[test]
-fn a_failure_of_a_rank_that_took_no_part_is_raised_by_the_same_call_on_all_and_once() {
+fn a_failure_is_raised_once_by_all_ranks() {
     let job = Job::new();
     let over = &Barrier::new(2);
     let raised = job.run(2, 2, |rank, environment| {
@@ -293,7 +293,7 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
-fn a_rank_that_has_not_made_a_call_of_all_is_named_on_all_also_on_those_that_came_before_the_leader() {
+fn a_rank_that_missed_a_call_is_named_on_all() {
     let job = Job::new();
     let patience = Duration::from_secs(2);
     let (came, given_up) = (&Barrier::new(2), &Barrier::new(3));
@@ -315,7 +315,7 @@ fn a_rank_that_has_not_made_a_call_of_all_is_named_on_all_also_on_those_that_cam
 }
 
 #[test]
-fn a_rank_that_votes_not_in_time_is_named_on_all_and_the_next_save_works() {
+fn a_rank_that_votes_late_is_named_on_all() {
     let job = Job::new();
     let given_up = &Barrier::new(2);
     job.run(2, 1, |rank, environment| {

@@ -111,7 +111,7 @@ fn saved(manager: &Manager, steps: std::ops::Range<u64>) -> Vec<u64> {
 }
 
 #[test]
-fn a_vote_that_is_lost_fails_its_save_though_its_rank_goes_on_and_lives() {
+fn a_lost_vote_fails_its_save_while_its_rank_lives() {
     let told = run(2, 1, "vote/1/1", Fate::Lost, |_, manager| {
         let told = saved(&manager, 1..9);
         manager.close(Some(LONG)).unwrap();
@@ -148,7 +148,7 @@ fn a_step_whose_verdict_comes_too_late_is_none_that_has_failed() {
 }
 
 #[test]
-fn a_vote_that_cannot_be_read_is_told_to_be_that_of_its_rank_by_all() {
+fn an_unreadable_vote_is_reported_by_all() {
     run(4, 2, "vote/1/3", Fate::Garbled, |_, manager| {
         committed(&manager.save(SaveRequest::new(1, whole(1))).unwrap());
         let error = failure(&manager.save(SaveRequest::new(2, whole(2))).unwrap());
@@ -207,7 +207,7 @@ fn a_restore_that_is_left_in_one_of_its_calls_ends_on_all_ranks() {
 }
 
 #[test]
-fn a_step_that_was_replaced_stays_until_it_is_certain_that_the_new_one_does() {
+fn a_replaced_step_stays_until_the_new_one_is_certain() {
     let mut uncertain = 0;
     for skip in 0.. {
         let job = Job::new();

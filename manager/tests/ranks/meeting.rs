@@ -69,7 +69,7 @@ fn run<T: Send>(job: &Job, rank: impl Fn(Rank<'_>) -> T + Sync) -> Vec<T> {
 }
 
 #[test]
-fn a_manager_that_goes_takes_nothing_from_the_next_one_of_its_job() {
+fn a_dropped_manager_takes_nothing_from_the_next() {
     let job = Job::new();
     run(&job, |rank| {
         let mut old = rank.open();
@@ -88,7 +88,7 @@ fn a_manager_that_goes_takes_nothing_from_the_next_one_of_its_job() {
 }
 
 #[test]
-fn managers_of_one_job_that_are_open_at_the_same_time_do_not_hear_each_other() {
+fn open_managers_of_one_job_do_not_hear_each_other() {
     let job = Job::new();
     run(&job, |rank| {
         let one = rank.open();
@@ -152,7 +152,7 @@ impl Coordinator for Late {
 }
 
 #[test]
-fn why_the_leader_could_not_open_is_heard_by_those_who_look_when_it_has_ended() {
+fn a_failed_open_of_the_leader_is_heard_afterwards() {
     for (is_locked, is_killed) in [(true, false), (false, false), (true, true)] {
         let job = Job::new();
         let _writer = is_locked.then(|| open(job.environment(SingleProcess), options()).unwrap());
@@ -183,7 +183,7 @@ fn why_the_leader_could_not_open_is_heard_by_those_who_look_when_it_has_ended() 
 }
 
 #[test]
-fn what_killed_ranks_have_left_does_not_confuse_the_next_ones_and_goes() {
+fn leftovers_of_killed_ranks_go() {
     let job = Job::new();
     let dir = meetings(&job).create_dir("ranks-j").unwrap();
     let dead = "00000000000000000000000000000bad";
@@ -206,7 +206,7 @@ fn what_killed_ranks_have_left_does_not_confuse_the_next_ones_and_goes() {
 }
 
 #[test]
-fn who_waits_in_vain_to_meet_the_others_names_them_and_leaves_nothing() {
+fn a_failed_meeting_names_the_absent_and_leaves_nothing() {
     let job = Job::new();
     let missing = run(&job, |rank| match rank.number {
         2 => Vec::new(),
@@ -220,7 +220,7 @@ fn who_waits_in_vain_to_meet_the_others_names_them_and_leaves_nothing() {
 }
 
 #[test]
-fn ranks_that_put_one_message_in_the_same_moment_have_all_put_it() {
+fn simultaneous_puts_of_one_message_all_succeed() {
     let job = Job::new();
     run(&job, |rank| {
         let board = rank.meet(common::LONG).unwrap();

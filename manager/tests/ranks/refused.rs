@@ -27,7 +27,7 @@ fn state_of_w(w: Option<LeafSource>) -> StateSource {
 }
 
 #[test]
-fn layouts_that_do_not_fit_together_are_refused_with_leaf_ranks_and_regions() {
+fn layouts_that_do_not_fit_are_refused_with_regions() {
     type Leaf = fn(u32) -> LeafSource;
     let hole: Leaf = |rank| tensor(8, 4, 0, vec![part([2 * u64::from(rank), 0], [2, 4], Holders::This)]);
     let overlap: Leaf = |rank| tensor(8, 4, 0, vec![part([2 * u64::from(rank), 0], [5, 4], Holders::This)]);
@@ -80,7 +80,7 @@ fn layouts_that_do_not_fit_together_are_refused_with_leaf_ranks_and_regions() {
 }
 
 #[test]
-fn what_differs_between_nodes_is_found_and_so_is_what_does_on_one() {
+fn differences_between_and_within_nodes_are_found() {
     for (odd, named) in [
         (vec![1], "rank 0 has other values than rank 1"),
         (vec![3], "rank 0 has other values than rank 3"),
@@ -160,7 +160,7 @@ fn ranks_that_do_not_agree_on_an_option_are_told_which() {
 }
 
 #[test]
-fn what_few_ranks_or_none_write_of_an_item_is_checked_like_the_rest() {
+fn items_written_by_few_ranks_are_checked_like_others() {
     type Leaf = fn(u32) -> Option<LeafSource>;
     // Only one rank has the item, possibly the leader.
     let first: Leaf = |rank| (rank == 0).then(|| tensor(8, 4, 0, vec![part([0, 0], [4, 4], Holders::This)]));
@@ -207,7 +207,7 @@ fn what_few_ranks_or_none_write_of_an_item_is_checked_like_the_rest() {
 }
 
 #[test]
-fn the_tensor_that_ranks_disagree_on_is_named_and_none_that_they_share_out_differently_for_it() {
+fn the_disputed_tensor_is_named_and_no_other() {
     let job = Job::new();
     job.run(2, 2, |rank, environment| {
         let manager = open(environment, options()).unwrap();
@@ -228,7 +228,7 @@ fn the_tensor_that_ranks_disagree_on_is_named_and_none_that_they_share_out_diffe
 }
 
 #[test]
-fn values_that_should_be_the_same_and_are_not_refuse_the_commit_by_leaf_and_ranks() {
+fn differing_replicas_refuse_the_commit_by_leaf() {
     type Leaves = fn(u32) -> LeafSource;
     let large = |seed: u8| LeafSource::whole(Dtype::Uint8, vec![300_000], Arc::new(Filled(seed)));
     let object: Leaves = |rank| LeafSource::Object(Value::Int(i64::from(rank / 2)));

@@ -129,7 +129,7 @@ fn nothing_is_left_of_what_the_ranks_have_said() {
 }
 
 #[test]
-fn ranks_whose_states_have_other_entries_at_the_top_save_one_step() {
+fn ranks_with_different_top_entries_save_one_step() {
     let job = Job::new();
     job.run(3, 3, |rank, environment| {
         let manager = open(environment, options()).unwrap();
@@ -160,7 +160,7 @@ fn ranks_whose_states_have_other_entries_at_the_top_save_one_step() {
 }
 
 #[test]
-fn a_tie_between_two_items_is_stored_whole_in_both_whoever_writes_what() {
+fn a_tie_between_items_is_stored_whole_in_both() {
     let job = Job::new();
     job.run(2, 2, |rank, environment| {
         let manager = open(environment, options()).unwrap();
@@ -276,7 +276,7 @@ fn a_leaf_that_some_ranks_had_before_others_is_taken_once() {
 }
 
 #[test]
-fn retention_and_changes_are_the_leaders_and_every_rank_sees_them() {
+fn retention_and_changes_are_seen_by_every_rank() {
     let job = Job::new();
     job.run(2, 2, |rank, environment| {
         let retention = Retention::keep_latest(2);
@@ -318,7 +318,7 @@ fn what_may_drift_is_stored_as_the_first_rank_has_it() {
 }
 
 #[test]
-fn a_signal_that_one_rank_gets_ends_all_of_them_after_the_same_step_which_is_saved() {
+fn a_signal_to_one_rank_ends_all_after_the_same_step() {
     let job = Job::new();
     let trained = &Barrier::new(4);
     let last = job.run(4, 2, |rank, environment| {

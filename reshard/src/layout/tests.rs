@@ -35,7 +35,7 @@ fn segment(offset: &[u64], extent: &[u64], at: u64, strides: &[i64]) -> Segment 
 }
 
 #[test]
-fn a_flat_shard_of_a_fused_and_cut_parameter_names_the_elements_that_it_holds() {
+fn a_flat_shard_of_a_fused_parameter_names_its_elements() {
     // A rank's own 4 × 3 parameter: rows 0 and 2 are rows 5 and 6 of the tensor, rows 1 and 3 are
     // rows 1 and 2; columns 4..7 of 8.
     let own = [segment(&[5, 4], &[2, 3], 0, &[24, 4]), segment(&[1, 4], &[2, 3], 12, &[24, 4])];
@@ -52,7 +52,7 @@ fn a_flat_shard_of_a_fused_and_cut_parameter_names_the_elements_that_it_holds() 
 }
 
 #[test]
-fn a_flat_shard_of_a_transposed_parameter_follows_the_transposition() {
+fn a_flat_shard_follows_a_transposition() {
     let own = [segment(&[0, 0], &[3, 5], 0, &[2, 6])]; // local array: 5 × 3
     let all = contents(&own, &[3, 5], 2, 15);
     let part = flat(&own, &[5, 3], 2, 4, 7, 0).unwrap();

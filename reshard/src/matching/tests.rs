@@ -110,7 +110,7 @@ fn a_class_with_many_leaves_shows_some_and_counts_the_rest() {
 }
 
 #[test]
-fn top_level_entries_that_nobody_wants_are_no_error_and_inside_wanted_ones_strays_are() {
+fn unwanted_top_entries_are_no_error() {
     let stored = [tensor("params/w", F32, &[1]), tensor("params/x", F32, &[1]), tensor("ema/w", F32, &[1])];
     let wanted = [want("params/w", F32, &[1])];
     let report = match_state(&wanted, &stored, &Options::default());
@@ -131,7 +131,7 @@ fn top_level_entries_that_nobody_wants_are_no_error_and_inside_wanted_ones_stray
 }
 
 #[test]
-fn missing_leaves_keep_their_values_where_that_is_asked_for_and_there_is_one() {
+fn missing_leaves_keep_their_values_if_asked() {
     let mut wanted =
         [want("params/lora/a", F32, &[1]), want("params/lora/b", F32, &[1]), want("params/w", F32, &[1])];
     wanted[0].holds_value = true;
@@ -145,7 +145,7 @@ fn missing_leaves_keep_their_values_where_that_is_asked_for_and_there_is_one() {
 }
 
 #[test]
-fn what_selection_leaves_out_stays_where_there_is_a_value_and_is_missing_where_there_is_none() {
+fn deselected_leaves_keep_their_values() {
     let mut wanted = [want("params/w", F32, &[1]), want("params/x", F32, &[1])];
     wanted[0].holds_value = true;
     let stored = [tensor("params/w", F32, &[1]), tensor("params/x", F32, &[1])];
@@ -159,7 +159,7 @@ fn what_selection_leaves_out_stays_where_there_is_a_value_and_is_missing_where_t
 }
 
 #[test]
-fn renames_come_after_selection_and_their_collisions_are_reported() {
+fn renames_follow_selection_and_report_collisions() {
     let stored = [tensor("model/a", F32, &[1]), tensor("old/a", F32, &[1]), tensor("old/b", F32, &[1])];
     let wanted = [want("params/a", F32, &[1]), want("params/b", F32, &[1])];
     let renames = || Renames::new([("model", "params"), ("old", "params")]).unwrap();
@@ -193,7 +193,7 @@ fn a_tie_is_read_from_where_it_is_stored() {
 }
 
 #[test]
-fn left_out_leaves_and_branches_are_not_read_and_as_stored_takes_a_leaf_or_a_branch() {
+fn left_out_leaves_and_subtrees_are_not_read() {
     let stored = [
         tensor("params/a/w", F32, &[1]),
         tensor("params/a/x", Dtype::Int8, &[2]),
@@ -281,7 +281,7 @@ fn shapes_differ_only_as_far_as_resizing_is_allowed() {
 }
 
 #[test]
-fn near_names_are_found_for_changed_added_and_moved_components_and_other_separators() {
+fn near_names_are_found_for_many_kinds_of_changes() {
     for (missing, stored) in [
         ("params/decoder/w", "params/decodr/w"),
         ("params/model/layers[3]/w", "params/layers[3]/w"),
@@ -323,7 +323,7 @@ fn stored_leaves_are_those_of_the_index_in_leaf_order() {
 }
 
 #[test]
-fn a_pattern_that_chooses_nothing_fails_and_says_what_it_may_have_meant() {
+fn a_pattern_without_a_match_fails_with_near_names() {
     let stored = [
         tensor("params/layers[0]/weight", F32, &[1]),
         tensor("params/layers[0]/bias", F32, &[1]),

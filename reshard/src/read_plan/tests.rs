@@ -296,7 +296,7 @@ fn a_tie_is_read_where_it_is_stored_and_an_object_is_refused() {
 }
 
 #[test]
-fn an_index_that_contradicts_itself_is_refused_and_so_is_a_request_beyond_the_tensor() {
+fn a_contradictory_index_is_refused() {
     type Damage = fn(&mut TensorRecord);
     let cases: [(&str, Damage); 8] = [
         ("no chunk holds [0:16, 16:32]", |t| drop(t.chunks.remove(1))),

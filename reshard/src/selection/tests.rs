@@ -9,7 +9,7 @@ fn renamed(rules: &[(&str, &str)], path: &str) -> Option<String> {
 }
 
 #[test]
-fn a_leaf_is_selected_when_an_include_matches_and_no_exclude_does() {
+fn a_leaf_is_selected_by_include_and_exclude() {
     let path = |keys: &[&str]| LeafPath(keys.iter().map(|&key| Component::Key(key.into())).collect());
     let selection = Selection::new(Some(&["params/**", "step"]), &["**/bias"]).unwrap();
     assert!(selection.selects(&path(&["params", "w"])) && selection.selects(&path(&["step"])));

@@ -117,7 +117,7 @@ fn any_operation_of_a_save_over_a_retired_step_fails_once() {
 }
 
 #[test]
-fn any_operation_of_a_save_over_a_retired_step_is_done_and_its_answer_lost() {
+fn any_lost_answer_of_an_overwriting_save_is_survived() {
     survives_failures(Action::FailAfterwards(EIO), false, save_over_a_retired_step);
 }
 
@@ -183,7 +183,7 @@ fn a_failed_sync_of_the_root_is_uncertain_and_never_counted() {
 }
 
 #[test]
-fn a_step_that_was_uncertain_is_committed_by_the_next_save_of_it_where_the_root_can_be_synced() {
+fn an_uncertain_step_is_committed_by_its_next_save() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
     run.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(EIO)).after(4));
@@ -198,7 +198,7 @@ fn a_step_that_was_uncertain_is_committed_by_the_next_save_of_it_where_the_root_
 }
 
 #[test]
-fn a_step_that_stays_uncertain_is_replaced_by_the_next_save_of_it() {
+fn an_uncertain_step_is_replaced_by_the_next_save() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
     run.disk.inject(Fault::on(OperationKind::SyncDir, Action::Fail(EIO)).after(4));

@@ -35,7 +35,7 @@ fn a_second_writer_is_refused_at_any_moment_and_harms_nothing() {
 }
 
 #[test]
-fn a_writer_takes_over_from_a_killed_one_and_saves_the_same_step() {
+fn a_writer_takes_over_from_a_killed_one() {
     let run = Run::with_steps([1]).unwrap();
     let manager = run.open(options()).unwrap();
     run.disk.kill_at(run.disk.operations() + 25);
@@ -79,7 +79,7 @@ fn without_locks_an_older_writer_is_fenced_before_its_rename() {
 }
 
 #[test]
-fn without_locks_a_killed_writer_is_taken_over_after_its_silence() {
+fn a_killed_writer_without_locks_is_taken_over() {
     let run = Run::on(SimDisk::new().without_locks());
     let alone = || Options { take_over: true, ..keeping(Retention::keep_latest(1)) };
     let manager = run.open(alone()).unwrap();

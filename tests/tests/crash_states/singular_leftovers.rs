@@ -42,7 +42,7 @@ fn check(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
 }
 
 #[test]
-fn a_replacement_of_a_path_is_killed_and_the_next_one_removes_what_it_left() {
+fn a_killed_replacement_is_removed_by_the_next() {
     let base = SimDisk::new();
     save(&base, "a", 1).unwrap();
     let image = base.image();

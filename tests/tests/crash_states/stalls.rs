@@ -176,7 +176,7 @@ fn any_operation_hangs_and_the_process_is_killed() {
 }
 
 #[test]
-fn any_operation_hangs_after_it_was_done_and_the_process_is_killed() {
+fn any_operation_may_hang_after_its_effect() {
     survives_hangs(Moment::After, After::Killed, 16, &[3]);
 }
 
@@ -196,7 +196,7 @@ fn any_operation_hangs_in_a_save_over_a_retired_step() {
 }
 
 #[test]
-fn a_write_that_never_completes_fails_its_save_and_the_step_can_be_saved_again() {
+fn a_hanging_write_fails_its_save_and_frees_the_step() {
     let image = Run::with_steps([1, 2]).unwrap().disk.image();
     let mut explorer = Explorer::new(quick());
     let mut checker = Checker::new(options());

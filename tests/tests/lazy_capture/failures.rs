@@ -90,7 +90,7 @@ fn every_call_that_fails_fails_that_save_and_nothing_else() {
 }
 
 #[test]
-fn a_device_that_never_answers_ends_the_save_at_the_deadline_and_its_slots_come_back_when_it_does() {
+fn a_silent_device_ends_the_save_at_the_deadline() {
     let fake = FakeCuda::alone();
     let world = World::with(6, Duration::from_millis(500));
     let stream = fake.stream(0);

@@ -12,7 +12,7 @@ use crate::world::*;
 const LENGTHS: [usize; 5] = [3 << 20, 700, 1, 900 << 10, 5 << 20];
 
 #[test]
-fn a_guarded_update_waits_on_the_device_for_what_is_captured_and_the_call_waits_for_nothing() {
+fn a_guarded_update_waits_on_the_device_only() {
     let fake = FakeCuda::alone();
     fake.random(7, 300);
     let world = World::new(12);
@@ -37,7 +37,7 @@ fn a_guarded_update_waits_on_the_device_for_what_is_captured_and_the_call_waits_
 }
 
 #[test]
-fn an_update_without_a_guard_races_the_capture_and_the_driver_sees_it() {
+fn an_unguarded_update_races_the_capture() {
     let fake = FakeCuda::alone();
     fake.forgive();
     let world = World::new(12);
@@ -51,7 +51,7 @@ fn an_update_without_a_guard_races_the_capture_and_the_driver_sees_it() {
 }
 
 #[test]
-fn a_save_that_is_not_told_of_the_stream_reads_what_is_still_being_written_and_the_driver_sees_it() {
+fn a_save_without_the_stream_races_the_writer() {
     let fake = FakeCuda::alone();
     fake.forgive();
     let world = World::new(12);
@@ -96,7 +96,7 @@ fn what_must_be_captured_is_there_when_the_call_returns() {
 }
 
 #[test]
-fn a_ring_smaller_than_the_state_makes_the_guard_wait_for_writes_and_for_nothing_else() {
+fn a_small_ring_makes_the_guard_wait_for_writes_only() {
     let fake = FakeCuda::alone();
     let world = World::new(3);
     let stream = fake.stream(0);
@@ -114,8 +114,7 @@ fn a_ring_smaller_than_the_state_makes_the_guard_wait_for_writes_and_for_nothing
 }
 
 #[test]
-fn small_host_arrays_between_those_of_a_device_are_there_when_the_call_returns_and_nothing_else_is_waited_for()
- {
+fn small_host_arrays_are_captured_on_return() {
     let fake = FakeCuda::alone();
     let world = World::new(40);
     let stream = fake.stream(0);
@@ -176,7 +175,7 @@ fn arrays_of_two_devices_and_of_the_host_are_one_state() {
 }
 
 #[test]
-fn an_array_that_is_dropped_after_the_call_stays_until_it_is_captured() {
+fn a_dropped_array_stays_until_it_is_captured() {
     let fake = FakeCuda::alone();
     let world = World::new(12);
     let stream = fake.stream(0);
@@ -191,7 +190,7 @@ fn an_array_that_is_dropped_after_the_call_stays_until_it_is_captured() {
 }
 
 #[test]
-fn a_stream_on_which_a_graph_is_captured_is_refused_and_nothing_is_begun() {
+fn a_stream_that_captures_a_graph_is_refused() {
     let fake = FakeCuda::alone();
     let world = World::new(12);
     let stream = fake.stream(0);
@@ -213,7 +212,7 @@ fn a_stream_on_which_a_graph_is_captured_is_refused_and_nothing_is_begun() {
 }
 
 #[test]
-fn what_is_changed_before_it_is_captured_is_found_and_named_where_that_is_asked_for() {
+fn changes_before_the_capture_are_found_if_asked() {
     let fake = FakeCuda::alone();
     let world = World::detecting(12);
     let stream = fake.stream(0);

@@ -12,7 +12,7 @@ use crate::world::*;
 const LENGTHS: [usize; 5] = [3 << 20, 700, 1, 900 << 10, 5 << 20];
 
 #[test]
-fn a_step_is_restored_into_arrays_of_devices_and_of_the_host_at_once() {
+fn a_step_is_restored_to_devices_and_host_at_once() {
     let fake = FakeCuda::alone();
     fake.random(21, 200);
     let world = World::new(12);
@@ -38,7 +38,7 @@ fn a_step_is_restored_into_arrays_of_devices_and_of_the_host_at_once() {
 }
 
 #[test]
-fn what_the_callers_stream_still_does_to_an_array_is_over_before_it_is_filled() {
+fn stream_work_on_an_array_ends_before_its_fill() {
     let fake = FakeCuda::alone();
     fake.random(22, 300);
     let world = World::new(12);
@@ -57,7 +57,7 @@ fn what_the_callers_stream_still_does_to_an_array_is_over_before_it_is_filled() 
 }
 
 #[test]
-fn a_device_that_fails_or_never_answers_ends_the_restore_with_its_name() {
+fn a_failing_device_ends_the_restore_by_name() {
     let fake = FakeCuda::alone();
     // A buffer of a restore that finds the device lost stays unregistered for a while.
     fake.forgive();

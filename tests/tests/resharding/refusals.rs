@@ -226,6 +226,6 @@ fn one(seed: u64) {
 }
 
 #[test]
-fn holes_overlaps_and_ranks_that_disagree_are_refused_by_the_tensors_name_and_the_next_save_works() {
+fn holes_and_overlaps_between_ranks_are_refused_by_name() {
     cases(1500, one);
 }

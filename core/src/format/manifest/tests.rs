@@ -107,7 +107,7 @@ fn what_was_written_is_read_again_and_written_the_same() {
 }
 
 #[test]
-fn it_is_json_that_people_can_read_and_its_last_line_is_json_too() {
+fn it_is_readable_json_to_its_last_line() {
     let text = String::from_utf8(sample().encode().unwrap()).unwrap();
     assert!(text.starts_with("{\n  \"format\": \"stepwell\",\n  \"format_version\": 1,\n"), "{text}");
     assert!(text.contains("\"trailer_crc32c\": \"00000001\""), "{text}");
@@ -198,7 +198,7 @@ fn unknown_keys_are_ignored_and_kept_wherever_they_stand() {
 
 /// A thinning rewrites the manifest. Unknown keys keep their places.
 #[test]
-fn unknown_keys_keep_their_order_when_a_manifest_is_written_anew() {
+fn unknown_keys_keep_their_order_in_a_new_manifest() {
     let more = "\"first\": 1, \"second\": 2, \"third\": 3, \"world_size\"";
     let read = edited(|text| text.replace("\"world_size\"", more)).unwrap();
     let names: Vec<&String> = read.others.keys().collect();
@@ -264,7 +264,7 @@ fn shared() -> Manifest {
 }
 
 #[test]
-fn data_files_that_are_parts_of_another_are_one_file_on_the_disk() {
+fn data_files_that_are_parts_are_one_file_on_disk() {
     let manifest = shared();
     assert_eq!(Manifest::decode(&manifest.encode().unwrap(), Path::new("m")).unwrap(), manifest);
     let stored = stored_files(&manifest.files);
@@ -272,7 +272,7 @@ fn data_files_that_are_parts_of_another_are_one_file_on_the_disk() {
 }
 
 #[test]
-fn parts_that_overlap_or_lie_in_what_is_something_else_are_refused() {
+fn parts_that_overlap_or_nest_are_refused() {
     type Change = fn(&mut Within);
     let cases: [(Change, &str); 6] = [
         (|within| within.offset = 12287, "overlap"),

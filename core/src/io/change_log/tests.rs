@@ -46,7 +46,7 @@ fn what_the_writer_changes_itself_is_known_by_name() {
 }
 
 #[test]
-fn what_another_process_changes_is_news_until_the_directory_is_listed() {
+fn changes_of_others_are_news_until_the_next_listing() {
     let (mine, changes, other) = scene();
     list(&mine, &changes);
     other.create_dir("a").unwrap();

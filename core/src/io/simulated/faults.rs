@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_fault_hits_the_operation_that_it_names_once_or_from_then_on() {
+    fn a_fault_hits_the_operation_that_it_names() {
         let mut faults = Faults::default();
         faults.add(Fault::on(OperationKind::Sync, Action::Fail(5)).after(1).at("data"));
         assert_eq!(faults.hit(OperationKind::Write, "data"), None);

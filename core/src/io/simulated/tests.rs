@@ -79,7 +79,7 @@ fn a_rename_moves_no_handle_and_no_lock() {
 }
 
 #[test]
-fn a_killed_process_loses_its_locks_and_every_later_call_and_keeps_its_effects() {
+fn a_killed_process_loses_its_locks() {
     let disk = SimDisk::new();
     let root = root(&disk);
     let lock = root.try_lock("lock", LockKind::Exclusive, true).unwrap();
@@ -157,7 +157,7 @@ fn transfers_complete_in_a_seeded_order_and_take_effect_then() {
 }
 
 #[test]
-fn short_transfers_are_continued_and_stalled_ones_never_come_back() {
+fn short_transfers_continue_and_stalled_ones_stay_away() {
     let disk = SimDisk::new();
     let root = root(&disk);
     let file = root.create_file("data", 0).unwrap();

@@ -77,7 +77,7 @@ fn refused(copies: &[BoxCopy], len: usize) -> String {
 }
 
 #[test]
-fn a_copy_that_leaves_its_destination_is_refused_before_anything_is_read() {
+fn a_copy_outside_its_destination_is_refused_unread() {
     let item = TestItem::of_tensors(4096, &[10_000]);
     let with = |change: &dyn Fn(&mut BoxCopy)| {
         let mut copies = item.copies(&[0]);

@@ -15,7 +15,7 @@ fn verified(item: &TestItem) -> VerifyReport {
 }
 
 #[test]
-fn every_flipped_bit_of_the_data_is_found_before_its_block_is_scattered() {
+fn every_flipped_data_bit_is_found_before_its_scatter() {
     let lengths = [3000, 100, 2500];
     let item = TestItem::of_tensors(BLOCK, &lengths);
     let end = item.extent(2).offset + 2500;

@@ -138,7 +138,7 @@ fn tight() -> LoadOptions {
 }
 
 #[test]
-fn a_device_that_copies_late_and_out_of_order_has_every_byte_when_the_restore_returns() {
+fn a_late_device_copy_is_complete_on_return() {
     let lengths = [30 << 20, 5 * BLOCK + 77, 3];
     let item = TestItem::of_tensors(BLOCK, &lengths);
     for cached in [false, true] {
@@ -187,7 +187,7 @@ fn a_transposed_tensor_reaches_a_device_too() {
 }
 
 #[test]
-fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destination() {
+fn a_failed_device_copy_names_its_destination() {
     let item = TestItem::of_tensors(BLOCK, &[100, 9 << 20]);
     for (temper, said) in [(Temper::Fails(5), "lost a copy"), (Temper::Refuses(5), "takes no more")] {
         for cached in [false, true] {
@@ -212,7 +212,7 @@ fn a_copy_that_a_device_fails_or_refuses_fails_the_restore_and_names_the_destina
 }
 
 #[test]
-fn a_device_that_never_answers_ends_the_restore_and_keeps_its_bytes_to_itself() {
+fn a_silent_device_ends_the_restore() {
     let item = TestItem::of_tensors(BLOCK, &[12 << 20]);
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);

@@ -90,7 +90,7 @@ fn what_an_index_claims_is_checked_before_memory_is_taken() {
 }
 
 #[test]
-fn objects_that_claim_the_same_bytes_over_and_over_take_no_more_memory_than_the_file_has() {
+fn objects_that_share_bytes_take_bounded_memory() {
     let mut item = item();
     let long = item.index.leaves[2].clone();
     item.index.leaves = vec![long; 40];

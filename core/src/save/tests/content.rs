@@ -177,7 +177,7 @@ fn extents(index: &Index) -> Vec<Extent> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
     #[test]
-    fn a_file_is_the_plain_serialisation_of_its_leaves_whatever_the_ring(
+    fn a_file_is_the_plain_serialisation_of_its_leaves(
         samples in prop::collection::vec(sample(), 0..20),
         blocks_per_slot in 1_usize..6,
         slots in 2_usize..5,
@@ -284,7 +284,7 @@ fn every_item_has_a_file_of_its_own_and_small_leaves_are_packed() {
 }
 
 #[test]
-fn a_file_is_cut_and_synced_once_after_all_of_its_writes_have_completed() {
+fn a_file_is_cut_and_synced_once_after_all_writes() {
     let disk = SimDisk::new().with_order(7);
     let items = (0..3).map(|i| item(&format!("i{i}"), vec![bytes_leaf(&noise(30 * BLOCK, i))])).collect();
     save(items, &pool(4, 2 * BLOCK), options(3), &disk);

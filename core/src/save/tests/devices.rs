@@ -92,7 +92,7 @@ fn copies_of_several_windows_are_under_way_at_the_same_time() {
 }
 
 #[test]
-fn memory_that_a_device_may_still_write_comes_back_only_after_its_fence() {
+fn device_memory_returns_only_after_its_fence() {
     // Longer than a busy machine takes for what follows.
     let (device, passed) = device(1000, false);
     let ring = pool(2, 2 * BLOCK);

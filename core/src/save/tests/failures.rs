@@ -17,7 +17,7 @@ fn big() -> Vec<ItemPlan> {
 }
 
 #[test]
-fn any_failing_operation_fails_the_save_with_its_errno_and_frees_every_slot() {
+fn any_failing_operation_fails_the_save_and_frees_slots() {
     let counted = SimDisk::new();
     save(big(), &pool(3, 4 * BLOCK), SaveOptions { capture_threads: 1, ..options(2) }, &counted);
     let before = {
@@ -88,7 +88,7 @@ fn a_failed_write_or_sync_is_never_tried_again() {
 }
 
 #[test]
-fn a_write_that_never_completes_ends_both_halves_by_the_stall_timeout() {
+fn a_hanging_write_ends_both_halves_by_the_timeout() {
     let disk = SimDisk::new();
     disk.inject(Fault::on(OperationKind::Write, Action::Stall).after(2));
     let ring = pool(3, 4 * BLOCK);
@@ -102,7 +102,7 @@ fn a_write_that_never_completes_ends_both_halves_by_the_stall_timeout() {
 }
 
 #[test]
-fn slots_that_are_left_to_a_stuck_disk_are_gone_from_the_pool_which_may_grow_again() {
+fn slots_of_a_stuck_disk_leave_the_pool() {
     let disk = SimDisk::new();
     disk.inject(Fault::on(OperationKind::Write, Action::Stall).from_then_on());
     let ring = pool(3, 4 * BLOCK);
@@ -119,7 +119,7 @@ fn slots_that_are_left_to_a_stuck_disk_are_gone_from_the_pool_which_may_grow_aga
 }
 
 #[test]
-fn a_save_that_is_cancelled_after_its_last_copy_is_not_called_cancelled() {
+fn a_save_cancelled_after_its_last_copy_completes() {
     /// Sets the flag while it gives its bytes.
     struct Last(Arc<AtomicBool>);
 
@@ -222,7 +222,7 @@ impl StateProvider for Failing {
 }
 
 #[test]
-fn a_provider_that_fails_or_panics_fails_the_save_by_the_name_of_its_leaf() {
+fn a_failing_provider_fails_the_save_by_leaf() {
     for panics in [false, true] {
         for threads in [1, 3] {
             let ring = pool(3, 2 * BLOCK);
@@ -252,7 +252,7 @@ fn a_provider_that_fails_or_panics_fails_the_save_by_the_name_of_its_leaf() {
 }
 
 #[test]
-fn providers_are_untouched_when_the_capture_returns_and_gone_when_the_flush_does() {
+fn providers_are_kept_from_capture_to_flush() {
     struct Watched {
         over: Arc<AtomicBool>,
         dropped: Arc<AtomicBool>,
@@ -313,7 +313,7 @@ impl StateProvider for CancelsItself {
 }
 
 #[test]
-fn a_cancelled_capture_ends_after_the_copy_that_it_is_at_and_nothing_is_written_whole() {
+fn a_cancelled_capture_ends_after_its_current_copy() {
     let flag = Arc::new(AtomicBool::new(false));
     let provider = Arc::new(CancelsItself { flag: Arc::clone(&flag), after: 3, calls: AtomicU64::new(0) });
     // Five leaves to a slot, so that the third copy is in the middle of one.

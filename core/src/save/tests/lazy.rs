@@ -13,7 +13,7 @@ fn held(bytes: &[u8]) -> LeafPlan {
 }
 
 #[test]
-fn the_caller_copies_what_may_change_and_leaves_the_rest_to_another_thread_with_the_same_file_in_the_end() {
+fn caller_and_thread_share_the_copies_of_one_file() {
     let (now, later) = (noise(5 * BLOCK, 1), noise(40 * BLOCK, 2));
     let leaves = || vec![held(&later), bytes_leaf(&now), held(&later)];
     let expected = SimDisk::new();

@@ -116,7 +116,7 @@ fn slots_are_lent_in_the_order_in_which_they_were_asked_for() {
 }
 
 #[test]
-fn who_waits_for_a_slot_gives_up_when_none_comes_back_but_not_while_some_do() {
+fn a_wait_for_a_slot_ends_without_progress() {
     let pool = StagingPool::of_slots(2, SLOT).unwrap();
     let (one, two) = (pool.try_acquire().unwrap().unwrap(), pool.try_acquire().unwrap().unwrap());
     let error = pool.acquire(Duration::from_millis(30), Duration::MAX, none).map(|_| ()).unwrap_err();
