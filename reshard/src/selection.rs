@@ -140,6 +140,12 @@ impl Renames {
         self.apply_text(PathText::new(path).as_bytes()).map(|(_, text)| render(&text))
     }
 
+    /// The same for a path that is given by its rendering.
+    pub fn apply_rendered(&self, path: &str) -> Result<Option<String>> {
+        let glob = Glob::new(&escape(path))?;
+        Ok(glob.literal().and_then(|text| self.apply_text(text)).map(|(_, text)| render(&text)))
+    }
+
     /// The number of the rule that applies, and the new text.
     pub(crate) fn apply_text(&self, text: &[u8]) -> Option<(usize, Vec<u8>)> {
         if self.rules.is_empty() {
