@@ -127,14 +127,13 @@ pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<St
     })
 }
 
-/// Rebuilds the damaged indexes of a step's directory: for each item its name, its index, what was
-/// wrong with that (or `None`), its leaves, and whether the manifest records it anew.
+/// One item of a repaired step: its name, its index, the damage of that (or `None`), its number of
+/// leaves, and true if the manifest records the index again.
+type RepairedItem = (String, String, Option<String>, u64, bool);
+
+/// Rebuilds the damaged indexes of a step's directory.
 #[pyfunction]
-pub fn repair(
-    py: Python<'_>,
-    path: PathBuf,
-    dry_run: bool,
-) -> PyResult<Vec<(String, String, Option<String>, u64, bool)>> {
+pub fn repair(py: Python<'_>, path: PathBuf, dry_run: bool) -> PyResult<Vec<RepairedItem>> {
     let found = call(py, move || {
         let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
         stepwell_manager::repair::repair(&path, &environment, dry_run)

@@ -28,6 +28,8 @@ use crate::root::LISTINGS;
 const LOOKED_INTO: usize = 64;
 /// The most steps that are locked while they are renamed.
 const LOCKED: usize = 64;
+/// Exclusive leases of steps that are being renamed.
+type Locks = VecDeque<Box<dyn Lock>>;
 
 /// Which steps were found whole.
 #[derive(Debug, Default)]
@@ -347,11 +349,11 @@ impl Inner {
         &self,
         steps: Vec<&'a Found>,
         inspected: &mut Inspected,
-    ) -> Result<(Vec<&'a Found>, VecDeque<Box<dyn Lock>>)> {
+    ) -> Result<(Vec<&'a Found>, Locks)> {
         let now = self.environment.clock.unix_ns();
         let grace = i64::try_from(self.options.grace.as_nanos()).unwrap_or(i64::MAX);
         let before = std::mem::take(&mut inspected.leased);
-        let (mut unread, mut locks) = (Vec::with_capacity(steps.len()), VecDeque::new());
+        let (mut unread, mut locks) = (Vec::with_capacity(steps.len()), Locks::new());
         for found in steps {
             let step = found.manifest.step;
             let dir = self.root.dir.open_dir(&found.name)?;

@@ -242,8 +242,6 @@ pub struct TensorMatch {
     pub stored_dtype: Dtype,
     /// The element type that the caller gets.
     pub dtype: Dtype,
-    /// True if `stored_dtype → dtype` keeps every value.
-    pub lossless: bool,
     /// The shape that the caller gets.
     pub shape: Vec<u64>,
     /// The part of the stored tensor that is read. Its place in the caller's tensor is the same.

@@ -166,7 +166,6 @@ impl Matching<'_> {
                 tensor: Some(TensorMatch {
                     stored_dtype: dtype,
                     dtype: to,
-                    lossless: cast::is_lossless(dtype, to),
                     padded: extent != wanted_shape,
                     keeps: resize == Resize::Keep && extent != wanted_shape,
                     truncated: extent != shape.as_slice(),

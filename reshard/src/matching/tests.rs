@@ -225,26 +225,22 @@ fn casts_are_allowed_exactly_as_asked() {
     let try_cast = |wanted: Option<Dtype>, cast: PerGlob<Cast>| {
         let wanted = want_as("w", Spec::Tensor { dtype: wanted, shape: None });
         let report = match_state(&[wanted], &stored, &Options { cast, ..Options::default() });
-        report
-            .matches
-            .first()
-            .and_then(|found| found.tensor.as_ref())
-            .map(|tensor| (tensor.dtype, tensor.lossless))
+        report.matches.first().and_then(|found| found.tensor.as_ref()).map(|tensor| tensor.dtype)
     };
     let everywhere = PerGlob::everywhere;
     let to = |dtype| PerGlob::new([("w", Cast::To(dtype))], Cast::Lossless).unwrap();
     let (f64, bf16, i8) = (Dtype::Float64, Dtype::Bfloat16, Dtype::Int8);
     for (wanted, cast, expected) in [
-        (None, everywhere(Cast::Exact), Some((F32, true))),
+        (None, everywhere(Cast::Exact), Some(F32)),
         (Some(f64), everywhere(Cast::Exact), None),
-        (Some(f64), everywhere(Cast::Lossless), Some((f64, true))),
+        (Some(f64), everywhere(Cast::Lossless), Some(f64)),
         (Some(bf16), everywhere(Cast::Lossless), None),
-        (Some(bf16), everywhere(Cast::Lossy), Some((bf16, false))),
+        (Some(bf16), everywhere(Cast::Lossy), Some(bf16)),
         (Some(Dtype::DatetimeS), everywhere(Cast::Lossy), None),
-        (None, to(bf16), Some((bf16, false))),
-        (Some(bf16), to(bf16), Some((bf16, false))),
+        (None, to(bf16), Some(bf16)),
+        (Some(bf16), to(bf16), Some(bf16)),
         (Some(i8), to(bf16), None),
-        (Some(f64), to(bf16), Some((f64, true))),
+        (Some(f64), to(bf16), Some(f64)),
         (Some(bf16), PerGlob::new([("x", Cast::Lossy)], Cast::Lossless).unwrap(), None),
     ] {
         assert_eq!(try_cast(wanted, cast.clone()), expected, "{wanted:?} {cast:?}");
