@@ -14,14 +14,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::footer::{self, Trailer};
-use stepwell_core::format::index::{Index, LeafRecord};
+use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Within};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
 use stepwell_core::format::merge::{self, Refusal, Twice};
-use stepwell_core::format::trailer::TRAILER_BYTES;
-use stepwell_core::io::{Dir, File, LockKind, Section};
-use stepwell_core::limits::{MAX_INDEX_BYTES, MAX_MANIFEST_BYTES};
+use stepwell_core::io::{Dir, LockKind};
+use stepwell_core::limits::MAX_MANIFEST_BYTES;
+use stepwell_core::load::index_in_footer;
 use stepwell_core::{Error as CoreError, Result as CoreResult};
 use stepwell_reshard::tiling;
 
@@ -223,35 +222,14 @@ fn rebuild(step: &Arc<dyn Dir>, manifest: &Manifest, item: &Item) -> Result<inde
 
 /// The index in the footer of a data file, which is the one that the manifest names.
 fn part(step: &Arc<dyn Dir>, item: &Item, entry: &FileEntry) -> CoreResult<Index> {
-    let (stored, first) = match &entry.within {
-        Some(within) => (within.path.as_str(), within.offset),
-        None => (entry.path.as_str(), 0),
+    let within = entry.within.as_ref();
+    let record = FileRecord {
+        name: entry.path.as_str().into(),
+        length: entry.length,
+        file_id: entry.file_id,
+        trailer_crc: entry.trailer_crc32c,
+        within: within.map(|within| Within { name: within.path.as_str().into(), offset: within.offset }),
     };
-    let path = step.path().join(stored);
-    let file = match step.open_file(stored) {
-        Err(error) if error.is_gone() => {
-            return Err(CoreError::corrupt(path, "its manifest lists it, and it is missing"));
-        }
-        opened => Section::new(opened?, first, entry.length),
-    };
-    let read = |offset: u64, length: u64| {
-        let bytes = file.read_at(offset, length as usize)?;
-        if bytes.len() as u64 == length {
-            return Ok(bytes);
-        }
-        Err(CoreError::corrupt(&path, format!("it ends before its {} bytes", entry.length)))
-    };
-    let trailer_at = entry.length.saturating_sub(TRAILER_BYTES);
-    let trailer = read(trailer_at, TRAILER_BYTES)?;
-    let trailer = Trailer::decode(&trailer, &path, Some(entry.trailer_crc32c), Some(entry.file_id))?;
-    if trailer.file_length() != entry.length {
-        return Err(CoreError::corrupt(path, "its footer does not end where the file ends"));
-    }
-    if trailer.footer_length > MAX_INDEX_BYTES {
-        let what = format!("bytes of the footer of {}", path.display());
-        return Err(CoreError::Limit { what, found: trailer.footer_length, limit: MAX_INDEX_BYTES });
-    }
-    let bytes = read(trailer.footer_offset, trailer.footer_length)?;
     let name = entry.path.strip_prefix(&format!("{}/", item.dir)).unwrap_or(&entry.path);
-    footer::decode_index(&trailer, &bytes, name, &path)
+    index_in_footer(&**step, &record, name)
 }

@@ -12,6 +12,7 @@
 //! | [`execute`] [`plan`] | copies into [`Destination`]s, and the reads that they need |
 //! | [`Destination`] | host memory, or a [`DeviceTarget`] |
 //! | [`read_objects`] | object leaves, decoded |
+//! | [`index_in_footer`] | the index that a data file holds of itself |
 //! | [`verify`] | every block of every file, all damage reported |
 //! | `schedule` `pipeline` | what is read when, and by whom |
 //!
@@ -28,6 +29,7 @@ mod buffers;
 mod destination;
 mod execute;
 mod file_set;
+mod footer_index;
 mod objects;
 mod options;
 mod pipeline;
@@ -42,6 +44,7 @@ pub use buffers::ReadBuffers;
 pub use destination::{Destination, DeviceTarget};
 pub use execute::{FileReads, execute, execute_while, plan};
 pub use file_set::FileSet;
+pub use footer_index::index_in_footer;
 pub use objects::{copies_of_objects, read_objects};
 pub use options::{LoadFailure, LoadOptions, LoadStats};
 pub use verify::{Damage, VerifyProgress, VerifyReport, verify};

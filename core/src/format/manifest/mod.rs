@@ -214,7 +214,7 @@ pub struct Tombstone {
 
 /// A metric as JSON has it.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a number, or \"NaN\", \"Infinity\" or \"-Infinity\"")]
 pub enum MetricNumber {
     /// With digits.
     Real(f64),
