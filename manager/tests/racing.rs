@@ -94,7 +94,8 @@ fn the_newest_step_is_looked_up_again_if_it_is_gone() {
 #[test]
 fn metrics_of_an_open_step_survive_its_retirement() {
     let world = World::default();
-    let writer = world.open(keeping(Retention::keep_latest(1)));
+    // A lease keeps a step listed for the grace period only.
+    let writer = world.open(Options { grace: Duration::ZERO, ..keeping(Retention::keep_latest(1)) });
     let mut first = request(1);
     first.metrics.insert("loss".to_owned(), 0.5);
     committed(&writer.save(first).unwrap());

@@ -32,11 +32,13 @@ __all__ = [
     "error_kinds",
     "flat_pieces",
     "flatten",
+    "forget_damaged",
     "is_plain",
     "list_steps",
     "match_state",
     "open_path",
     "renamed",
+    "repair",
     "save_path",
     "shared_memory",
 ]

@@ -189,6 +189,7 @@ def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, t
         "prune": ["--keep-latest", 2, "--yes"],
         "rewind": [10, "--yes"],
         "rm": [10, "--yes"],
+        "repair": ["--yes"],
         "report": ["-o", tmp_path / "report.html"],
     }
     subject = "bash" if command == "completion" else root

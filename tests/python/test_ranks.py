@@ -320,11 +320,11 @@ with open_manager() as manager:
             time.sleep(0.01)
         told(1)
     manager.save(2, state(2)).result()
-    between = sw.CheckpointManager._on_devices
+    as_saved = sw._adapters.as_saved
     if RANK == 1:
-        sw.CheckpointManager._on_devices = interrupt
+        sw._adapters.as_saved = interrupt
     told(3)
-    sw.CheckpointManager._on_devices = between
+    sw._adapters.as_saved = as_saved
     manager.save(4, state(4)).result()
 """
     )

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use stepwell_core::io::simulated::{Action, Fault, Moment, OperationKind, SimDisk};
 use stepwell_manager::{Checkpoint, Error, Manager, Options, Retention};
@@ -103,7 +104,9 @@ fn what_a_reader_holds_is_deleted_when_it_lets_go() {
     let run = Run::with_steps([1]).unwrap();
     let reader = run.disk.process();
     let held = Checkpoint::open(Path::new("run/step_00000001"), &world::environment(&reader, 50)).unwrap();
-    let manager = run.open(keeping(Retention::keep_latest(1))).unwrap();
+    // A lease keeps a step listed for the grace period only.
+    let retention = keeping(Retention::keep_latest(1));
+    let manager = run.open(Options { grace: Duration::ZERO, ..retention }).unwrap();
     run.mark("may go 1 once 2");
     run.save(&manager, 2, "a").unwrap();
     run.mark("gone 1");
