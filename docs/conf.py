@@ -33,7 +33,7 @@ nitpicky = True
 # Types of others have pages elsewhere, and nothing is fetched while this is built. Names that are
 # private here are shown, and lead nowhere.
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections\.abc|os|datetime|numpy|torch)\..*|Globs"),
+    ("py:.*", r"(collections\.abc|contextlib|os|datetime|numpy|torch)\..*|Globs|Optimizer|Path|_T"),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
 ]
 
