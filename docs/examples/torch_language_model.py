@@ -149,15 +149,15 @@ def train(
         options=sw.Options(stall_timeout=stall_timeout),
     ) as mgr:
         newest = mgr.latest_step()
+        state, first = mgr.resume(state)
         if newest is not None:
-            mgr.restore(into=state)
             if rank == 0:
                 print(f"resumed from step {newest} with {world} processes, tp {tp}", flush=True)
             if restored:
                 restored(newest, state)
         last = None  # save
         try:
-            for step in range(mgr.next_step(), steps):
+            for step in range(first, steps):
                 starts = torch.randint(len(data) - CONTEXT, (BATCH,))
                 windows = data[starts[:, None] + torch.arange(CONTEXT + 1)].long()
                 mine = windows.chunk(dp)[here]  # this rank's part of the batch

@@ -43,12 +43,12 @@ pub struct RepairedIndex {
     pub item: String,
     /// The index file, relative to the step.
     pub path: String,
-    /// What was wrong with it; `None` if it is intact and was left alone.
+    /// The damage. `None` if the index is intact; then it stays as it is.
     pub damage: Option<String>,
     /// Its leaves.
     pub leaves: u64,
-    /// True if the rebuilt index is not the lost one byte for byte, and the manifest records it
-    /// anew.
+    /// True if the rebuilt index differs from the lost one in its bytes, so that the manifest
+    /// records it again.
     pub recorded: bool,
 }
 
@@ -155,7 +155,7 @@ fn manifest(step: &dyn Dir) -> Result<Manifest> {
     }
 }
 
-/// What is wrong with an index. Errors of the disk are none of its damage, but for a missing file.
+/// Returns the damage of an index. Disk errors are no damage, except for a missing file.
 fn damage(step: &dyn Dir, item: &Item) -> Result<Option<String>> {
     let file = step.path().join(&item.index.path);
     let bytes = match step.read_file(&item.index.path, item.index.length) {

@@ -1,4 +1,5 @@
-//! A root: one directory of steps. What is there, what is damaged, who writes here, what goes.
+//! A root: one directory of steps. It lists them, knows the damaged ones and the writer, and
+//! deletes steps.
 //!
 //! [`Root`] knows nothing of saves, ranks and policies, and has no state outside of itself: a
 //! process may have any number of them. [`crate::control`] is the root's own directory on disk.
@@ -57,7 +58,7 @@ pub struct Root {
     owned: Mutex<Owned>,
 }
 
-/// What was found here so far.
+/// Findings that outlive one listing.
 #[derive(Default)]
 struct Seen {
     /// Damage that a warning has reported: the attempt, and the damage.

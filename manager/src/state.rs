@@ -116,8 +116,8 @@ impl LeafSource {
         self
     }
 
-    /// The same, stored as `to`. What has no dimensions (the count of an optimizer, say) or is not
-    /// floating-point stays as it is.
+    /// Returns the same leaf, stored as `to`. Leaves without dimensions (the count of an optimizer,
+    /// say) and leaves that are not floating-point stay as they are.
     pub fn cast(self, to: Dtype, path: &LeafPath) -> Result<Self> {
         match self {
             Self::Tensor { dtype, shape, parts, provider }

@@ -60,7 +60,7 @@ fn two_roots_of_one_process_share_nothing() {
     let steps = |root: &Root| root.list().unwrap().steps.keys().copied().collect::<Vec<u64>>();
     let (one, other) = (open(ROOT, 'a').unwrap(), open("/copy", 'b').unwrap());
     assert_eq!((steps(&one), steps(&other)), (vec![1, 2], vec![1, 2]));
-    // What goes from one of them, or is damaged there, is in the other still.
+    // A deletion or damage in one root leaves the other alone.
     world.disk.corrupt("/copy/step_00000002/i0/00000.data", |bytes| bytes.truncate(1));
     assert_eq!(one.newest().unwrap().unwrap().manifest.step, 2);
     assert_eq!(other.newest().unwrap().unwrap().manifest.step, 1);

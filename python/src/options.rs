@@ -15,7 +15,7 @@ use stepwell_manager::{Environment, Options};
 use crate::board::Ranks;
 use crate::errors::invalid;
 
-/// What `stepwell._options.to_json` writes. A name or type that the two sides do not share is an
+/// The JSON of `stepwell._options.to_json`. A name or type that the two sides do not share is an
 /// error, never a default.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]

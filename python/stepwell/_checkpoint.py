@@ -297,7 +297,7 @@ class Checkpoint(Mapping[Key, Any]):
         return Array(self, kind, structure.paths[node], dtype, tuple(shape))
 
     def _find(self, node: int, key: object) -> int | None:
-        """Returns the node below another one with that key or, if there is none, that path."""
+        """Returns the node below ``node`` with that key. If no key matches, ``key`` is a path."""
         if not isinstance(key, (str, int)):
             return None
         structure = self._tree()

@@ -32,12 +32,12 @@ class RepairedIndex:
     item: str
     #: The index file, relative to the step.
     path: str
-    #: What was wrong with it; ``None`` if it is intact and was left alone.
+    #: The damage. ``None`` if the index is intact; then it stays as it is.
     damage: str | None
     #: Its leaves.
     leaves: int
     #: True if the rebuilt index differs from the lost one in its order alone, and the manifest
-    #: records it anew.
+    #: records it again.
     recorded: bool
 
 

@@ -1,4 +1,4 @@
-"""Leaves whose bytes lie in several places: a :class:`StateProvider` lists them as
+"""State providers: leaves in several pieces of memory. A :class:`StateProvider` lists them as
 :class:`Chunk`."""
 
 from ._state.providers import Chunk, StateProvider

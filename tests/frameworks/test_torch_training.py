@@ -871,7 +871,7 @@ def test_a_renamed_parameter_takes_its_slots_along(root: Path, several: str | No
     before = after_one_step(old, lr=1e-2)
     after = after_one_step(new, lr=5) if live else torch.optim.AdamW(new.parameters(), lr=5)
     sw.save(root, {"train": train(old, before)})
-    # What was the body is the trunk now, and what was the head the body.
+    # The old body is the new trunk, and the old head is the new body.
     rename = {"train/model/body.*": "train/model/trunk.*", "train/model/head.*": "train/model/body.*"}
     _, report = sw.restore(
         root, into={"train": train(new, after)}, rename=rename, return_report=True, cast="exact"

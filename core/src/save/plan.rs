@@ -254,7 +254,7 @@ impl TensorLeaf<'_> {
         Error::Leaf { leaf: self.tree.leaf_path(self.leaf).to_string(), what: what.into() }
     }
 
-    /// Checks the chunks against memory. What the index says of them is checked with the index.
+    /// Checks the chunks against memory. The index checks its own records of them.
     fn check(&self, chunks: &[ChunkPlan], provider: &dyn crate::provider::StateProvider) -> Result<()> {
         for ChunkPlan { region, local, .. } in chunks {
             if local.volume() != volume(region) {

@@ -126,7 +126,7 @@ pub struct Team {
     gathers: AtomicBool,
 }
 
-/// What this rank has noted of the messages.
+/// This rank's notes on the messages of the others.
 #[derive(Default)]
 struct Notes {
     /// The first call whose answer has not been taken off.
@@ -490,13 +490,13 @@ impl Team {
         notes.voted = notes.voted.split_off(&before);
     }
 
-    /// What the others wait for, and what is said once only, is tried again for a while.
+    /// Puts a message that the others wait for. Retries for a while, because it is sent only once.
     fn put_surely(&self, key: &str, message: &[u8]) -> Result<()> {
         let deadline = deadline_after((self.patience / 4).min(PUT_AGAIN));
         loop {
             match self.coordinator.put(key, message) {
                 Err(error) if Instant::now() < deadline => {
-                    tracing::debug!(%error, key, "it is said once more");
+                    tracing::debug!(%error, key, "retrying to put a message on the board");
                     std::thread::sleep(LOOK.min(self.patience / 16));
                 }
                 put => return put,

@@ -1,4 +1,5 @@
-//! What a manager has done so far, as its save policy and [`super::Manager::next_step`] ask for it.
+//! The steps that a manager has decided and saved so far. Save policies and
+//! [`super::Manager::next_step`] ask for them.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -119,7 +119,7 @@ struct Inner {
     environment: Environment,
     /// The ranks that have opened this root together.
     team: Arc<Team>,
-    /// What they have agreed on.
+    /// The agreements between these ranks.
     ranks: Ranks,
     saves: Saves,
     history: History,

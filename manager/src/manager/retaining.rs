@@ -267,7 +267,7 @@ impl Inner {
         Ok(victims)
     }
 
-    /// What the rules change now.
+    /// Returns the changes that the rules ask for now.
     fn changes(&self, counted: &Counted, inspected: &Inspected) -> Result<Changes> {
         let later = self.root.sidecars.all(&*self.root.dir)?;
         let retention = &self.options.retention;

@@ -378,8 +378,8 @@ impl Inner {
         Ok(Some((census, false)))
     }
 
-    /// What the ranks have told each other of their leaves; `None` where nobody has yet or that is
-    /// no longer so, and they are to before the next save.
+    /// Returns the leaves that the ranks have announced. `None` if there is no announcement yet, or
+    /// it is outdated: then the ranks announce them before the next save.
     fn known_census(&self) -> Option<Arc<Census>> {
         let counter = self.saves.lock().counter;
         // All saves that may have said so have ended on all ranks: see `settle_failures`.

@@ -107,10 +107,10 @@ class Target:
 class Follows:
     """Entries of a container that go by the names of others: a rename of one moves them too."""
 
-    #: Where the others are, as path components, and which of them are wanted.
+    #: The path components of the others, and the names of the wanted ones.
     leaders: tuple[Any, ...]
     names: list[str]
-    #: Where the entries with the same names are.
+    #: The path components of the entries with the same names.
     followers: list[tuple[Any, ...]]
 
 

@@ -27,8 +27,8 @@ def ls(out: Output, root: str, last: int | None) -> int:
     """List the steps of ROOT: number, time, size, items, metrics; and what is damaged, in flight,
     or in a branch.
 
-    Exits with 1 for a damaged step, a directory that has a step's name and is no step, and a root
-    without steps.
+    Exits with 1 if a step is damaged, if another directory has a step's name, or if the root has
+    no steps.
     """
     with manager_of(root) as manager:
         path, rows = manager.root, manager.inspect()

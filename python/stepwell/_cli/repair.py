@@ -21,7 +21,7 @@ def repair(out: Output, path: Target, step: int | None, yes: bool, dry_run: bool
     """Rebuild lost or damaged indexes of the checkpoint PATH (or ROOT@STEP) from the footers of its
     data files, then verify every byte.
 
-    Of a root, the newest step with a manifest is repaired. Asks first. Nothing is written unless
+    For a root, repairs the newest step with a manifest. Asks first. Nothing is written unless
     every index can be rebuilt. Exits with 1 if one cannot, or if other damage is left.
     """
     if path.step is not None and step is not None:

@@ -24,7 +24,7 @@ _SHOWN = 4
 def verify(out: Output, path: Target, every: bool) -> int:
     """Read every byte of the checkpoint PATH (or ROOT@STEP) and compare every checksum.
 
-    Of a root, the newest step is verified, damaged or not. Exits with 1 if anything is damaged.
+    For a root, verifies the newest step, damaged or not. Exits with 1 if anything is damaged.
     """
     if every and path.step is not None:
         raise MisuseError(f"--all is for a root, and {path} is one step of it; leave one of the two out")

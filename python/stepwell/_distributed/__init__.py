@@ -1,1 +1,1 @@
-"""What the ranks of one restore send each other."""
+"""The messages between the ranks of one restore."""

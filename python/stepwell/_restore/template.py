@@ -31,7 +31,7 @@ from ..errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
 
 #: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; nothing.
 What: TypeAlias = Literal["array", "object", "stored", "skip"]
-#: What has a shape and a dtype.
+#: A description of an array: its shape and dtype.
 Described: TypeAlias = "ArraySpec | np.ndarray[Any, Any]"
 
 

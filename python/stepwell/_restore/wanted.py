@@ -300,7 +300,7 @@ class Wanted:
             else:
                 leaf.result = float(value) if leaf.value is float and type(value) is int else value
         for finish, found in made.items():
-            # What stands at several places of the target, tied in the store too, is made once.
+            # A leaf with several places in the target is made once, if it is tied in the store too.
             once = {
                 (id(leaf.value), id(target.placement), id(value)): (leaf, target, value)
                 for leaf, target, value in found
