@@ -227,10 +227,11 @@ fn check(state: &StateSource) -> Result<()> {
                 Some(LeafSource::Tensor { .. } | LeafSource::Object(_) | LeafSource::Drifting(_))
             )
         {
-            return Err(Error::internal(
-                format!("a value in the leaf that `{}` is tied to", state.tree.leaf_path(leaf as u32)),
-                format!("none in leaf {of}"),
-            ));
+            return Err(stepwell_core::Error::Leaf {
+                leaf: state.tree.leaf_path(leaf as u32).to_string(),
+                what: format!("it is tied to leaf {of}, which has no value of its own"),
+            }
+            .into());
         }
     }
     Ok(())

@@ -38,12 +38,12 @@ pub fn run(input: &[u8]) {
     let selection = Selection::new(Some(&input.globs), &exclude);
     let renames = input.rename.map(|rule| Renames::new([rule])).transpose();
     for (path, text) in paths.iter().zip(&texts) {
-        let matched = globs.iter().any(|glob| glob.is_match(text));
+        let matched = globs.iter().any(|glob| glob.selects(text.as_bytes()));
         assert_eq!(list.globs().len(), globs.len());
         if let Ok(selection) = &selection
             && selection.selects(path)
         {
-            assert!(matched, "a path that is selected is matched by one of the globs");
+            assert!(matched, "a glob selects each selected path or a subtree above it");
         }
         if let Ok(Some(renames)) = &renames {
             let _ = renames.apply(path);
