@@ -260,10 +260,8 @@ def with_values(array: Any) -> Any:
 
 def on_host(array: Any) -> np.ndarray[Any, Any]:
     """The values of an array of any framework, in host memory."""
-    for module in load():
-        if hasattr(module, "on_host") and (found := module.on_host(array)) is not None:
-            return np.asarray(found)
-    return np.asarray(array)
+    found = _first("on_host", array)
+    return np.asarray(array if found is None else found)
 
 
 def streams(devices: Iterable[int]) -> dict[int, int]:
