@@ -127,10 +127,6 @@ impl Checkpoint {
         Ok(self.get(py)?.step())
     }
 
-    fn is_leased(&self, py: Python<'_>) -> PyResult<bool> {
-        Ok(self.get(py)?.is_leased())
-    }
-
     /// Describes missing files and wrong lengths.
     fn damage(&self, py: Python<'_>) -> PyResult<Option<String>> {
         let inner = self.get(py)?;

@@ -101,18 +101,6 @@ fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
     Engined::open(path, Options { read_only: true, create: false, ..Options::default() }, environment)
 }
 
-/// The committed steps of a root, for one who only looks.
-#[pyfunction]
-pub fn list_steps(py: Python<'_>, root: PathBuf) -> PyResult<Vec<u64>> {
-    call(py, move || {
-        let environment = options::environment(&root, Engine::Auto, Purpose::Read)?;
-        match root::standing(&environment, &root)? {
-            Standing::Nothing => Ok(Vec::new()),
-            _ => reader(&root, environment)?.all_steps(),
-        }
-    })
-}
-
 /// Adds metrics to a committed step of a root, from outside its writer.
 #[pyfunction]
 pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
