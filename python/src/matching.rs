@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::{Component, LeafPath};
@@ -21,36 +21,37 @@ use crate::checkpoint::Checkpoint;
 use crate::errors::invalid;
 use crate::hooks::dtype_named;
 
-/// `(tag, value)`.
-type Part<'py> = (Bound<'py, PyString>, Bound<'py, PyAny>);
 /// Components, kind, dtype, shape, whether the caller has a value there.
 type WantedRow<'py> =
-    (Vec<Part<'py>>, Bound<'py, PyString>, Option<Bound<'py, PyString>>, Option<Vec<u64>>, bool);
+    (Bound<'py, PyTuple>, Bound<'py, PyString>, Option<Bound<'py, PyString>>, Option<Vec<u64>>, bool);
 
-fn component((tag, value): &Part<'_>) -> PyResult<Component> {
+/// Converts `(tag, value)`.
+fn component(row: &Bound<'_, PyAny>) -> PyResult<Component> {
+    let (tag, value): (Bound<'_, PyString>, Bound<'_, PyAny>) = row.extract()?;
+    let name = || Ok::<_, PyErr>(value.cast::<PyString>()?.to_str()?.into());
     Ok(match tag.to_str()? {
-        "k" => Component::Key(value.extract::<String>()?.into()),
+        "k" => Component::Key(name()?),
         "i" => Component::Int(value.extract()?),
         "x" => Component::Index(value.extract()?),
-        "f" => Component::Field(value.extract::<String>()?.into()),
+        "f" => Component::Field(name()?),
         other => return Err(PyValueError::new_err(format!("a component with the tag {other:?}"))),
     })
 }
 
-fn wanted(row: &WantedRow<'_>) -> PyResult<Wanted> {
-    let (components, kind, dtype, shape, holds_value) = row;
+fn wanted(row: &Bound<'_, PyAny>) -> PyResult<Wanted> {
+    let (components, kind, dtype, shape, holds_value): WantedRow<'_> = row.extract()?;
     let spec = match kind.to_str()? {
         "tensor" => {
-            let dtype = dtype.as_ref().map(|name| dtype_named(name.to_str()?)).transpose()?;
-            Spec::Tensor { dtype, shape: shape.clone() }
+            let dtype = dtype.map(|name| dtype_named(name.to_str()?)).transpose()?;
+            Spec::Tensor { dtype, shape }
         }
         "object" => Spec::Object,
         "any" => Spec::Any,
         "skip" => Spec::Skip,
         other => return Err(PyValueError::new_err(format!("a wanted {other:?}"))),
     };
-    let path = LeafPath(components.iter().map(component).collect::<PyResult<_>>()?);
-    Ok(Wanted { path, spec, holds_value: *holds_value })
+    let path = LeafPath(components.iter().map(|row| component(&row)).collect::<PyResult<_>>()?);
+    Ok(Wanted { path, spec, holds_value })
 }
 
 /// A choice for all leaves, or per glob.
@@ -75,7 +76,7 @@ fn unknown<T>(name: &str) -> PyResult<T> {
     Err(PyValueError::new_err(format!("no such choice: {name:?}")))
 }
 
-fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Options> {
+fn options(given: &Bound<'_, PyDict>, top_level: &Bound<'_, PyList>) -> PyResult<Options> {
     let py = given.py();
     let get =
         |name: &str| given.get_item(name).map(|found| found.unwrap_or_else(|| py.None().into_bound(py)));
@@ -110,7 +111,7 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
             other => unknown(other),
         })?,
         whole: get("whole")?.extract()?,
-        top_level: top_level.iter().map(component).collect::<PyResult<_>>()?,
+        top_level: top_level.iter().map(|row| component(&row)).collect::<PyResult<_>>()?,
         dropped: get("dropped")?
             .extract::<Option<Vec<(String, String)>>>()?
             .unwrap_or_default()
@@ -127,13 +128,13 @@ fn options(given: &Bound<'_, PyDict>, top_level: &[Part<'_>]) -> PyResult<Option
 pub fn match_state<'py>(
     py: Python<'py>,
     checkpoint: &Checkpoint,
-    rows: Vec<WantedRow<'py>>,
-    top_level: Vec<Part<'py>>,
+    rows: &Bound<'py, PyList>,
+    top_level: &Bound<'py, PyList>,
     given: &Bound<'py, PyDict>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let inner = checkpoint.get(py)?;
-    let wanted = rows.iter().map(wanted).collect::<PyResult<Vec<_>>>()?;
-    let mut options = options(given, &top_level)?;
+    let wanted = rows.iter().map(|row| wanted(&row)).collect::<PyResult<Vec<_>>>()?;
+    let mut options = options(given, top_level)?;
     // Entries may be absent from the top where they have names.
     options.whole |= !inner.tree().nodes().first().is_none_or(|root| match root.container() {
         Some(kind) => has_names(kind),

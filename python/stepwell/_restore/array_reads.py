@@ -111,15 +111,8 @@ class Job:
             self.offset, self.shape = box
             ends = zip(conversion.stored_shape, self.offset, strict=True)
             self.box = common_box(tuple(max(0, n - first) for n, first in ends), self.shape)
-        if isinstance(target, OnDevice):
-            # Values that are cast, padded or cropped go through host memory.
-            same = conversion.exact and conversion.name == native_name(target.dtype)
-            fits = same and self.box == self.shape
-        else:
-            fits = target is not None and target.flags.writeable
-            fits = fits and target is not None and native_name(target.dtype) == conversion.name
         #: The caller's memory, where it is to be filled.
-        self.target: Any = target if fits else None
+        self.target: Any = target if target is not None and self._fits(target) else None
         #: The returned array, made here or the caller's.
         self.result: Any = None
         #: The caller's array, if its values are kept and are not in ``target``.
@@ -131,6 +124,14 @@ class Job:
         self.apart = False
         #: The job that fills the same memory with the same values.
         self.twin: Job | None = None
+
+    def _fits(self, target: _Array | OnDevice) -> bool:
+        """True if the caller's memory takes what is read."""
+        same = target.dtype is self.conversion.dtype or native_name(target.dtype) == self.conversion.name
+        if isinstance(target, np.ndarray):
+            return same and target.flags.writeable
+        # Values that are cast, padded or cropped go through host memory.
+        return same and self.conversion.exact and self.box == self.shape
 
     @property
     def direct(self) -> bool:
@@ -171,7 +172,7 @@ class ArrayReads:
         twice is a tie: both stored values must then be equal (a ``dry`` run reads none). Others
         whose elements lie between each other's are written one after the other, arrays on devices
         from host memory, by their framework. Those that overlap are refused."""
-        own = [job for job in self.jobs if job.target is not None and 0 not in job.target.shape]
+        own = [job for job in self.jobs if job.target is not None and 0 not in job.shape]
         if not own:
             return
         kept = [(path, array) for path, array in self._kept if 0 not in array.shape]
@@ -281,7 +282,7 @@ class ArrayReads:
             for job in batch:
                 self._make(job)
             if batch[0].direct:
-                self._read([(job, job.result) for job in batch])
+                self._read([(job, _read_part(job, job.result)) for job in batch])
             else:
                 self._read_apart(batch, [])
 
@@ -304,7 +305,7 @@ class ArrayReads:
                     self._read_apart(batch, overwritten)
                     continue
                 overwritten.extend(job.path for job in batch)
-                self._read([(job, _memory(job.target)) for job in batch])
+                self._read([(job, _read_part(job, _memory(job.target))) for job in batch])
                 for job in batch:
                     _zero_outside(job)
             self._run_exchange(_IN_PLACE, overwritten)
@@ -316,16 +317,8 @@ class ArrayReads:
         """Paths of the caller's arrays that are read into."""
         return [job.path for job in self.jobs if job.target is not None]
 
-    def _read(self, jobs: list[tuple[Job, _Array]]) -> None:
-        requests = [
-            (
-                job.stored,
-                job.offset,
-                array if job.box == array.shape else array[tuple(slice(0, n) for n in job.box)],
-            )
-            for job, array in jobs
-            if 0 not in job.box
-        ]
+    def _read(self, parts: list[tuple[Job, _Array]]) -> None:
+        requests = [(job.stored, job.offset, array) for job, array in parts if 0 not in job.box]
         if requests:
             self._core.read(requests)
 
@@ -351,6 +344,13 @@ class ArrayReads:
             raise self._report.mismatch(
                 f"`{one.path}` and `{other.path}` are one array in memory, but their stored values differ; untie them, or restore only one"
             )
+
+
+def _read_part(job: Job, array: _Array) -> _Array:
+    """The part of a job's array that is read. The rest is padding."""
+    if job.box == job.shape:
+        return array
+    return array[tuple(slice(0, n) for n in job.box)]
 
 
 def _write(job: Job, place: Any, values: _Array) -> None:
@@ -428,11 +428,11 @@ def _elements(array: _Array | OnDevice, first: int) -> _Array:
 def _zero_outside(job: Job) -> None:
     """Zeros what a padded array of the caller has beyond the stored part."""
     array, box = job.target, job.box
-    if array is None or box == array.shape or job.conversion.keeps:
+    if array is None or box == job.shape or job.conversion.keeps:
         return
     zero = np.zeros((), array.dtype)
     for axis, n in enumerate(box):
-        if n < array.shape[axis]:
+        if n < job.shape[axis]:
             array[(*(slice(0, m) for m in box[:axis]), slice(n, None))] = zero
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import datetime
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from .. import _adapters as adapters
@@ -77,7 +79,7 @@ class Restore:
         reads.settle()
         if self._exchange is not None:
             reads.share(self._exchange)
-        reviver = Reviver(template.enum_classes(template.leaves(part)))
+        reviver = Reviver(template.enum_classes(wanted.leaves))
         objects = dict(zip(self.objects, self.core.objects(self.objects, reviver), strict=True))
         wanted.check_types(objects)
         reads.read_new()
@@ -298,7 +300,10 @@ class Restore:
     def _reads(self, wanted: Wanted, answer: dict[str, Any], fill: bool) -> ArrayReads:
         """Makes the reads of what has matched: one for each array in memory."""
         objects: dict[int, None] = {}
-        jobs: dict[Any, Job] = {}
+        jobs: list[Job] = []
+        #: The jobs of leaves that may share an array.
+        shared: dict[Any, Job] = {}
+        uses = Counter(map(itemgetter(2), answer["matches"]))
         paths, report, renames = self._paths, self.report, bool(self._options["rename"])
         conversions = [Conversion(*row) for row in answer["conversions"]]
         for number, stored, source, which in answer["matches"]:
@@ -316,21 +321,27 @@ class Restore:
                 continue
             mine: list[Job] = []
             wanted.matches[number].append((stored, source, mine))
-            for box, own in self._memories(leaf, path, conversions[which], fill):
-                job = Job(source, path, conversions[which], own, box)
-                key: Any = (source, which, job.offset, job.shape)
-                if job.target is not None:
-                    key = (*key, id(job.target))
-                elif job.conversion.keeps and leaf is not None:
+            conversion = conversions[which]
+            for box, own in self._memories(leaf, path, conversion, fill):
+                job = Job(source, path, conversion, own, box)
+                taken_over = False
+                if job.target is None and conversion.keeps and leaf is not None:
                     job.rest = self._rest(path, leaf, box)
-                    key = (*key, id(job.rest))
-                else:
+                elif job.target is None:
                     job.empty = self._empty(leaf, fill)
-                    if leaf is not None and wanted.takes_over(leaf, stored):
-                        key = (*key, "taken over")
-                mine.append(jobs.setdefault(key, job))
+                    taken_over = leaf is not None and wanted.takes_over(leaf, stored)
+                if box is None and uses[source] == 1:
+                    jobs.append(job)
+                else:
+                    memory = id(job.rest if job.target is None else job.target)
+                    key = (source, which, job.offset, job.shape, memory, taken_over)
+                    first = shared.setdefault(key, job)
+                    if first is job:
+                        jobs.append(job)
+                    job = first
+                mine.append(job)
         self.objects = list(objects)
-        for job in jobs.values():
+        for job in jobs:
             report.nbytes += job.nbytes
             conversion = job.conversion
             if not conversion.exact:
@@ -339,7 +350,7 @@ class Restore:
                 report.resized.append((job.path, conversion.stored_shape, conversion.shape))
         kept = [wanted.places[number] for number in wanted.kept] if fill else []
         arrays = [(one.path, one.array) for one in kept if isinstance(one, Leaf) and one.array is not None]
-        return ArrayReads(self.core, list(jobs.values()), report, arrays)
+        return ArrayReads(self.core, jobs, report, arrays)
 
     def _memories(
         self, leaf: Leaf | None, path: str, conversion: Conversion, fill: bool

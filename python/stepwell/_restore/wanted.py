@@ -87,7 +87,8 @@ class Wanted:
         self._made: dict[Leaf, Any] = {}
         #: Stateful objects inside the states of others.
         self._nested: list[Nested] = []
-        self._leaves = leaves
+        #: The leaves of the template, in order.
+        self.leaves = leaves
         self._settled: list[tuple[Leaf, int]] = []
         self._empty: list[tuple[Branch, int]] = []
         for leaf in leaves:
@@ -166,7 +167,7 @@ class Wanted:
     def check_types(self, objects: Objects) -> None:
         """A type in ``like`` is a demand on the stored object."""
         wrong: list[tuple[str, str, str]] = []
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             if leaf.what != "object" or leaf.converts is not None or not isinstance(leaf.value, type):
                 continue
             for match in self._matches(leaf):
@@ -190,13 +191,13 @@ class Wanted:
         not fit raises before anything of the caller's is changed."""
         for leaf, node in self._settled:
             self._made[leaf] = self._build(leaf, node, _nothing, None, fill)
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             if leaf.what != "stored" or not (matches := self._matches(leaf)):
                 continue
             values = {match[0]: _value(match, objects) for match in matches}
             self._convert(leaf, [stored for stored, _, jobs in matches if jobs is not None], values)
             self._made[leaf] = self._subtree(leaf, values, fill)
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             if leaf.converts is not None:
                 self._convert_scalar(leaf, objects)
             elif leaf in self._made:
@@ -281,7 +282,7 @@ class Wanted:
         for nested in self._nested:
             nested.load(self.given)
         made: dict[Any, list[tuple[Leaf, adapters.Target, Any]]] = {}
-        for leaf in self._leaves:
+        for leaf in self.leaves:
             if leaf in self._made and leaf.converts is None:
                 state = self._made[leaf]
                 leaf.result = state if leaf.owner is None else self._give(leaf, state, fill)
