@@ -59,6 +59,5 @@ pub use options::{FilesPer, OnSaveError, Options, WritersPer};
 pub use retention::{Mode, Retention};
 pub use save::{Outcome, Refusal, Save, Stats, Streams};
 pub use save_policy::SavePolicy;
-pub use singular::SingularRequest;
 pub use state::{LeafSource, StateSource};
 pub use step_name::StepName;

@@ -5,10 +5,8 @@
 //! lives. The next save to the same path removes temporaries without a held lease; if the path is
 //! inside a root, so does that root's next writer. On a file system without locks they stay.
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use stepwell_core::io::{Dir, EntryKind};
@@ -21,55 +19,19 @@ use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
-use crate::manager::Exists;
+use crate::manager::{Exists, SaveRequest};
 use crate::options::Options;
 use crate::retire::Deleter;
-use crate::save::job::{self, Order, Place};
+use crate::save::Save;
+use crate::save::job::{self, Place, Scene};
 use crate::save::persist;
-use crate::save::{Save, Streams};
-use crate::state::StateSource;
 
-/// A request to save under a path.
-pub struct SingularRequest {
-    /// The directory that the checkpoint becomes.
-    pub path: PathBuf,
-    /// The state.
-    pub state: StateSource,
-    /// Recorded as the step's number; 0 where it means nothing.
-    pub step: u64,
-    /// Metrics.
-    pub metrics: BTreeMap<String, f64>,
-    /// Metadata.
-    pub custom_metadata: serde_json::Value,
-    /// The treatment of an existing checkpoint.
-    pub exists: Exists,
-    /// As [`crate::SaveRequest::cancel`].
-    pub cancel: Arc<AtomicBool>,
-    /// As [`crate::SaveRequest::streams`].
-    pub streams: Streams,
-}
-
-impl SingularRequest {
-    /// A save of a state, with nothing else said.
-    pub fn new(path: impl Into<PathBuf>, state: StateSource) -> Self {
-        Self {
-            path: path.into(),
-            state,
-            step: 0,
-            metrics: BTreeMap::new(),
-            custom_metadata: serde_json::Value::Null,
-            exists: Exists::Error,
-            cancel: Arc::default(),
-            streams: Streams::new(),
-        }
-    }
-}
-
-/// Saves a state under a path. Returns when it is captured; the outcome comes through the handle.
-pub fn save(request: SingularRequest, options: &Options, environment: &Environment) -> Result<Save> {
+/// Saves a state under a path. Returns when it is captured. The outcome comes through the handle.
+/// The manifest records the request's step, although it has no meaning here.
+pub fn save(path: &Path, request: SaveRequest, options: &Options, environment: &Environment) -> Result<Save> {
     let begun = Instant::now();
     options.check()?;
-    let (parent, name) = split(&request.path)?;
+    let (parent, name) = split(path)?;
     let parent_dir = if options.create {
         environment.disk.create_dir_all(parent)?
     } else {
@@ -79,12 +41,12 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     let existing = match (there, request.exists) {
         (true, Exists::Skip) => return Ok(Save::refused(request.step, crate::save::Refusal::Exists)),
         (true, Exists::Error) => {
-            return Err(Error::PathExists { path: request.path.clone() });
+            return Err(Error::PathExists { path: path.to_owned() });
         }
         (true, Exists::Replace) => {
             // Only a checkpoint is ever replaced: what else is there is somebody's.
             if let Err(error) = read_manifest(&*parent_dir, &name) {
-                let path = request.path.clone();
+                let path = path.to_owned();
                 return Err(Error::NotAStep { path, reason: format!("it is not replaced: {error}") });
             }
             Existing::Replace
@@ -93,18 +55,11 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
     };
     let pool = environment.pool();
     let team = Arc::new(Team::alone(environment.hex_id()));
-    let order = Order {
-        metrics: request.metrics,
-        custom_metadata: request.custom_metadata,
-        cancel: request.cancel,
-        streams: request.streams,
-        begun,
-        ..Order::new(request.path.clone(), request.step, request.state, Arc::clone(&team))
-    };
-    let mut prepared = job::plan(environment, options, &pool, order)?;
+    let scene = Scene { root: path, environment, options, pool: &pool, team: &team, census: None };
+    let mut prepared = job::plan(&scene, request, begun)?;
     job::make_ready(&mut prepared, options, &pool)?;
-    let (label, path) = (directory_layout::label_of_path(&name), request.path.clone());
-    let place = Place { label, target: name, existing, counter: 0, fenced: false };
+    let (label, shown) = (directory_layout::label_of_path(&name), path.to_owned());
+    let place = Place { label, target: name, existing, counter: 0, fenced: false, stale: false };
     let (job, capturing) = prepared.split(environment, options, place);
     let world = environment.clone();
     spawn("stepwell-persist", move || {
@@ -133,14 +88,14 @@ pub fn save(request: SingularRequest, options: &Options, environment: &Environme
         }
         let callbacks = save.settle(ended.outcome);
         save.call(callbacks);
-        persist::log_commit(&save, &team, "a checkpoint", &path);
+        persist::log_commit(&save, &team, "a checkpoint", &shown);
     })
-    .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
+    .map_err(|error| stepwell_core::Error::io("start a thread for", path, error))?;
     let (save, rest) = capturing.run()?;
     if let Some(rest) = rest {
         let options = options.clone();
         spawn("stepwell-capture", move || rest.run(&pool, &options))
-            .map_err(|error| stepwell_core::Error::io("start a thread for", &request.path, error))?;
+            .map_err(|error| stepwell_core::Error::io("start a thread for", path, error))?;
     }
     Ok(save)
 }

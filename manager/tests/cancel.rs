@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,8 +14,7 @@ use stepwell_core::leaf_path::Component;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Error, LeafSource, Options, Outcome, SaveRequest, StateSource};
+use stepwell_manager::{Error, LeafSource, Options, Outcome, SaveRequest, StateSource, singular};
 
 /// Bytes that arrive slowly: a call takes some milliseconds, and all calls are counted.
 #[derive(Default)]
@@ -100,12 +100,12 @@ fn a_cancelled_save_reads_the_state_no_more_and_commits_nothing() {
 fn a_cancelled_singular_save_leaves_nothing() {
     let world = World::default();
     let provider = Arc::new(Slow::default());
-    let request = SingularRequest::new("/models/a", slow(&provider));
+    let request = SaveRequest::new(0, slow(&provider));
     let cancel = Arc::clone(&request.cancel);
     cancelled_in_the_middle(
         &provider,
         || cancel.store(true, Ordering::SeqCst),
-        || singular::save(request, &options(), &world.environment()),
+        || singular::save(Path::new("/models/a"), request, &options(), &world.environment()),
     );
     assert!(world.disk.image().get("/models").unwrap().entries().unwrap().is_empty());
 }

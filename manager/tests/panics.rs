@@ -2,13 +2,13 @@
 
 mod common;
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::*;
 use stepwell_core::io::simulated::{Moment, OperationKind};
-use stepwell_manager::Retention;
-use stepwell_manager::singular::{self, SingularRequest};
+use stepwell_manager::{Retention, SaveRequest, singular};
 
 /// Has the next operation of that kind at a name with that part panic.
 fn panic_once(world: &World, kind: OperationKind, part: &'static str) {
@@ -69,11 +69,9 @@ fn an_engine_that_panics_claims_nothing_and_the_next_save_works() {
 fn a_singular_save_is_settled_whatever_panics_around_it() {
     let world = World::default();
     let save = |step| {
-        let request = SingularRequest {
-            exists: stepwell_manager::Exists::Replace,
-            ..SingularRequest::new("/run/x", state(step))
-        };
-        singular::save(request, &options(), &world.environment()).unwrap()
+        let request =
+            SaveRequest { exists: stepwell_manager::Exists::Replace, ..SaveRequest::new(0, state(step)) };
+        singular::save(Path::new("/run/x"), request, &options(), &world.environment()).unwrap()
     };
     committed(&save(1));
     // The look for leftovers; then the deletion of what is replaced.

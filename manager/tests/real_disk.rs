@@ -11,8 +11,7 @@ use common::*;
 use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_core::io::{Disk, Engine};
 use stepwell_core::load::LoadOptions;
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Retention};
+use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Retention, SaveRequest, singular};
 
 #[test]
 fn every_engine_saves_restores_retires_and_leaves_nothing_else() {
@@ -73,8 +72,8 @@ fn a_checkpoint_that_is_moved_elsewhere_reads_the_same() {
 }
 
 fn singular(world: &World, value: u8, exists: Exists) -> stepwell_manager::Result<stepwell_manager::Save> {
-    let request = SingularRequest { exists, ..SingularRequest::new("/models/a", state(value)) };
-    singular::save(request, &options(), &world.environment())
+    let request = SaveRequest { exists, ..SaveRequest::new(0, state(value)) };
+    singular::save(Path::new("/models/a"), request, &options(), &world.environment())
 }
 
 fn value(world: &World) -> u8 {
@@ -115,8 +114,9 @@ fn what_is_no_checkpoint_is_never_replaced() {
 fn killed(world: &World, exists: Exists) {
     let process = world.disk.process();
     kill_at_write(&process, ".tmp-a-");
-    let request = SingularRequest { exists, ..SingularRequest::new("/models/a", state(9)) };
-    let save = singular::save(request, &options(), &world.environment_of(&process)).unwrap();
+    let request = SaveRequest { exists, ..SaveRequest::new(0, state(9)) };
+    let save =
+        singular::save(Path::new("/models/a"), request, &options(), &world.environment_of(&process)).unwrap();
     assert!(save.wait(Some(LONG)).unwrap().unwrap().error().is_some());
     world.disk.set_hook(None);
     assert_eq!(siblings(world).iter().filter(|name| name.starts_with(".tmp-a-")).count(), 1);
@@ -144,8 +144,8 @@ fn a_singular_save_takes_nothing_from_others() {
     world.disk.set_hook(Some(std::sync::Arc::new(move |_, operation| {
         let first = operation.process == 0 && operation.kind == OperationKind::Write;
         if first && !once.swap(true, std::sync::atomic::Ordering::SeqCst) {
-            let request = SingularRequest::new("/models/a", state(2));
-            committed(&singular::save(request, &options(), &environment).unwrap());
+            let request = SaveRequest::new(0, state(2));
+            committed(&singular::save(Path::new("/models/a"), request, &options(), &environment).unwrap());
         }
     })));
     let late = singular(&world, 1, Exists::Error).unwrap().wait(Some(LONG)).unwrap().unwrap();
@@ -176,7 +176,7 @@ fn a_writer_takes_nothing_from_a_live_path_save() {
             }
         })));
         let path = Path::new(ROOT).join(name);
-        committed(&singular::save(SingularRequest::new(&path, state(2)), &options(), &other).unwrap());
+        committed(&singular::save(&path, SaveRequest::new(0, state(2)), &options(), &other).unwrap());
         world.disk.set_hook(None);
         assert_eq!(read(&Checkpoint::open(&path, &world.environment()).unwrap())[0].1, vec![2; 3000]);
         let mut names = [name, "step_00000001"];
@@ -196,8 +196,9 @@ fn dead_path_saves_in_a_root_go_with_its_next_writer() {
             kill.kill();
         }
     })));
-    let request = SingularRequest::new("/run/best", state(9));
-    let save = singular::save(request, &options(), &world.environment_of(&process)).unwrap();
+    let request = SaveRequest::new(0, state(9));
+    let save =
+        singular::save(Path::new("/run/best"), request, &options(), &world.environment_of(&process)).unwrap();
     assert!(save.wait(Some(LONG)).unwrap().unwrap().error().is_some());
     world.disk.set_hook(None);
     assert_eq!(world.names().len(), 1, "{:?}", world.names());
@@ -216,8 +217,8 @@ fn a_live_temporary_is_told_from_a_dead_one_on_a_real_disk() {
     owned.dir.write_file("x", b"1").unwrap();
     std::fs::create_dir(directory.path().join(format!(".tmp-a-{}-0", "b".repeat(32)))).unwrap();
     let save = |exists| {
-        let request = SingularRequest { exists, ..SingularRequest::new(&path, state(1)) };
-        committed(&singular::save(request, &options(), &environment).unwrap());
+        let request = SaveRequest { exists, ..SaveRequest::new(0, state(1)) };
+        committed(&singular::save(&path, request, &options(), &environment).unwrap());
         let names = std::fs::read_dir(directory.path()).unwrap();
         names
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())

@@ -3,6 +3,7 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,8 +13,7 @@ use stepwell_core::limits;
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Error, LeafSource, SaveRequest, StateSource};
+use stepwell_manager::{Error, LeafSource, SaveRequest, StateSource, singular};
 
 /// Counts how often it is read.
 #[derive(Default)]
@@ -144,12 +144,13 @@ fn a_singular_save_refuses_the_same() {
     let world = World::default();
     for (extras, what, limit) in too_much() {
         let provider = Arc::new(Counted::default());
-        let request = SingularRequest {
+        let request = SaveRequest {
             metrics: extras.metrics,
             custom_metadata: extras.metadata,
-            ..SingularRequest::new("/models/a", state_named(&extras.name, &provider))
+            ..SaveRequest::new(0, state_named(&extras.name, &provider))
         };
-        let error = singular::save(request, &options(), &world.environment()).expect_err(what);
+        let error = singular::save(Path::new("/models/a"), request, &options(), &world.environment())
+            .expect_err(what);
         assert_names(&error, what, limit);
         assert_eq!(provider.0.load(Ordering::SeqCst), 0, "{what}: captured");
         assert!(world.disk.image().get("/models").unwrap().entries().unwrap().is_empty());

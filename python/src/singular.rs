@@ -10,8 +10,9 @@ use pyo3::prelude::*;
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::sys::{Driver, driver};
 use stepwell_manager::root::Standing;
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Environment, Error, Manager as Engined, Options, metrics, root};
+use stepwell_manager::{
+    Environment, Error, Manager as Engined, Options, SaveRequest, metrics, root, singular,
+};
 
 use crate::checkpoint::Checkpoint;
 use crate::errors::raise_manager;
@@ -40,22 +41,21 @@ pub fn save_path(
 ) -> PyResult<SaveHandle> {
     let cancel = Arc::new(AtomicBool::new(false));
     let devices = OnDevices::new(py, &streams, Vec::new())?;
-    let request = SingularRequest {
-        state: source(state, Snapshot::named(snapshot)?, &devices, events)?
-            .map_err(|error| raise_manager(py, &error))?,
+    let source = source(state, Snapshot::named(snapshot)?, &devices, events)?
+        .map_err(|error| raise_manager(py, &error))?;
+    let request = SaveRequest {
         streams: devices.streams,
-        path: path.clone(),
-        step: 0,
         metrics,
         custom_metadata: json(custom_metadata)?,
         exists: exists_named(exists)?,
         cancel: Arc::clone(&cancel),
+        ..SaveRequest::new(0, source)
     };
     let (options, engine) = options::parse(py, options)?;
     let shown = path.display().to_string();
     let work = move || {
         let environment = options::environment(&path, engine, Purpose::Write)?;
-        singular::save(request, &options, &environment)
+        singular::save(&path, request, &options, &environment)
     };
     let save = wait::until_stopped(py, &cancel, work, |late| {
         // Captured whole before it could be stopped: it goes on, and someone must hear how it ends.

@@ -8,8 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use stepwell_core::io::Engine;
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Outcome};
+use stepwell_manager::{Checkpoint, Environment, Exists, Manager, Outcome, SaveRequest, singular};
 use stepwell_tests::real::trials;
 
 /// A process in the middle of a save to `path`: its temporary is there.
@@ -40,9 +39,8 @@ fn leftovers(parent: &Path) -> Vec<String> {
 
 fn save(path: &Path, step: u64) {
     let environment = Environment::real(path, Engine::Auto).unwrap();
-    let request =
-        SingularRequest { exists: Exists::Replace, ..SingularRequest::new(path, trials::state(step)) };
-    let save = singular::save(request, &trials::options(), &environment).unwrap();
+    let request = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(0, trials::state(step)) };
+    let save = singular::save(path, request, &trials::options(), &environment).unwrap();
     assert!(matches!(save.wait(Some(Duration::from_secs(60))), Ok(Some(Outcome::Committed))));
     assert_eq!(Checkpoint::open(path, &environment).unwrap().leaves().len(), 2);
 }

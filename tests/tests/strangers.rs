@@ -7,8 +7,9 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Exists, Manager, Options, Outcome, Retention, SaveRequest, StepName};
+use stepwell_manager::{
+    Checkpoint, Exists, Manager, Options, Outcome, Retention, SaveRequest, StepName, singular,
+};
 use stepwell_tests::real::look::{self, Reader};
 use stepwell_tests::real::states;
 
@@ -296,10 +297,9 @@ fn a_save_to_a_path_deletes_nothing_of_other_people_beside_it() {
     }
     let before = contents_of(&others);
     for step in 1..3 {
-        let request =
-            SingularRequest { exists: Exists::Replace, ..SingularRequest::new(&path, states::state(step)) };
-        let save =
-            singular::save(request, &look::options(), &look::environment(dir.path()).unwrap()).unwrap();
+        let request = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(0, states::state(step)) };
+        let save = singular::save(&path, request, &look::options(), &look::environment(dir.path()).unwrap())
+            .unwrap();
         assert!(matches!(save.wait(Some(Duration::from_secs(60))), Ok(Some(Outcome::Committed))));
         assert!(contents_of(&others) == before, "something of other people's was changed");
     }

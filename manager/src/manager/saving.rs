@@ -16,10 +16,10 @@ use crate::commit::Existing;
 use crate::directory_layout;
 use crate::discovery::Found;
 use crate::error::{Error, Result};
-use crate::save::job::{self, Capturing, Order, Place, Prepared};
+use crate::save::job::{self, Capturing, Place, Prepared, Scene};
 use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
-use crate::state::StateSource;
+use crate::state::{Census, StateSource};
 
 /// The treatment of a step by `save`.
 pub enum Decision {
@@ -116,18 +116,9 @@ impl Manager {
     fn prepared(&self, ticket: &mut Ticket, request: SaveRequest, begun: Instant) -> Result<Prepared> {
         let inner = &self.inner;
         inner.check_usable()?;
-        let (census, stale) = inner.census(ticket, &request.state)?.unzip();
-        let order = Order {
-            metrics: request.metrics,
-            custom_metadata: request.custom_metadata,
-            cancel: request.cancel,
-            streams: request.streams,
-            begun,
-            census,
-            stale: stale.unwrap_or(false),
-            ..Order::new(inner.root.path.clone(), ticket.step, request.state, Arc::clone(&inner.team))
-        };
-        job::plan(&inner.environment, &inner.options, &inner.pool(), order)
+        let census = inner.census(ticket, &request.state)?;
+        let request = SaveRequest { step: ticket.step, ..request };
+        job::plan(&inner.scene(&inner.pool(), census.as_deref()), request, begun)
     }
 
     /// True if [`Manager::begin`] would return at once: nothing is captured on its thread, and
@@ -175,8 +166,8 @@ impl Manager {
     pub fn check(&self, state: StateSource) -> Result<()> {
         let inner = &self.inner;
         inner.check_usable()?;
-        let order = Order::new(inner.root.path.clone(), MAX_STEP, state, Arc::clone(&inner.team));
-        job::plan(&inner.environment, &inner.options, &inner.pool(), order).map(drop)
+        let request = SaveRequest::new(MAX_STEP, state);
+        job::plan(&inner.scene(&inner.pool(), None), request, Instant::now()).map(drop)
     }
 
     /// Grows the staging memory for a state of so many bytes, and has these devices know it, so
@@ -375,6 +366,7 @@ impl Inner {
             existing,
             counter,
             fenced: true,
+            stale: ticket.stale.unwrap_or(false),
         };
         let now_in_part = prepared.has_eager();
         let (job, capturing) = prepared.split(&self.environment, &self.options, place);
@@ -407,6 +399,11 @@ impl Inner {
         drop(line);
         self.saves.changed.notify_all();
         Ok(enqueued)
+    }
+
+    fn scene<'a>(&'a self, pool: &'a Arc<StagingPool>, census: Option<&'a Census>) -> Scene<'a> {
+        let Self { root, environment, options, team, .. } = self;
+        Scene { root: &root.path, environment, options, pool, team, census }
     }
 
     pub(super) fn pool(&self) -> Arc<StagingPool> {

@@ -149,8 +149,9 @@ pub struct Ticket {
     pub(super) step: u64,
     /// True if the save replaces a step.
     pub(super) replaces: bool,
-    /// True if this rank has taken part in the census of this save, or needs none.
-    told: bool,
+    /// True if this rank's leaves have changed since the last census. `None` before this rank has
+    /// taken part in the census of this save.
+    pub(super) stale: Option<bool>,
     /// True if the save has its number.
     pub(super) used: bool,
     cause: Arc<OnceLock<String>>,
@@ -162,7 +163,7 @@ impl Ticket {
             inner: Arc::clone(inner),
             step,
             replaces,
-            told: false,
+            stale: None,
             used: inner.team.is_alone(),
             cause: Arc::default(),
         }
@@ -189,7 +190,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.used && self.inner.birth.is_here() {
             let cause = self.cause.get_or_init(|| "its call of save was interrupted".to_owned());
-            self.inner.take_no_part(self.step, self.told, cause);
+            self.inner.take_no_part(self.step, self.stale.is_some(), cause);
         }
     }
 }
@@ -352,30 +353,26 @@ impl Inner {
         }
     }
 
-    /// The holders of plain leaves. Exchanged now if they are unknown or outdated. Also returns
-    /// true if this rank's leaves have changed.
-    pub(super) fn census(
-        &self,
-        ticket: &mut Ticket,
-        state: &StateSource,
-    ) -> Result<Option<(Arc<Census>, bool)>> {
+    /// The holders of plain leaves. The ranks exchange them now if they are unknown or outdated. The
+    /// ticket then knows if this rank's leaves have changed since.
+    pub(super) fn census(&self, ticket: &mut Ticket, state: &StateSource) -> Result<Option<Arc<Census>>> {
         if self.team.is_alone() {
             return Ok(None);
         }
         let leaves = plain_leaves(state);
         let rank = self.team.rank();
         let _telling = self.ranks.telling.lock().unwrap_or_else(PoisonError::into_inner);
-        ticket.told = true;
+        ticket.stale = Some(false);
         if let Some(census) = self.known_census() {
-            let stale = !census.has(rank, &leaves);
-            return Ok(Some((census, stale)));
+            ticket.stale = Some(!census.has(rank, &leaves));
+            return Ok(Some(census));
         }
         let told = |all: Vec<Told>| Ok(Census::new(&all).told());
         let census =
             Arc::new(Census::of_told(self.team.settle("save: who holds what", Ok((rank, leaves)), told)?));
         self.ranks.lock().census = Some(Arc::clone(&census));
         self.team.have_told(self.saves.lock().counter);
-        Ok(Some((census, false)))
+        Ok(Some(census))
     }
 
     /// Returns the leaves that the ranks have announced. `None` if there is no announcement yet, or

@@ -4,7 +4,7 @@
 //! caller's thread.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -23,50 +23,24 @@ use crate::coordination::team::Team;
 use crate::directory_layout;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::manager::SaveRequest;
 use crate::options::{FilesPer, Options, WritersPer};
-use crate::state::{self, Census, StateSource, Writing};
+use crate::state::{self, Census, Writing};
 
 /// Free memory where the system does not say how much there is.
 const UNKNOWN_MEMORY: u64 = 4 << 30;
 
-/// A request to save.
-pub(crate) struct Order {
+/// The facts that a plan needs beside the request.
+pub(crate) struct Scene<'a> {
     /// The root (or the path of a singular checkpoint), for messages.
-    pub root: PathBuf,
-    pub step: u64,
-    pub state: StateSource,
-    pub metrics: BTreeMap<String, f64>,
-    pub custom_metadata: serde_json::Value,
-    pub cancel: Arc<AtomicBool>,
-    /// On which the caller's work on the devices is.
-    pub streams: Streams,
-    /// When the call began.
-    pub begun: Instant,
+    pub root: &'a Path,
+    pub environment: &'a Environment,
+    pub options: &'a Options,
+    pub pool: &'a Arc<StagingPool>,
     /// The ranks that save.
-    pub team: Arc<Team>,
+    pub team: &'a Arc<Team>,
     /// The holders of plain leaves, from the last census.
-    pub census: Option<Arc<Census>>,
-    /// True if this rank's leaves have changed since.
-    pub stale: bool,
-}
-
-impl Order {
-    /// A request of one process that wants nothing special.
-    pub(crate) fn new(root: PathBuf, step: u64, state: StateSource, team: Arc<Team>) -> Self {
-        Self {
-            root,
-            step,
-            state,
-            metrics: BTreeMap::new(),
-            custom_metadata: serde_json::Value::Null,
-            cancel: Arc::default(),
-            streams: BTreeMap::new(),
-            begun: Instant::now(),
-            team,
-            census: None,
-            stale: false,
-        }
-    }
+    pub census: Option<&'a Census>,
 }
 
 /// Its final place.
@@ -80,6 +54,8 @@ pub(crate) struct Place {
     pub counter: u64,
     /// True if it goes into a root that has an epoch.
     pub fenced: bool,
+    /// True if this rank's leaves have changed since the last census.
+    pub stale: bool,
 }
 
 /// A save that nothing is wrong with.
@@ -94,7 +70,6 @@ pub(crate) struct Prepared {
     streams: Streams,
     begun: Instant,
     team: Arc<Team>,
-    stale: bool,
 }
 
 /// The caller's streams, by the number of their device.
@@ -146,14 +121,9 @@ pub(crate) fn make_ready(prepared: &mut Prepared, options: &Options, pool: &Arc<
 
 /// Items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check
 /// of the user's data is in here; nothing is read, written or made.
-pub(crate) fn plan(
-    environment: &Environment,
-    options: &Options,
-    pool: &Arc<StagingPool>,
-    order: Order,
-) -> Result<Prepared> {
-    let Order { root, step, state, metrics, custom_metadata, cancel, streams, begun, team, census, stale } =
-        order;
+pub(crate) fn plan(scene: &Scene<'_>, request: SaveRequest, begun: Instant) -> Result<Prepared> {
+    let &Scene { root, environment, options, pool, team, census } = scene;
+    let SaveRequest { step, state, metrics, custom_metadata, cancel, streams, .. } = request;
     let started_unix_ns = environment.clock.unix_ns();
     let cut = subchunk::Options {
         target_bytes: options.chunk_bytes,
@@ -172,13 +142,13 @@ pub(crate) fn plan(
             },
         }),
         compares: options.compare_replicas && team.nodes().len() <= COMPARED_RANKS,
-        census: census.as_deref(),
+        census,
     };
     let items = state::items(&state, &cut, &writing)?;
     // The plan holds the providers from here on, and lets go of them early.
     drop(state);
     let draft = Draft {
-        root,
+        root: root.to_owned(),
         step,
         started_unix_ns,
         plan_hash: items.plan_hash,
@@ -215,8 +185,7 @@ pub(crate) fn plan(
         cancel,
         streams,
         begun,
-        team,
-        stale,
+        team: Arc::clone(team),
     })
 }
 
@@ -243,10 +212,9 @@ impl Prepared {
         options: &Options,
         place: Place,
     ) -> (Job, Capturing) {
-        let Self { draft, unwritten, capture, flush, tensor_bytes, cancel, streams, begun, team, stale } =
-            self;
+        let Self { draft, unwritten, capture, flush, tensor_bytes, cancel, streams, begun, team } = self;
         let session = team.session().to_owned();
-        let Place { label, target, existing, counter, fenced } = place;
+        let Place { label, target, existing, counter, fenced, stale } = place;
         let stall_timeout = options.stall_timeout;
         let plan = Plan {
             step: draft.step,

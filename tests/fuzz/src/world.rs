@@ -15,8 +15,7 @@ use stepwell_core::sys::HostTarget;
 use stepwell_core::value::Value;
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::{
-    Checkpoint, Clock, Environment, Error, Options, Outcome, Result, Rng, SingularRequest, StateSource,
-    singular,
+    Checkpoint, Clock, Environment, Error, Options, Outcome, Result, Rng, SaveRequest, StateSource, singular,
 };
 use stepwell_reshard::matching::StoredSpec;
 use stepwell_reshard::read_plan::Request;
@@ -83,7 +82,7 @@ fn load_options() -> LoadOptions {
 
 /// Saves a state as a checkpoint of its own and waits for the end.
 pub fn save(disk: &SimDisk, state: StateSource, options: &Options) -> Result<()> {
-    let save = singular::save(SingularRequest::new(STEP, state), options, &environment(disk))?;
+    let save = singular::save(Path::new(STEP), SaveRequest::new(0, state), options, &environment(disk))?;
     match save.wait(Some(2 * STALL))? {
         Some(Outcome::Committed) => Ok(()),
         other => panic!("the save was accepted, and is not committed: {other:?}"),

@@ -21,8 +21,9 @@ use std::time::Duration;
 use stepwell_core::io::{Engine, open_disk};
 use stepwell_core::provider::{Fill, StateProvider, Ticket};
 use stepwell_core::staging::{Filling, Slot};
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Environment, Error, LeafSource, Manager, Options, Outcome, Retention, SaveRequest};
+use stepwell_manager::{
+    Environment, Error, LeafSource, Manager, Options, Outcome, Retention, SaveRequest, singular,
+};
 use stepwell_tests::real::trials;
 
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -113,7 +114,7 @@ fn run_singular(path: &Path) -> Result<(), Error> {
         *provider = Arc::new(Endless);
     }
     let environment = Environment::single_process(open_disk(path, Engine::Auto)?);
-    singular::save(SingularRequest::new(path, state), &trials::options(), &environment).map(drop)
+    singular::save(path, SaveRequest::new(0, state), &trials::options(), &environment).map(drop)
 }
 
 fn main() -> ExitCode {

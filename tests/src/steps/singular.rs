@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use stepwell_core::io::simulated::SimDisk;
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Exists, Outcome};
+use stepwell_manager::{Checkpoint, Exists, Outcome, SaveRequest, singular};
 
 use super::promises::Promises;
 use super::run::{Run, options};
@@ -23,12 +22,12 @@ const PARENT: &str = "models";
 /// an `Err`, and marked.
 pub fn save(run: &Run, tag: &str, cancel: &Arc<AtomicBool>) -> Result<(), String> {
     let (state, metadata) = run.state(0, tag)?;
-    let mut request = SingularRequest::new(PATH, state);
+    let mut request = SaveRequest::new(0, state);
     request.custom_metadata = metadata;
     request.exists = Exists::Replace;
     request.cancel = Arc::clone(cancel);
     run.mark(&format!("replace 0 {tag}"));
-    let save = match singular::save(request, &options(), &run.environment()) {
+    let save = match singular::save(Path::new(PATH), request, &options(), &run.environment()) {
         Ok(save) => save,
         Err(error) => {
             run.mark(&format!("failed 0 {tag}"));

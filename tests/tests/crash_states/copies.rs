@@ -4,8 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use stepwell_core::io::simulated::SimDisk;
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Error, Outcome, copy};
+use stepwell_manager::{Checkpoint, Error, Outcome, SaveRequest, copy, singular};
 use stepwell_tests::crash::{Explorer, Marks};
 use stepwell_tests::steps::run::options;
 use stepwell_tests::steps::{states, world};
@@ -38,9 +37,9 @@ fn check(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
 #[test]
 fn a_crash_during_a_copy_leaves_a_whole_copy_or_none() {
     let base = SimDisk::new();
-    let mut request = SingularRequest::new(SOURCE, states::state(0, "a").unwrap());
+    let mut request = SaveRequest::new(0, states::state(0, "a").unwrap());
     request.custom_metadata = serde_json::json!({ "tag": "a" });
-    let save = singular::save(request, &options(), &world::environment(&base, 1)).unwrap();
+    let save = singular::save(Path::new(SOURCE), request, &options(), &world::environment(&base, 1)).unwrap();
     assert!(matches!(save.wait(Some(Duration::from_secs(60))), Ok(Some(Outcome::Committed))));
     let disk = SimDisk::from_image(&base.image());
     let source = open(&disk, SOURCE).unwrap();

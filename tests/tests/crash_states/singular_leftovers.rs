@@ -4,8 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use stepwell_core::io::simulated::SimDisk;
-use stepwell_manager::singular::{self, SingularRequest};
-use stepwell_manager::{Checkpoint, Exists, Outcome};
+use stepwell_manager::{Checkpoint, Exists, Outcome, SaveRequest, singular};
 use stepwell_tests::crash::{Explorer, Marks, sweep};
 use stepwell_tests::steps::run::options;
 use stepwell_tests::steps::{states, world};
@@ -15,10 +14,10 @@ use super::quick;
 const PATH: &str = "models/a";
 
 fn save(disk: &SimDisk, tag: &str, seed: u64) -> Result<(), String> {
-    let mut request = SingularRequest::new(PATH, states::state(0, tag)?);
+    let mut request = SaveRequest::new(0, states::state(0, tag)?);
     request.custom_metadata = serde_json::json!({ "tag": tag });
     request.exists = Exists::Replace;
-    let save = singular::save(request, &options(), &world::environment(disk, seed))
+    let save = singular::save(Path::new(PATH), request, &options(), &world::environment(disk, seed))
         .map_err(|error| error.to_string())?;
     match save.wait(Some(Duration::from_secs(60))) {
         Ok(Some(Outcome::Committed)) => {
