@@ -457,31 +457,6 @@ pub struct Relayed {
     pub missing: Option<Vec<u32>>,
 }
 
-/// The kinds that a leader's answer may have.
-const RELAYED: &[Kind] = &[
-    Kind::StepExists,
-    Kind::StepNotFound,
-    Kind::StepGone,
-    Kind::StepOrder,
-    Kind::SaveFailed,
-    Kind::DurabilityUncertain,
-    Kind::CoordinationTimeout,
-    Kind::SessionLost,
-    Kind::Unreachable,
-    Kind::Locked,
-    Kind::NoLocks,
-    Kind::Closed,
-    Kind::ReadOnly,
-    Kind::NotAStep,
-    Kind::Invalid,
-    Kind::Timeout,
-    Kind::CorruptCheckpoint,
-    Kind::Format,
-    Kind::Mismatch,
-    Kind::Io,
-    Kind::Internal,
-];
-
 impl Relayed {
     /// The report of an error to other ranks.
     pub fn of(error: &Error) -> Self {
@@ -519,7 +494,7 @@ impl Relayed {
 
     /// See [`Error::kind`].
     pub fn kind(&self) -> &'static str {
-        let known = RELAYED.iter().find(|kind| kind.name() == self.kind);
+        let known = Kind::ALL.iter().find(|kind| kind.name() == self.kind);
         known.unwrap_or(&Kind::RankFailed).name()
     }
 }

@@ -4,7 +4,6 @@
 //! | module | what it is |
 //! |---|---|
 //! | here | [`Coordinator`]: a board on which ranks leave messages for each other. All that a framework must have |
-//! | [`in_process`] | ranks that are threads of one process |
 //! | [`shared_directory`] | ranks that share nothing but a file system |
 //! | [`team`] | what a manager makes of it: who is there, calls that all make, answers of the leader, votes |
 //!
@@ -15,9 +14,10 @@ use std::time::Duration;
 
 use crate::error::Result;
 
-pub mod in_process;
 pub mod shared_directory;
 pub mod team;
+#[cfg(any(test, feature = "test-support"))]
+pub mod testing;
 
 /// The rank that decides: listings, clocks, signals, and the rename.
 pub const LEADER: u32 = 0;

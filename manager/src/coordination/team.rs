@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 use stepwell_core::Kind;
 use stepwell_core::deadline::deadline_after;
@@ -59,24 +59,13 @@ pub struct Hello {
 struct Welcome {
     session: String,
     places: Places,
-    answer: serde_json::Value,
 }
 
 /// An answer of the leader.
-#[derive(Serialize, Deserialize)]
-enum Answer {
-    /// It.
-    Said(serde_json::Value),
-    /// The reason why there is no session.
-    Failed(Relayed),
-}
+type Answer<T> = std::result::Result<T, Relayed>;
 
-/// A rank's message in a call.
-#[derive(Serialize, Deserialize)]
-enum Part {
-    Said(serde_json::Value),
-    Failed(String),
-}
+/// A rank's report in a call of all ranks, or the text of its failure.
+type CallReport<T> = std::result::Result<T, String>;
 
 /// A rank's last sign of life.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -181,15 +170,15 @@ impl Team {
     }
 
     /// Meets the other ranks. `what` names what is opened, and `agreed` what must be the same on
-    /// all ranks. On the leader, `lead` runs once everybody has come, with the session: what it
-    /// returns, or raises, all ranks get.
-    pub fn meet<T: Serialize + DeserializeOwned>(
+    /// all ranks. On the leader, `lead` runs once everybody has come. All ranks get the session that
+    /// it returns, or its failure.
+    pub fn meet(
         coordinator: &Arc<dyn Coordinator>,
         what: &str,
         agreed: Vec<(String, String)>,
         patience: Duration,
-        lead: impl FnOnce() -> Result<(String, T)>,
-    ) -> Result<(Self, T)> {
+        lead: impl FnOnce() -> Result<String>,
+    ) -> Result<Self> {
         let namespace = coordinator.namespace();
         let hello = Hello {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -201,31 +190,16 @@ impl Team {
         let (rank, size) = (coordinator.rank(), coordinator.world_size());
         let board = Board { coordinator, patience };
         let welcome_key = format!("{namespace}/welcome");
-        let mut led = None;
-        let welcome = if rank == LEADER {
-            let welcome = (|| {
-                let places = board.gather_hellos(&namespace, &hello, size)?;
-                let (session, answer) = lead()?;
-                let value = json(&answer)?;
-                led = Some(answer);
-                Ok(Welcome { session, places, answer: value })
-            })();
-            let answer = match &welcome {
-                Ok(welcome) => Answer::Said(json(welcome)?),
-                Err(error) => Answer::Failed(Relayed::of(error)),
-            };
-            coordinator.put(&welcome_key, &encoded(&answer)?)?;
+        let Welcome { session, places } = if rank == LEADER {
+            let places = board.gather_hellos(&namespace, &hello, size);
+            let welcome = places.and_then(|places| Ok(Welcome { session: lead()?, places }));
+            coordinator.put(&welcome_key, &encoded(&welcome.as_ref().map_err(Relayed::of))?)?;
             welcome?
         } else {
             coordinator.put(&format!("{namespace}/hello/{rank}"), &encoded(&hello)?)?;
             board.answer(&welcome_key, "to open")?
         };
-        let Welcome { session, places, answer } = welcome;
-        let answer = match led {
-            Some(answer) => answer,
-            None => decoded_value(LEADER, answer)?,
-        };
-        Ok((Self::new(Arc::clone(coordinator), namespace, session, places, patience), answer))
+        Ok(Self::new(Arc::clone(coordinator), namespace, session, places, patience))
     }
 
     /// This process.
@@ -315,10 +289,7 @@ impl Team {
         }
         self.call(|number| {
             if !self.leads() {
-                let part = match &mine {
-                    Ok(said) => Part::Said(json(said)?),
-                    Err(error) => Part::Failed(error.to_string()),
-                };
+                let part = mine.as_ref().map_err(ToString::to_string);
                 self.put_surely(&self.part_key(number, self.rank()), &encoded(&part)?)?;
                 // Its own failure is told here as it is, and not as the leader has heard of it.
                 return match mine {
@@ -342,12 +313,9 @@ impl Team {
         let mut said = vec![mine];
         for rank in 1..self.world_size() {
             let key = self.part_key(number, rank);
-            let part: Part = decoded(rank, &self.wait(&key, rank, what)?)?;
+            let part: CallReport<S> = decoded(rank, &self.wait(&key, rank, what)?)?;
             self.coordinator.remove(&key)?;
-            said.push(match part {
-                Part::Said(value) => decoded_value(rank, value)?,
-                Part::Failed(cause) => return Err(Error::RankFailed { rank, cause }),
-            });
+            said.push(part.map_err(|cause| Error::RankFailed { rank, cause })?);
         }
         Ok(said)
     }
@@ -414,10 +382,7 @@ impl Team {
     }
 
     fn say<T: Serialize>(&self, number: u64, what: &str, answer: &Result<T>) -> Result<()> {
-        let answer = match answer {
-            Ok(said) => Answer::Said(json(said)?),
-            Err(error) => Answer::Failed(Relayed::of(error)),
-        };
+        let answer = answer.as_ref().map_err(Relayed::of);
         self.put_surely(&self.key(&format!("call/{number}")), &encoded(&(what, answer))?)?;
         if number % CALLS_KEPT == CALLS_KEPT - 1 {
             self.forget_read()?;
@@ -428,7 +393,8 @@ impl Team {
     /// Waits for the leader's answer.
     fn hear<T: DeserializeOwned>(&self, number: u64, what: &str) -> Result<Result<T>> {
         let message = self.wait(&self.key(&format!("call/{number}")), LEADER, what)?;
-        let (called, answer): (String, Answer) = decoded(LEADER, &message)?;
+        // The answer to another call has another type.
+        let (called, _): (String, IgnoredAny) = decoded(LEADER, &message)?;
         if called != what {
             let rank = self.rank();
             return Err(Error::Invalid(format!(
@@ -439,10 +405,8 @@ impl Team {
             let read = self.key(&format!("read/{}", self.rank()));
             self.coordinator.put(&read, &number.to_le_bytes())?;
         }
-        Ok(match answer {
-            Answer::Said(value) => decoded_value(LEADER, value),
-            Answer::Failed(error) => Err(Error::Relayed(error)),
-        })
+        let (_, answer): (String, Answer<T>) = decoded(LEADER, &message)?;
+        Ok(answer.map_err(Error::Relayed))
     }
 
     /// The message of a rank, as long as that gives signs of life.
@@ -679,10 +643,8 @@ impl Board<'_> {
     }
 
     fn answer<T: DeserializeOwned>(&self, key: &str, what: &str) -> Result<T> {
-        match decoded(LEADER, &self.wait(key, LEADER, what, || Ok(Beat::default()))?)? {
-            Answer::Said(value) => decoded_value(LEADER, value),
-            Answer::Failed(error) => Err(Error::Relayed(error)),
-        }
+        let message = self.wait(key, LEADER, what, || Ok(Beat::default()))?;
+        decoded::<Answer<T>>(LEADER, &message)?.map_err(Error::Relayed)
     }
 
     /// Collects introductions and places. Refuses ranks with other settings.
@@ -772,23 +734,13 @@ fn is_lost(error: &Error) -> bool {
     error.kind() == Kind::SessionLost.name()
 }
 
-fn json(value: &impl Serialize) -> Result<serde_json::Value> {
-    serde_json::to_value(value).map_err(|error| crate::error::unencodable(&error))
-}
-
 fn encoded(value: &impl Serialize) -> Result<Message> {
     serde_json::to_vec(value).map_err(|error| crate::error::unencodable(&error))
 }
 
 fn decoded<T: DeserializeOwned>(rank: u32, message: &[u8]) -> Result<T> {
-    serde_json::from_slice(message).map_err(|error| not_understood(rank, &error))
-}
-
-fn decoded_value<T: DeserializeOwned>(rank: u32, value: serde_json::Value) -> Result<T> {
-    serde_json::from_value(value).map_err(|error| not_understood(rank, &error))
-}
-
-fn not_understood(rank: u32, error: &serde_json::Error) -> Error {
-    let cause = format!("what it says cannot be read ({error}); are all ranks of one version?");
-    Error::RankFailed { rank, cause }
+    serde_json::from_slice(message).map_err(|error| {
+        let cause = format!("what it says cannot be read ({error}); are all ranks of one version?");
+        Error::RankFailed { rank, cause }
+    })
 }

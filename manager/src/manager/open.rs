@@ -20,7 +20,6 @@ use crate::error::{Error, Result};
 use crate::options::{OnSaveError, Options};
 use crate::periodic::Periodic;
 use crate::root::Root;
-use crate::save::Save;
 
 impl Manager {
     /// Opens a root: as its writer, which settles what a crash has left there, or read-only, which
@@ -32,15 +31,14 @@ impl Manager {
         let mut lead = || {
             let session = environment.hex_id();
             led = Some(Root::open(path, &session, &options, &environment, !options.read_only)?);
-            Ok((session, ()))
+            Ok(session)
         };
         let team = if environment.coordinator.world_size() == 1 {
-            lead().map(|(session, ())| Team::alone(session))
+            lead().map(Team::alone)
         } else {
             let what = path.display().to_string();
             let patience = options.stall_timeout;
             Team::meet(&environment.coordinator, &what, agreed(&options), patience, lead)
-                .map(|(team, ())| team)
         };
         let (team, root) = match (team, led) {
             (Ok(team), Some(root)) => (team, root),
@@ -104,16 +102,6 @@ impl Manager {
         {
             self.inner.saves.lock().endings.put_back(source);
         }
-    }
-
-    /// The failures that nobody has seen, as text; they stay unseen. For a process that ends.
-    pub fn unseen_errors(&self) -> Vec<String> {
-        if !self.inner.birth.is_here() {
-            return Vec::new();
-        }
-        let line = self.inner.saves.lock();
-        let error = |save: &Save| save.outcome().and_then(|outcome| outcome.error().map(ToString::to_string));
-        line.endings.unseen().filter_map(error).collect()
     }
 
     /// Finishes all saves, deletes what is to be deleted, and lets go of the root. Ends by its

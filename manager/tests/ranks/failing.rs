@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::tree::Tree;
 use stepwell_manager::coordination::SingleProcess;
-use stepwell_manager::coordination::in_process::InProcess;
+use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::state::Holders;
 use stepwell_manager::{
     Decision, Environment, Error, Exists, LeafSource, Manager, Options, SaveRequest, StateSource, Ticket,

@@ -12,7 +12,7 @@ use stepwell_core::region::Region;
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::coordination::SingleProcess;
-use stepwell_manager::coordination::in_process::InProcess;
+use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::environment::SystemClock;
 use stepwell_manager::state::{Holders, Part};
 use stepwell_manager::{Environment, Error, LeafSource, Manager, Options, Outcome, Result, StateSource};

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use stepwell_core::io::simulated::{Action, Fault, OperationKind};
-use stepwell_manager::coordination::in_process::InProcess;
+use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::coordination::{Coordinator, Message};
 use stepwell_manager::{Error, Exists, Manager, Options, Outcome, Result, SaveRequest};
 

@@ -6,7 +6,7 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_core::value::Value;
 use stepwell_manager::coordination::SingleProcess;
-use stepwell_manager::coordination::in_process::InProcess;
+use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::state::Holders;
 use stepwell_manager::{Environment, LeafSource, Options, Retention, SavePolicy, SaveRequest, StateSource};
 

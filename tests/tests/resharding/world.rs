@@ -10,7 +10,7 @@ use std::time::Duration;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::staging::StagingPool;
-use stepwell_manager::coordination::in_process::InProcess;
+use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::{
     Checkpoint, Environment, FilesPer, Manager, Options, Outcome, SaveRequest, StateSource, WritersPer,
 };

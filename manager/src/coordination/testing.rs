@@ -1,4 +1,4 @@
-//! Ranks as threads of one process: for tests, and for programs that drive several devices.
+//! Ranks as threads of one process, for tests.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
