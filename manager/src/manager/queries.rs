@@ -1,7 +1,7 @@
 //! Queries. They see only committed steps: [`Manager::pending`] lists saves in progress, and steps
 //! that may not be durable are not listed at all.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,10 +13,12 @@ use stepwell_core::limits::MAX_STEP;
 use stepwell_core::sys::{cores, each};
 
 use super::Manager;
+use super::retaining::values;
 use crate::checkpoint::Checkpoint;
-use crate::discovery::{Found, Quarantined};
+use crate::discovery::{Found, Listing, Quarantined};
 use crate::error::{Error, Result};
-use crate::retention::{self, Candidate, Mode, Plan};
+use crate::metrics::Later;
+use crate::retention::{self, Mode, Plan};
 use crate::root::VISIBLE_WITHIN;
 
 /// Keys of a step's metadata that a report names.
@@ -139,10 +141,13 @@ impl Manager {
         inner.team.ask("best_step", || {
             let listing = inner.root.list()?;
             let later = inner.root.sidecars.all(&*inner.root.dir)?;
-            let candidates = inner.candidates(listing.steps.values(), &later);
-            let best = retention::best(&candidates, metric, mode).map(|candidate| candidate.step);
-            if best.is_none() && asked && !candidates.is_empty() {
-                return Err(no_such_metric(metric, &candidates));
+            let names = [metric.to_owned()];
+            let values = listing.steps.iter().map(|(&step, found)| {
+                (step, values(&found.manifest, &later, &names).first().copied().flatten())
+            });
+            let best = retention::best(values, mode);
+            if best.is_none() && asked && !listing.steps.is_empty() {
+                return Err(no_such_metric(metric, &listing, &later));
             }
             Ok(best)
         })
@@ -251,10 +256,13 @@ impl Manager {
 const LISTED_METRICS: usize = 8;
 
 /// The error for a metric that no step has: it lists the metrics of the steps.
-fn no_such_metric(metric: &str, candidates: &[Candidate<'_>]) -> Error {
-    let mut names: Vec<&str> = candidates.iter().flat_map(|candidate| candidate.metrics.names()).collect();
-    names.sort_unstable();
-    names.dedup();
+fn no_such_metric(metric: &str, listing: &Listing, later: &Later) -> Error {
+    let manifests = listing.steps.values().map(|found| &found.manifest);
+    let names = manifests.flat_map(|manifest| {
+        manifest.metrics.keys().chain(later.get(&manifest.attempt).into_iter().flat_map(BTreeMap::keys))
+    });
+    let names: BTreeSet<&str> = names.map(String::as_str).collect();
+    let mut names: Vec<&str> = names.into_iter().collect();
     let more = names.len().saturating_sub(LISTED_METRICS);
     names.truncate(LISTED_METRICS);
     let listed = if names.is_empty() {

@@ -21,7 +21,7 @@ use crate::discovery::{Found, Listing};
 use crate::error::{Error, Result};
 use crate::metrics::Later;
 use crate::recovery;
-use crate::retention::{Candidate, Changes, Metrics, Names, Plan, Retention};
+use crate::retention::{Candidate, Metrics, Names, Plan, Retention};
 use crate::root::LISTINGS;
 
 /// Steps that are looked into again after each commit.
@@ -30,6 +30,8 @@ const LOOKED_INTO: usize = 64;
 const LOCKED: usize = 64;
 /// Exclusive leases of steps that are being renamed.
 type Locks = VecDeque<Box<dyn Lock>>;
+/// The values of the metrics that the rules use.
+type Values = SmallVec<[Option<f64>; 2]>;
 
 /// Which steps were found whole.
 #[derive(Debug, Default)]
@@ -58,7 +60,7 @@ struct Whole {
     manifest: Arc<Manifest>,
     committed_unix_ns: i64,
     /// The values of the metrics that the rules use.
-    values: SmallVec<[Option<f64>; 2]>,
+    values: Values,
 }
 
 impl Inspected {
@@ -82,19 +84,6 @@ impl Inspected {
         }
         (due, next)
     }
-
-    /// Committed steps as the rules that ask for these metrics see them, where none came after a
-    /// commit.
-    fn candidates<'a>(&'a self, metrics: &'a [String], held: &BTreeSet<u64>) -> Vec<Candidate<'a>> {
-        let candidate = |(&step, whole): (&u64, &'a Whole)| Candidate {
-            step,
-            committed_unix_ns: whole.committed_unix_ns,
-            metrics: Metrics::Asked { names: metrics, values: &whole.values },
-            items: Names::Of(&whole.manifest),
-            held: held.contains(&step),
-        };
-        self.whole.iter().map(candidate).collect()
-    }
 }
 
 /// The steps that count.
@@ -114,14 +103,22 @@ impl Counted {
     }
 }
 
+/// The values of metrics in a step. They include metrics that came after the commit.
+pub(super) fn values(manifest: &Manifest, later: &Later, names: &[String]) -> Values {
+    let later = later.get(&manifest.attempt);
+    let value = |name: &String| {
+        later.and_then(|later| later.get(name)).or_else(|| manifest.metrics.get(name)).copied()
+    };
+    names.iter().map(value).collect()
+}
+
 impl Inner {
     /// The decisions of retention, after a look into every step.
     pub(super) fn retention_plan(&self) -> Result<Plan> {
         self.look_into_all();
-        let counted = self.whole_steps(&mut self.inspected())?;
-        let later = self.root.sidecars.all(&*self.root.dir)?;
-        let candidates = self.candidates(counted.steps(), &later);
-        self.options.retention.plan(&candidates, self.environment.clock.unix_ns())
+        let mut inspected = self.inspected();
+        self.whole_steps(&mut inspected)?;
+        self.rules(&inspected, true)
     }
 
     /// Has every valid step inspected again.
@@ -163,7 +160,7 @@ impl Inner {
                     self.root.report_damaged(&found, &damage);
                 } else {
                     let manifest = found.manifest;
-                    let values = metrics.iter().map(|metric| manifest.metrics.get(metric).copied()).collect();
+                    let values = values(&manifest, &Later::new(), &metrics);
                     let committed_unix_ns = manifest.committed_unix_ns;
                     inspected.whole.insert(step, Whole { manifest, committed_unix_ns, values });
                 }
@@ -183,30 +180,27 @@ impl Inner {
         Err(self.root.restless(begun))
     }
 
-    /// Committed steps as retention sees them.
-    pub(super) fn candidates<'a>(
-        &self,
-        steps: impl Iterator<Item = &'a Found>,
-        later: &Later,
-    ) -> Vec<Candidate<'a>> {
-        let held = self.usage.held();
-        let candidate = |found: &'a Found| {
-            let manifest = &*found.manifest;
-            let mut metrics = Cow::Borrowed(&manifest.metrics);
-            if !later.is_empty()
-                && let Some(later) = later.get(&manifest.attempt)
-            {
-                metrics.to_mut().extend(later.iter().map(|(name, &value)| (name.clone(), value)));
-            }
-            Candidate {
-                step: manifest.step,
-                committed_unix_ns: manifest.committed_unix_ns,
-                metrics: Metrics::All(metrics),
-                items: Names::Of(manifest),
-                held: held.contains(&manifest.step),
-            }
+    /// Returns the plan of the rules for the steps that were found whole.
+    fn rules<'a>(&self, inspected: &'a Inspected, explained: bool) -> Result<Plan> {
+        let later = self.root.sidecars.all(&*self.root.dir)?;
+        let retention = &self.options.retention;
+        let (names, held) = (retention.metrics(), self.usage.held());
+        let candidate = |(&step, whole): (&'a u64, &'a Whole)| Candidate {
+            step,
+            committed_unix_ns: whole.committed_unix_ns,
+            metrics: Metrics {
+                names: &names,
+                values: match later.get(&whole.manifest.attempt) {
+                    None => Cow::Borrowed(&whole.values),
+                    Some(_) => Cow::Owned(values(&whole.manifest, &later, &names).into_vec()),
+                },
+            },
+            items: Names::Of(&whole.manifest),
+            held: held.contains(&step),
         };
-        steps.map(candidate).collect()
+        let candidates: Vec<Candidate<'_>> = inspected.whole.iter().map(candidate).collect();
+        let now = self.environment.clock.unix_ns();
+        if explained { retention.plan(&candidates, now) } else { retention.changes(&candidates, now) }
     }
 
     /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is
@@ -218,9 +212,9 @@ impl Inner {
         let (mut inspected, counted, changes) = loop {
             let mut inspected = self.inspected();
             let counted = self.whole_steps(&mut inspected)?;
-            let changes = self.changes(&counted, &inspected)?;
+            let changes = self.rules(&inspected, false)?;
             let newest = counted.steps().last().cloned();
-            let is_idle = changes.deleted.is_empty() && changes.thinned.is_empty();
+            let is_idle = changes.deleted().next().is_none() && changes.thinned().next().is_none();
             let unverified =
                 newest.filter(|newest| inspected.verified.as_ref() != Some(&newest.manifest.attempt));
             let Some(newest) = unverified.filter(|_| self.options.verify_before_retiring && !is_idle) else {
@@ -243,10 +237,12 @@ impl Inner {
         };
         self.root.check_fence()?;
         // Nobody makes another plan before this one is carried out.
-        let victims = self.retire(&counted, &changes.deleted, &mut inspected)?;
+        let victims = self.retire(&counted, changes.deleted().collect(), &mut inspected)?;
         drop(inspected);
-        for (step, keep) in &changes.thinned {
-            let Some(found) = counted.get(*step) else { continue };
+        let mut has_thinned = false;
+        for (step, keep) in changes.thinned() {
+            has_thinned = true;
+            let Some(found) = counted.get(step) else { continue };
             let thinned = aside::thin(&*self.root.dir, &found.name, keep, self.environment.clock.unix_ns())?;
             if let Thinned::Dropped(_) | Thinned::Later(_) = thinned {
                 self.root.discovery.touch(&found.name);
@@ -260,26 +256,11 @@ impl Inner {
                 Thinned::Nothing => {}
             }
         }
-        if !changes.thinned.is_empty() {
+        if has_thinned {
             self.look_ahead();
         }
         self.finish_thinnings(&counted);
         Ok(victims)
-    }
-
-    /// Returns the changes that the rules ask for now.
-    fn changes(&self, counted: &Counted, inspected: &Inspected) -> Result<Changes> {
-        let later = self.root.sidecars.all(&*self.root.dir)?;
-        let retention = &self.options.retention;
-        let metrics = retention.metrics();
-        let held = self.usage.held();
-        // Metrics that came after a commit are found by the manifests.
-        let candidates = if later.is_empty() {
-            inspected.candidates(&metrics, &held)
-        } else {
-            self.candidates(counted.steps(), &later)
-        };
-        retention.changes(&candidates, self.environment.clock.unix_ns())
     }
 
     /// Reads every byte of a step and returns its first damage. See
@@ -308,11 +289,12 @@ impl Inner {
     }
 
     /// Takes steps out of sight, and gives those that went.
-    fn retire(&self, counted: &Counted, steps: &[u64], inspected: &mut Inspected) -> Result<Vec<u64>> {
+    fn retire(&self, counted: &Counted, mut steps: Vec<u64>, inspected: &mut Inspected) -> Result<Vec<u64>> {
         // Steps that were held since the plan stay.
         let retiring = self.usage.retiring(steps.iter().copied());
-        let found = steps.iter().filter(|&&step| retiring.may_go(step)).filter_map(|&step| counted.get(step));
-        let (found, locks) = self.unread(found.collect(), inspected)?;
+        steps.retain(|&step| retiring.may_go(step));
+        let found = steps.into_iter().filter_map(|step| counted.get(step)).collect();
+        let (found, locks) = self.unleased(found, inspected)?;
         if found.is_empty() {
             return Ok(Vec::new());
         }
@@ -345,7 +327,7 @@ impl Inner {
     /// decide about them. A lease keeps a step listed for the grace period at most. The others are
     /// locked, so that no reader opens them while they are renamed: the newest of them, as each
     /// lock takes a descriptor.
-    fn unread<'a>(
+    fn unleased<'a>(
         &self,
         steps: Vec<&'a Found>,
         inspected: &mut Inspected,
@@ -353,7 +335,7 @@ impl Inner {
         let now = self.environment.clock.unix_ns();
         let grace = i64::try_from(self.options.grace.as_nanos()).unwrap_or(i64::MAX);
         let before = std::mem::take(&mut inspected.leased);
-        let (mut unread, mut locks) = (Vec::with_capacity(steps.len()), Locks::new());
+        let (mut unleased, mut locks) = (Vec::with_capacity(steps.len()), Locks::new());
         for found in steps {
             let step = found.manifest.step;
             let dir = self.root.dir.open_dir(&found.name)?;
@@ -375,9 +357,9 @@ impl Inner {
                 Err(error) if error.is_not_found() || error.is_without_locks() => {}
                 Err(error) => return Err(error.into()),
             }
-            unread.push(found);
+            unleased.push(found);
         }
-        Ok((unread, locks))
+        Ok((unleased, locks))
     }
 
     /// Without locks, a thinning leaves its files for the grace period. Deletes those whose period

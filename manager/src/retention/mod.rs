@@ -10,7 +10,6 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::BitOr;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::Manifest;
@@ -37,43 +36,18 @@ pub struct Candidate<'a> {
     pub held: bool,
 }
 
-/// The metrics of a step. Of many steps, a look into each manifest costs more than all rules.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Metrics<'a> {
-    /// All of them, those that came after the commit included.
-    All(Cow<'a, BTreeMap<String, f64>>),
-    /// Those that the rules ask for ([`Retention::metrics`]), in that order.
-    Asked {
-        /// Their names.
-        names: &'a [String],
-        /// Their values in this step.
-        values: &'a [Option<f64>],
-    },
-}
-
-impl Default for Metrics<'_> {
-    fn default() -> Self {
-        Self::All(Cow::default())
-    }
+/// The metrics of a step that the rules use ([`Retention::metrics`]).
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Metrics<'a> {
+    /// Their names.
+    pub names: &'a [String],
+    /// Their values in this step, in that order. They include metrics that came after the commit.
+    pub values: Cow<'a, [Option<f64>]>,
 }
 
 impl Metrics<'_> {
-    /// The names of the known metrics.
-    pub(crate) fn names(&self) -> Vec<&str> {
-        match self {
-            Self::All(metrics) => metrics.keys().map(String::as_str).collect(),
-            Self::Asked { names, .. } => names.iter().map(String::as_str).collect(),
-        }
-    }
-
     fn get(&self, metric: &str) -> Option<f64> {
-        match self {
-            Self::All(metrics) => metrics.get(metric).copied(),
-            Self::Asked { names, values } => {
-                debug_assert!(names.iter().any(|name| name == metric), "a rule must name what it asks for");
-                names.iter().zip(*values).find(|(name, _)| *name == metric).and_then(|(_, value)| *value)
-            }
-        }
+        self.names.iter().zip(&*self.values).find(|(name, _)| *name == metric).and_then(|(_, value)| *value)
     }
 }
 
@@ -212,42 +186,7 @@ impl Plan {
     }
 }
 
-/// The changes of a plan without reasons. Most of many steps stay, and texts for them would be most
-/// of the work.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Changes {
-    /// The steps that go, oldest first.
-    pub deleted: Vec<u64>,
-    /// The steps that stay in part, and what of them.
-    pub thinned: Vec<(u64, BTreeSet<String>)>,
-}
-
 impl Retention {
-    /// Every step.
-    pub fn keep_all() -> Self {
-        Self::KeepAll
-    }
-
-    /// The newest `n`.
-    pub fn keep_latest(n: u64) -> Self {
-        Self::KeepLatest { n }
-    }
-
-    /// Steps divisible by `steps`.
-    pub fn keep_every(steps: u64) -> Self {
-        Self::KeepEvery { steps, items: None }
-    }
-
-    /// Keeps, of the steps divisible by `steps`, the items that match a glob.
-    pub fn keep_every_items(steps: u64, items: impl IntoIterator<Item = impl Into<String>>) -> Self {
-        Self::KeepEvery { steps, items: Some(items.into_iter().map(Into::into).collect()) }
-    }
-
-    /// The best `n` by a metric.
-    pub fn keep_best(n: u64, metric: impl Into<String>, mode: Mode) -> Self {
-        Self::KeepBest { n, metric: metric.into(), mode }
-    }
-
     /// Refuses what can never work.
     pub fn check(&self) -> Result<()> {
         match self {
@@ -310,28 +249,16 @@ impl Retention {
 
     /// Returns the decision on each step. `steps` are the committed ones, in any order.
     pub fn plan(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<Plan> {
-        let ballot = self.ballot(steps, now_unix_ns, true)?;
-        Ok(Plan {
-            steps: ballot.decisions().map(|(candidate, decision)| (candidate.step, decision)).collect(),
-        })
+        self.decide(steps, now_unix_ns, true)
     }
 
-    /// The changes of [`Retention::plan`].
-    pub fn changes(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<Changes> {
-        let mut changes = Changes::default();
-        for (candidate, decision) in self.ballot(steps, now_unix_ns, false)?.decisions() {
-            match decision {
-                Decision::Delete { .. } => changes.deleted.push(candidate.step),
-                Decision::Keep { items: Items::Only(items), .. } => {
-                    changes.thinned.push((candidate.step, items));
-                }
-                Decision::Keep { items: Items::All, .. } => {}
-            }
-        }
-        Ok(changes)
+    /// [`Retention::plan`] without reasons. Most of many steps stay, and the texts would be most of
+    /// the work.
+    pub fn changes(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<Plan> {
+        self.decide(steps, now_unix_ns, false)
     }
 
-    fn ballot<'a>(&self, steps: &'a [Candidate<'a>], now: i64, explained: bool) -> Result<Ballot<'a>> {
+    fn decide(&self, steps: &[Candidate<'_>], now: i64, explained: bool) -> Result<Plan> {
         self.check()?;
         let mut ballot = Ballot::new(steps, explained);
         if let Some(newest) = ballot.steps.len().checked_sub(1) {
@@ -343,7 +270,7 @@ impl Retention {
             }
         }
         self.vote(now, &mut ballot)?;
-        Ok(ballot)
+        Ok(ballot.plan())
     }
 
     fn vote(&self, now: i64, ballot: &mut Ballot<'_>) -> Result<()> {
@@ -376,7 +303,8 @@ impl Retention {
                 )?;
             }
             Self::KeepBest { n, metric, mode } => {
-                for (at, value) in rank::ranked(&steps, metric, *mode, count(*n)) {
+                let values = steps.iter().map(|candidate| (candidate.step, candidate.metrics.get(metric)));
+                for (at, value) in rank::ranked(values, *mode, count(*n)) {
                     ballot.keep(at, Items::All, || {
                         let value = match value {
                             Some(value) => format!("{metric}={value}"),
@@ -481,11 +409,9 @@ impl<'a> Ballot<'a> {
         Ok(())
     }
 
-    fn decisions(self) -> impl Iterator<Item = (&'a Candidate<'a>, Decision)> {
-        self.steps
-            .into_iter()
-            .zip(self.tallies)
-            .map(|(candidate, tally)| (candidate, tally.decide(candidate)))
+    fn plan(self) -> Plan {
+        let decided = self.steps.into_iter().zip(self.tallies);
+        Plan { steps: decided.map(|(step, tally)| (step.step, tally.decide(step))).collect() }
     }
 }
 
@@ -526,21 +452,7 @@ fn matcher(globs: &[String]) -> Result<GlobList> {
         .map_err(|error| Error::Invalid(format!("keep_every(items=…): {error}")))
 }
 
-impl BitOr for Retention {
-    type Output = Self;
-
-    fn bitor(self, other: Self) -> Self {
-        let mut of = match self {
-            Self::Any { of } => of,
-            one => vec![one],
-        };
-        match other {
-            Self::Any { of: more } => of.extend(more),
-            one => of.push(one),
-        }
-        Self::Any { of }
-    }
-}
-
+#[cfg(any(test, feature = "test-support"))]
+mod testing;
 #[cfg(test)]
 mod tests;

@@ -5,8 +5,6 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::Candidate;
-
 /// Which end of a metric is best.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -26,20 +24,16 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The best `n` of some steps, best first, each by its place and its value: real values, then NaN,
-/// then those without the metric; of equals the later first.
+/// The best `n` of some steps (number and value each), best first, each by its place and its value:
+/// real values, then NaN, then those without the metric; of equals the later first.
 pub(super) fn ranked(
-    steps: &[&Candidate<'_>],
-    metric: &str,
+    steps: impl Iterator<Item = (u64, Option<f64>)>,
     mode: Mode,
     n: usize,
 ) -> Vec<(usize, Option<f64>)> {
-    // Looked up once: a comparison is asked for many times.
-    let values = steps.iter().map(|candidate| candidate.metrics.get(metric));
-    let mut ranked: Vec<(usize, Option<f64>, u64)> =
-        values.zip(steps).enumerate().map(|(at, (value, candidate))| (at, value, candidate.step)).collect();
-    let order = |a: &(usize, Option<f64>, u64), b: &(usize, Option<f64>, u64)| {
-        compare(a.1, b.1, mode).then_with(|| b.2.cmp(&a.2))
+    let mut ranked: Vec<(usize, (u64, Option<f64>))> = steps.enumerate().collect();
+    let order = |(_, a): &(usize, (u64, Option<f64>)), (_, b): &(usize, (u64, Option<f64>))| {
+        compare(a.1, b.1, mode).then_with(|| b.0.cmp(&a.0))
     };
     if n < ranked.len() {
         if n > 0 {
@@ -48,16 +42,13 @@ pub(super) fn ranked(
         ranked.truncate(n);
     }
     ranked.sort_unstable_by(order);
-    ranked.into_iter().map(|(at, value, _)| (at, value)).collect()
+    ranked.into_iter().map(|(at, (_, value))| (at, value)).collect()
 }
 
-/// The best step that has the metric; `None` where none has.
-pub fn best<'a, 'b>(steps: &'b [Candidate<'a>], metric: &str, mode: Mode) -> Option<&'b Candidate<'a>> {
-    let steps: Vec<&Candidate<'a>> = steps.iter().collect();
-    match ranked(&steps, metric, mode, 1).first() {
-        Some(&(at, Some(_))) => steps.get(at).copied(),
-        _ => None,
-    }
+/// The best of some steps (number and value of the metric each). `None` if none has the metric.
+pub fn best(steps: impl IntoIterator<Item = (u64, Option<f64>)>, mode: Mode) -> Option<u64> {
+    let known = steps.into_iter().filter(|(_, value)| value.is_some());
+    known.min_by(|a, b| compare(a.1, b.1, mode).then_with(|| b.0.cmp(&a.0))).map(|(step, _)| step)
 }
 
 fn compare(a: Option<f64>, b: Option<f64>, mode: Mode) -> Ordering {

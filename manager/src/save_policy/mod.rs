@@ -5,12 +5,11 @@
 //! leader's answer binds all ranks. If a policy of steps alone refuses, the call does not look at
 //! the root, except for the first one, when it is unknown if the root is empty.
 //!
-//! **The first save.** [`SavePolicy::every_steps`] also says yes to the first step that an empty
+//! **The first save.** [`SavePolicy::EverySteps`] also says yes to the first step that an empty
 //! root is asked for, whatever its number: a run that cannot save shows it at its start and not
-//! after the first interval. [`SavePolicy::at_steps`] says yes to its steps and to no other.
+//! after the first interval. [`SavePolicy::AtSteps`] says yes to its steps and to no other.
 
 use std::collections::BTreeSet;
-use std::ops::{BitAnd, BitOr};
 
 use serde::{Deserialize, Serialize};
 
@@ -81,31 +80,11 @@ fn yes() -> bool {
 
 impl Default for SavePolicy {
     fn default() -> Self {
-        Self::every_steps(1)
+        Self::EverySteps { n: 1, initial: true }
     }
 }
 
 impl SavePolicy {
-    /// Steps that are divisible by `n`, and the first of an empty root.
-    pub fn every_steps(n: u64) -> Self {
-        Self::EverySteps { n, initial: true }
-    }
-
-    /// These steps and no others.
-    pub fn at_steps(steps: impl IntoIterator<Item = u64>) -> Self {
-        Self::AtSteps { steps: steps.into_iter().collect() }
-    }
-
-    /// When so many seconds have passed since the last save began.
-    pub fn every_seconds(seconds: f64) -> Self {
-        Self::EverySeconds { seconds }
-    }
-
-    /// When the job is to be preempted.
-    pub fn on_preemption() -> Self {
-        Self::OnPreemption
-    }
-
     /// Refuses what can never work: an interval of no steps, a negative or endless time.
     pub fn check(&self) -> Result<()> {
         match self {
@@ -183,37 +162,7 @@ impl SavePolicy {
     }
 }
 
-impl BitOr for SavePolicy {
-    type Output = Self;
-
-    fn bitor(self, other: Self) -> Self {
-        let mut of = match self {
-            Self::Any { of } => of,
-            one => vec![one],
-        };
-        match other {
-            Self::Any { of: more } => of.extend(more),
-            one => of.push(one),
-        }
-        Self::Any { of }
-    }
-}
-
-impl BitAnd for SavePolicy {
-    type Output = Self;
-
-    fn bitand(self, other: Self) -> Self {
-        let mut of = match self {
-            Self::All { of } => of,
-            one => vec![one],
-        };
-        match other {
-            Self::All { of: more } => of.extend(more),
-            one => of.push(one),
-        }
-        Self::All { of }
-    }
-}
-
+#[cfg(any(test, feature = "test-support"))]
+mod testing;
 #[cfg(test)]
 mod tests;
