@@ -170,8 +170,8 @@ impl Team {
     }
 
     /// Meets the other ranks. `what` names what is opened, and `agreed` what must be the same on
-    /// all ranks. On the leader, `lead` runs once everybody has come. All ranks get the session that
-    /// it returns, or its failure.
+    /// all ranks. On the leader, `lead` runs once everybody has come. All ranks get the session
+    /// that it returns, or its failure.
     pub fn meet(
         coordinator: &Arc<dyn Coordinator>,
         what: &str,

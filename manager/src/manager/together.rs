@@ -353,8 +353,8 @@ impl Inner {
         }
     }
 
-    /// The holders of plain leaves. The ranks exchange them now if they are unknown or outdated. The
-    /// ticket then knows if this rank's leaves have changed since.
+    /// The holders of plain leaves. The ranks exchange them now if they are unknown or outdated.
+    /// The ticket then knows if this rank's leaves have changed since.
     pub(super) fn census(&self, ticket: &mut Ticket, state: &StateSource) -> Result<Option<Arc<Census>>> {
         if self.team.is_alone() {
             return Ok(None);
