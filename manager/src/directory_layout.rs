@@ -48,6 +48,8 @@ pub enum OwnName {
     },
     /// A rank has given up on its leader in a save, which can be no step any more.
     GivenUp {
+        /// The step's padded number, or the name of a singular checkpoint.
+        label: String,
         /// The session of that save.
         session: String,
     },
@@ -151,8 +153,8 @@ pub fn parse(name: &str) -> Option<OwnName> {
         return Some(OwnName::Branch { branch: branch.to_owned(), step_name: step_name.to_owned() });
     }
     if let Some(rest) = name.strip_prefix(GIVEN_UP_PREFIX) {
-        let (_, session, _) = of_a_save(rest)?;
-        return Some(OwnName::GivenUp { session });
+        let (label, session, _) = of_a_save(rest)?;
+        return Some(OwnName::GivenUp { label, session });
     }
     let (label, session, counter) = of_a_save(name.strip_prefix(TEMPORARY_PREFIX)?)?;
     Some(OwnName::Temporary { label, session, counter })
@@ -194,7 +196,7 @@ mod tests {
             Some(OwnName::Temporary { label: "00000005".into(), session: session.into(), counter: 3 })
         );
         let given_up = given_up(&label(5), session, 3);
-        assert_eq!(parse(&given_up), Some(OwnName::GivenUp { session: session.into() }));
+        assert_eq!(parse(&given_up), Some(OwnName::GivenUp { label: label(5), session: session.into() }));
         assert_eq!(parse(&trash("00000005", 1)), Some(OwnName::Trash { label: "00000005".into() }));
         assert_eq!(
             parse(&quarantine("step_00000005", 1)),

@@ -41,7 +41,7 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Trash { .. }) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
             // Empty. If it cannot be removed now, the next writer tries again.
-            Some(OwnName::GivenUp { session: owner }) if owner != session => {
+            Some(OwnName::GivenUp { session: owner, .. }) if owner != session => {
                 let _ = root.remove_dir(&entry.name);
             }
             Some(OwnName::Temporary { session: owner, label, .. })
@@ -64,6 +64,18 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     }
     sweep_paths(root, of_paths, &mut recovered)?;
     Ok(recovered)
+}
+
+/// The temporaries of a session, and its marks of saves that were given up.
+pub(crate) fn of_session(root: &dyn Dir, session: &str) -> stepwell_core::Result<Vec<String>> {
+    let is_ours = |name: &str| {
+        matches!(
+            directory_layout::parse(name),
+            Some(OwnName::Temporary { session: owner, .. } | OwnName::GivenUp { session: owner, .. })
+                if owner == session
+        )
+    };
+    Ok(root.entries()?.into_iter().map(|entry| entry.name).filter(|name| is_ours(name)).collect())
 }
 
 /// Takes what dead saves to a path left out of sight: (name, trash) each. One whose owner lives, or

@@ -1,103 +1,285 @@
 //! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling
 //! of the path.
 //!
+//! Several ranks may save one together. They meet for this one save, as the ranks of a manager do
+//! when they open it, and leave each other when it has ended.
+//!
 //! There is no root here, and no writer's lock. A writer holds the lease of its temporary while it
 //! lives. The next save to the same path removes temporaries without a held lease; if the path is
 //! inside a root, so does that root's next writer. On a file system without locks they stay.
 
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use stepwell_core::Kind;
 use stepwell_core::io::{Dir, EntryKind};
+use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::spawn;
 
 use crate::commit::{Existing, aside};
-use crate::coordination::team::Team;
+use crate::coordination::team::{Beat, Team};
 use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
-use crate::manager::{Exists, SaveRequest};
+use crate::manager::{Exists, SaveRequest, agreed};
 use crate::options::Options;
+use crate::periodic::Periodic;
+use crate::recovery;
 use crate::retire::Deleter;
-use crate::save::Save;
-use crate::save::job::{self, Place, Scene};
-use crate::save::persist;
+use crate::save::job::{self, Job, Place, Prepared, Scene};
+use crate::save::{Refusal, Save, participation, persist};
+use crate::state::plain_leaves;
+
+/// The longest wait of the leader for the other ranks, once a save has ended.
+const LEAVING: Duration = Duration::from_secs(30);
 
 /// Saves a state under a path. Returns when it is captured. The outcome comes through the handle.
 /// The manifest records the request's step, although it has no meaning here.
 pub fn save(path: &Path, request: SaveRequest, options: &Options, environment: &Environment) -> Result<Save> {
-    let begun = Instant::now();
-    options.check()?;
-    let (parent, name) = split(path)?;
-    let parent_dir = if options.create {
-        environment.disk.create_dir_all(parent)?
-    } else {
-        environment.disk.open_dir(parent)?
-    };
-    let there = parent_dir.stat(&name)?.is_some();
-    let existing = match (there, request.exists) {
-        (true, Exists::Skip) => return Ok(Save::refused(request.step, crate::save::Refusal::Exists)),
-        (true, Exists::Error) => {
-            return Err(Error::PathExists { path: path.to_owned() });
+    match PathTicket::new(path, request.exists, options, environment) {
+        Ok(ticket) => ticket.save(request),
+        Err(error) if request.exists == Exists::Skip && error.kind() == Kind::StepExists.name() => {
+            Ok(Save::refused(request.step, Refusal::Exists))
         }
-        (true, Exists::Replace) => {
-            // Only a checkpoint is ever replaced: what else is there is somebody's.
-            if let Err(error) = read_manifest(&*parent_dir, &name) {
-                let path = path.to_owned();
-                return Err(Error::NotAStep { path, reason: format!("it is not replaced: {error}") });
-            }
-            Existing::Replace
+        Err(error) => Err(error),
+    }
+}
+
+/// The right to save to one path. On several ranks also the duty to take part: a ticket that is
+/// dropped unused reports to the other ranks that this one does not save.
+pub struct PathTicket {
+    path: PathBuf,
+    /// The directory around it, and its name there.
+    parent: Arc<dyn Dir>,
+    name: String,
+    existing: Existing,
+    team: Arc<Team>,
+    options: Options,
+    environment: Environment,
+    pool: Arc<StagingPool>,
+    /// True once this rank has taken part in the exchange of leaves.
+    exchanged: bool,
+    used: bool,
+    cause: Arc<OnceLock<String>>,
+}
+
+impl PathTicket {
+    /// Looks at the path, and returns the right to save there. Several ranks meet here: the leader
+    /// looks, and all ranks get its answer.
+    pub fn new(path: &Path, exists: Exists, options: &Options, environment: &Environment) -> Result<Self> {
+        options.check()?;
+        let (parent, name) = split(path)?;
+        let open = || {
+            let disk = &environment.disk;
+            if options.create { disk.create_dir_all(parent) } else { disk.open_dir(parent) }
+        };
+        let coordinator = &environment.coordinator;
+        let team = if coordinator.world_size() == 1 {
+            Team::alone(environment.hex_id())
+        } else {
+            let mut agreed = agreed(options);
+            agreed.push(("exists".to_owned(), format!("{exists:?}").to_lowercase()));
+            let what = path.display().to_string();
+            Team::meet(coordinator, &what, agreed, options.stall_timeout, || Ok(environment.hex_id()))?
+        };
+        let existing = team
+            .ask("save", || existing(path, &*open()?, &name, exists))
+            .inspect_err(|_| leave(&team, options.stall_timeout))?;
+        Ok(Self {
+            path: path.to_owned(),
+            parent: open()?,
+            name,
+            existing,
+            team: Arc::new(team),
+            options: options.clone(),
+            environment: environment.clone(),
+            pool: environment.pool(),
+            exchanged: false,
+            used: false,
+            cause: Arc::default(),
+        })
+    }
+
+    /// True if no other ranks save.
+    pub fn is_alone(&self) -> bool {
+        self.team.is_alone()
+    }
+
+    /// The place for the reason why the ticket is dropped, for the other ranks. The first one
+    /// stays.
+    pub fn cause(&self) -> Arc<OnceLock<String>> {
+        Arc::clone(&self.cause)
+    }
+
+    /// Saves a state, as [`save`].
+    pub fn save(mut self, request: SaveRequest) -> Result<Save> {
+        let begun = Instant::now();
+        self.plan(request, begun).and_then(|prepared| self.begin(prepared)).inspect_err(|error| {
+            let _ = self.cause.set(error.to_string());
+        })
+    }
+
+    fn plan(&mut self, request: SaveRequest, begun: Instant) -> Result<Prepared> {
+        let census = if self.is_alone() {
+            None
+        } else {
+            self.exchanged = true;
+            Some(participation::exchange_leaves(&self.team, Ok(plain_leaves(&request.state)))?)
+        };
+        let Self { path, options, environment, team, pool, .. } = self;
+        let scene = Scene { root: path, environment, options, pool, team, census: census.as_ref() };
+        let mut prepared = job::plan(&scene, request, begun)?;
+        job::make_ready(&mut prepared, options, pool)?;
+        Ok(prepared)
+    }
+
+    fn begin(&mut self, prepared: Prepared) -> Result<Save> {
+        let Self { path, parent, name, existing, team, options, environment, .. } = self;
+        let no_thread = |error| stepwell_core::Error::io("start a thread for", path.as_path(), error);
+        let label = directory_layout::label_of_path(name);
+        let place = Place {
+            label,
+            target: name.clone(),
+            existing: *existing,
+            counter: 0,
+            fenced: false,
+            stale: false,
+        };
+        let (job, capturing) = prepared.split(environment, options, place);
+        let life = heartbeat(team, &job.save).map_err(no_thread)?;
+        let ending = Ending {
+            parent: Arc::clone(parent),
+            team: Arc::clone(team),
+            environment: environment.clone(),
+            stall_timeout: options.stall_timeout,
+            life,
+            path: path.clone(),
+        };
+        spawn("stepwell-persist", move || ending.run(job)).map_err(no_thread)?;
+        self.used = true;
+        let (save, rest) = capturing.run()?;
+        if let Some(rest) = rest {
+            let (options, pool) = (self.options.clone(), Arc::clone(&self.pool));
+            spawn("stepwell-capture", move || rest.run(&pool, &options)).map_err(no_thread)?;
         }
-        (false, _) => Existing::Refuse,
+        Ok(save)
+    }
+}
+
+impl Drop for PathTicket {
+    fn drop(&mut self) {
+        if self.used || self.is_alone() {
+            return;
+        }
+        let cause = self.cause.get_or_init(|| "its call of save was interrupted".to_owned());
+        if self.exchanged {
+            participation::abstain(&self.team, 0, 0, cause);
+        } else {
+            participation::abstain_from_exchange(&self.team, cause);
+        }
+        leave(&self.team, self.options.stall_timeout);
+    }
+}
+
+/// The treatment of what is at a path.
+fn existing(path: &Path, parent: &dyn Dir, name: &str, exists: Exists) -> Result<Existing> {
+    if parent.stat(name)?.is_none() {
+        return Ok(Existing::Refuse);
+    }
+    if exists != Exists::Replace {
+        return Err(Error::PathExists { path: path.to_owned() });
+    }
+    // Only a checkpoint is ever replaced: what else is there is somebody's.
+    match read_manifest(parent, name) {
+        Ok(_) => Ok(Existing::Replace),
+        Err(error) => {
+            let reason = format!("it is not replaced: {error}");
+            Err(Error::NotAStep { path: path.to_owned(), reason })
+        }
+    }
+}
+
+/// Reports to the other ranks that this one's save makes progress.
+fn heartbeat(team: &Arc<Team>, save: &Save) -> std::io::Result<Option<Periodic>> {
+    if team.is_alone() {
+        return Ok(None);
+    }
+    let (ranks, save) = (Arc::clone(team), save.clone());
+    let beat = move || {
+        let first_open = u64::from(ranks.has_voted(0));
+        if let Err(error) = ranks.beat(Beat { save: first_open, moved: save.moved() }) {
+            tracing::debug!(%error, "the other ranks could not be told that this one lives");
+        }
+        true
     };
-    let pool = environment.pool();
-    let team = Arc::new(Team::alone(environment.hex_id()));
-    let scene = Scene { root: path, environment, options, pool: &pool, team: &team, census: None };
-    let mut prepared = job::plan(&scene, request, begun)?;
-    job::make_ready(&mut prepared, options, &pool)?;
-    let (label, shown) = (directory_layout::label_of_path(&name), path.to_owned());
-    let place = Place { label, target: name, existing, counter: 0, fenced: false, stale: false };
-    let (job, capturing) = prepared.split(environment, options, place);
-    let world = environment.clone();
-    spawn("stepwell-persist", move || {
+    Periodic::start("stepwell-heartbeat", team.beat_interval(), beat).map(Some)
+}
+
+/// Leaves the other ranks.
+fn leave(team: &Team, timeout: Duration) {
+    if let Err(error) = all_have_left(team, timeout) {
+        tracing::debug!(%error, "the ranks of a save did not leave together");
+    }
+}
+
+/// Leaves the other ranks. Returns true on the leader, once all of them have left.
+fn all_have_left(team: &Team, timeout: Duration) -> Result<bool> {
+    if team.is_alone() { Ok(false) } else { team.leave(1, timeout.min(LEAVING)) }
+}
+
+/// The part of a save behind the capture, on a thread of its own.
+struct Ending {
+    parent: Arc<dyn Dir>,
+    team: Arc<Team>,
+    environment: Environment,
+    stall_timeout: Duration,
+    life: Option<Periodic>,
+    path: PathBuf,
+}
+
+impl Ending {
+    fn run(self, job: Job) {
+        let Self { parent, team, environment, stall_timeout, life, path } = self;
         let deleter = Arc::new(Deleter::new(
-            Arc::clone(&parent_dir),
-            Arc::clone(&world.clock),
+            Arc::clone(&parent),
+            Arc::clone(&environment.clock),
             // No writer comes back here later: where there are no locks, a reader of what is
             // replaced is told that it is gone.
             Duration::ZERO,
         ));
         // Around the save itself nothing may keep it from being settled.
-        let found = guarded("the removal of leftovers", || leftovers(&*parent_dir, &job.plan.target, &world));
+        let found = guarded("the removal of leftovers", || {
+            if team.leads() { leftovers(&*parent, &job.plan.target, &environment) } else { Ok(Vec::new()) }
+        });
         match found.and_then(|trash| trash) {
             Ok(trash) => deleter.enqueue(trash),
             Err(error) => {
                 tracing::warn!(%error, "what a killed save left beside this path stays for now");
             }
         }
-        let (save, ended) = persist::run(job, &parent_dir, &world, &team, &deleter, &|| ());
+        let (save, ended) = persist::run(job, &parent, &environment, &team, &deleter, &|| ());
+        life.into_iter().for_each(Periodic::stop);
         let cleaned = guarded("the deleter", || {
+            // Late ranks may have written files for a save that was over by then.
+            let alone = all_have_left(&team, stall_timeout);
+            if ended.outcome.error().is_some() && matches!(alone, Ok(true)) {
+                parent.sync()?;
+                deleter.enqueue(recovery::of_session(&*parent, team.session())?);
+            }
             deleter.enqueue(ended.replaced);
             deleter.stop(Duration::from_secs(600));
+            alone
         });
-        if let Err(error) = cleaned {
-            tracing::warn!(%error, "what was replaced stays for now");
+        if let Err(error) = cleaned.map_err(Error::from).and_then(|cleaned| cleaned) {
+            tracing::warn!(%error, "what a save to a path replaced or left stays for now");
         }
         let callbacks = save.settle(ended.outcome);
         save.call(callbacks);
-        persist::log_commit(&save, &team, "a checkpoint", &shown);
-    })
-    .map_err(|error| stepwell_core::Error::io("start a thread for", path, error))?;
-    let (save, rest) = capturing.run()?;
-    if let Some(rest) = rest {
-        let options = options.clone();
-        spawn("stepwell-capture", move || rest.run(&pool, &options))
-            .map_err(|error| stepwell_core::Error::io("start a thread for", path, error))?;
+        persist::log_commit(&save, &team, "a checkpoint", &path);
     }
-    Ok(save)
 }
 
 /// Removes what killed writers left beside a path, as the next save to it does; gives the names.
@@ -131,7 +313,9 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
             Some(OwnName::Temporary { label, .. }) if directory_layout::is_label_of(&label, name) => {
                 found.push(entry.name);
             }
-            Some(OwnName::Trash { label }) if directory_layout::is_label_of(&label, name) => {
+            Some(OwnName::Trash { label } | OwnName::GivenUp { label, .. })
+                if directory_layout::is_label_of(&label, name) =>
+            {
                 trash.push(entry.name);
             }
             _ => {}

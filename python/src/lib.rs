@@ -54,7 +54,7 @@ mod _core {
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
-    use crate::singular::{add_metrics, cuda, engine_choice, forget_damaged, open_path, repair, save_path};
+    use crate::singular::{PathTurn, add_metrics, cuda, engine_choice, forget_damaged, open_path, repair};
     #[pymodule_export]
     use crate::state::{State, covers, flatten, is_plain, shared_memory};
 

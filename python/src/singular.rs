@@ -2,18 +2,19 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::sys::{Driver, driver};
 use stepwell_manager::root::Standing;
-use stepwell_manager::{
-    Environment, Error, Manager as Engined, Options, SaveRequest, metrics, root, singular,
-};
+use stepwell_manager::singular::PathTicket;
+use stepwell_manager::{Environment, Error, Manager as Engined, Options, SaveRequest, metrics, root};
 
+use crate::board::Agreeing;
 use crate::checkpoint::Checkpoint;
 use crate::errors::raise_manager;
 use crate::events::Events;
@@ -24,52 +25,98 @@ use crate::snapshot::{OnDevices, Snapshot, source};
 use crate::state::State;
 use crate::wait;
 
-/// Saves a flattened state under a path; returns when it is captured.
-#[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
-pub fn save_path(
-    py: Python<'_>,
+/// The right to save to one path. On several ranks it ends the save of all where it is not used.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct PathTurn {
     path: PathBuf,
-    state: &State,
-    metrics: BTreeMap<String, f64>,
-    custom_metadata: &str,
-    exists: &str,
-    snapshot: &str,
-    streams: HashMap<u32, u64>,
-    options: &str,
-    events: &Events,
-) -> PyResult<SaveHandle> {
-    let cancel = Arc::new(AtomicBool::new(false));
-    let devices = OnDevices::new(py, &streams, Vec::new())?;
-    let source = source(state, Snapshot::named(snapshot)?, &devices, events)?
+    ticket: Mutex<Option<PathTicket>>,
+    /// Why it is not used, for the other ranks.
+    cause: Arc<OnceLock<String>>,
+}
+
+impl PathTurn {
+    fn take(&self) -> Option<PathTicket> {
+        self.ticket.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+#[pymethods]
+impl PathTurn {
+    /// Looks at the path. Several ranks meet here. Raises for a path that exists and is not to be
+    /// replaced.
+    #[new]
+    #[pyo3(signature = (path, exists, options, ranks = None))]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        exists: &str,
+        options: &str,
+        ranks: Option<Agreeing<'_>>,
+    ) -> PyResult<Self> {
+        let (options, engine) = options::parse(py, options)?;
+        let exists = exists_named(exists)?;
+        let ranks = ranks.map(Agreeing::ranks);
+        let at = path.clone();
+        let ticket = call(py, move || {
+            let environment = options::environment_of(&at, engine, &options, ranks)?;
+            PathTicket::new(&at, exists, &options, &environment)
+        })?;
+        let cause = ticket.cause();
+        Ok(Self { path, ticket: Mutex::new(Some(ticket)), cause })
+    }
+
+    /// Saves a flattened state; returns when it is captured.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
+    fn save(
+        &self,
+        py: Python<'_>,
+        state: &State,
+        metrics: BTreeMap<String, f64>,
+        custom_metadata: &str,
+        snapshot: &str,
+        streams: HashMap<u32, u64>,
+        events: &Events,
+    ) -> PyResult<SaveHandle> {
+        let cancel = Arc::new(AtomicBool::new(false));
+        let devices = OnDevices::new(py, &streams, Vec::new())?;
+        let source = source(state, Snapshot::named(snapshot)?, &devices, events)?
+            .map_err(|error| raise_manager(py, &error))?;
+        let request = SaveRequest {
+            streams: devices.streams,
+            metrics,
+            custom_metadata: json(custom_metadata)?,
+            cancel: Arc::clone(&cancel),
+            ..SaveRequest::new(0, source)
+        };
+        let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this turn was used"))?;
+        let shown = self.path.display().to_string();
+        let save = wait::until_stopped(
+            py,
+            &cancel,
+            move || ticket.save(request),
+            |late| {
+                // Captured whole before it could be stopped: it goes on, and someone must hear how
+                // it ends.
+                if let Ok(save) = late {
+                    let kept = py
+                        .import("stepwell._singular")
+                        .and_then(|module| module.call_method1("keep", (SaveHandle::new(save), shown)));
+                    if let Err(error) = kept {
+                        error.write_unraisable(py, None);
+                    }
+                }
+            },
+        )?
         .map_err(|error| raise_manager(py, &error))?;
-    let request = SaveRequest {
-        streams: devices.streams,
-        metrics,
-        custom_metadata: json(custom_metadata)?,
-        exists: exists_named(exists)?,
-        cancel: Arc::clone(&cancel),
-        ..SaveRequest::new(0, source)
-    };
-    let (options, engine) = options::parse(py, options)?;
-    let shown = path.display().to_string();
-    let work = move || {
-        let environment = options::environment(&path, engine, Purpose::Write)?;
-        singular::save(&path, request, &options, &environment)
-    };
-    let save = wait::until_stopped(py, &cancel, work, |late| {
-        // Captured whole before it could be stopped: it goes on, and someone must hear how it ends.
-        if let Ok(save) = late {
-            let kept = py
-                .import("stepwell._singular")
-                .and_then(|module| module.call_method1("keep", (SaveHandle::new(save), shown)));
-            if let Err(error) = kept {
-                error.write_unraisable(py, None);
-            }
-        }
-    })?
-    .map_err(|error| raise_manager(py, &error))?;
-    Ok(SaveHandle::new(save))
+        Ok(SaveHandle::new(save))
+    }
+
+    /// Ends the save on all ranks, if this one has not taken part yet: its caller has raised.
+    fn fail(&self, py: Python<'_>, cause: String) -> PyResult<()> {
+        let _ = self.cause.set(cause);
+        let ticket = self.take();
+        wait::on_thread(py, move || drop(ticket))
+    }
 }
 
 /// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.

@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, SupportsIndex, TypeVar
@@ -306,18 +305,3 @@ def _plain_json(value: object, what: str, above: list[object]) -> Any:
         made = [_plain_json(one, f"{what}[{i}]", above) for i, one in enumerate(value)]
     above.pop()
     return made
-
-
-def check_coordinator(coordinator: object, what: str) -> None:
-    """Raises where several processes run and nobody has said that only this one does ``what``."""
-    if coordinator is None:
-        return
-    if not isinstance(coordinator, str) or coordinator != "auto":
-        raise MisuseError(f'coordinator is "auto" or None with one process, not {coordinator!r}')
-    for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        size = os.environ.get(name, "")
-        if size.isdigit() and int(size) > 1:
-            raise MisuseError(
-                f"{name}={size} says that this is one of {size} processes, and no coordinator is known; "
-                f"pass coordinator=None if only this one {what}"
-            )

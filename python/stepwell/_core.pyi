@@ -20,6 +20,7 @@ __all__ = [
     "Events",
     "Held",
     "Manager",
+    "PathTurn",
     "SaveHandle",
     "State",
     "Turn",
@@ -38,7 +39,6 @@ __all__ = [
     "open_path",
     "renamed",
     "repair",
-    "save_path",
     "shared_memory",
 ]
 
@@ -75,17 +75,6 @@ def shared_memory(
     arrays: Sequence[ndarray[Any, Any]], filled: int
 ) -> tuple[list[int], list[tuple[int, int, int, int]]]: ...
 def is_plain(value: Any) -> bool: ...
-def save_path(
-    path: _Path,
-    state: State,
-    metrics: dict[str, float],
-    custom_metadata: str,
-    exists: str,
-    snapshot: str,
-    streams: dict[int, int],
-    options: str,
-    events: Events,
-) -> SaveHandle: ...
 def open_path(path: _Path, step: int | None = None, engine: str = "auto") -> Checkpoint: ...
 def add_metrics(root: _Path, step: int, values: dict[str, float]) -> None: ...
 def repair(path: _Path, dry_run: bool) -> list[tuple[str, str, str | None, int, bool]]: ...
@@ -204,6 +193,26 @@ class Turn:
         custom_metadata: str,
         snapshot: str,
         on_devices: Callable[[set[int]], tuple[dict[int, int], list[tuple[int, int]]]],
+        events: Events,
+    ) -> SaveHandle: ...
+    def fail(self, cause: str) -> None: ...
+
+@final
+class PathTurn:
+    def __new__(
+        cls,
+        path: _Path,
+        exists: str,
+        options: str,
+        ranks: Board | tuple[int, int, str, _Path | None] | None = None,
+    ) -> PathTurn: ...
+    def save(
+        self,
+        state: State,
+        metrics: dict[str, float],
+        custom_metadata: str,
+        snapshot: str,
+        streams: dict[int, int],
         events: Events,
     ) -> SaveHandle: ...
     def fail(self, cause: str) -> None: ...

@@ -7,8 +7,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, final, get_args, overload
 
@@ -54,7 +54,7 @@ from ._restore.plan import RestorePlan
 from ._restore.report import RestoreReport
 from ._retention import Retention, as_retention
 from ._save_result import Save
-from ._state.specs import current_rank
+from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
 from .errors import ClosedError, MisuseError, StepNotFound
@@ -168,13 +168,7 @@ class CheckpointManager:
             read_only,
             on_save_error,
         )
-        ranks: _core.Board | tuple[int, int, str, str | None] | None = None
-        service: coordinators.Service | None = None
-        if isinstance(board, coordinators.SharedDirectory):
-            ranks = (board.rank, board.world_size, board.job_id, board.path)
-        elif board is not None:
-            service = coordinators.Service(board)
-            ranks = service.engine
+        ranks, service = coordinators.connected(board)
         try:
             with explaining(self._root):
                 self._core = core = _core.Manager(self._root, text, ranks)
@@ -292,7 +286,7 @@ class CheckpointManager:
                     return Save(step, turn)
                 if snapshot == "lazy" and self._updates.is_running:
                     snapshot = "auto"
-                with self._as_rank():
+                with as_rank(core.ranks()):
                     handle = turn.save(
                         adapters.as_saved(state),
                         choice,
@@ -313,15 +307,6 @@ class CheckpointManager:
             tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
         return save
 
-    @contextmanager
-    def _as_rank(self) -> Iterator[None]:
-        """Has states taken apart as those of this rank."""
-        token = current_rank.set(self._open().ranks())
-        try:
-            yield
-        finally:
-            current_rank.reset(token)
-
     def _tell_read_only(self) -> None:
         """Says once that this manager saves nothing: a training that goes on like that would not be
         missed before it is needed."""
@@ -341,7 +326,7 @@ class CheckpointManager:
         core = self._open()
         choice = choice_of(include, exclude, cast)
         state = state() if is_callable_state(state) else state
-        with self._as_rank():
+        with as_rank(core.ranks()):
             core.check(adapters.as_saved(state), choice, lifecycle.notifier.events)
 
     def should_save(self, step: int) -> bool:

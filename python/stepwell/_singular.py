@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import _adapters as adapters
-from . import _core
+from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from . import _verification as verifying
 from . import _watcher as watching
 from ._checkpoint import Checkpoint, Metadata, VerifyReport
 from ._checks import (
     SAVE_WORDS,
-    check_coordinator,
     flag,
     given_step,
     instance,
@@ -38,9 +37,10 @@ from ._restore.options import ChoiceKeywords, Globs, RestoreKeywords, RestoreOpt
 from ._restore.report import RestoreReport
 from ._retention import keep_all
 from ._save_result import Save
+from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
-from .errors import MisuseError, StalledError, StepwellError
+from .errors import CoordinationTimeout, MisuseError, StalledError, StepwellError
 
 if TYPE_CHECKING:
     from ._background import Restore
@@ -84,14 +84,22 @@ class _Background:
         return True
 
 
-def keep(handle: _core.SaveHandle, path: str, stall: float | None = None) -> Save:
+def keep(
+    handle: _core.SaveHandle,
+    path: str,
+    stall: float | None = None,
+    service: coordinators.Service | None = None,
+) -> Save:
     """The future of a save that was begun, which the exit hook knows of. The bindings call this
-    too, for a save whose caller was interrupted."""
+    too, for a save whose caller was interrupted. ``service`` carries the ranks' messages, and is
+    closed at the end of the save."""
     background = _Background(handle, path, Options().stall_timeout if stall is None else stall)
     lifecycle.watch(background)
     save = Save(0, handle)
 
     def over(_: Save) -> None:
+        if service is not None:
+            service.close()
         if handle.unseen_failure() is None:
             lifecycle.forget(background)
 
@@ -116,29 +124,56 @@ def save_async(
     options: Options | None = None,
 ) -> Save:
     """Saves ``state`` as a checkpoint at ``path``, and returns when the state may be changed again;
-    the future says when it is committed.
+    the future says when it is committed. Several ranks save one checkpoint together, as in
+    :func:`save`.
 
     Args:
         snapshot: when arrays are copied, as of :meth:`CheckpointManager.save`. The other arguments
             are those of :func:`save`.
     """
-    check_coordinator(coordinator, "saves to this path")
+    board = coordinators.find(coordinator, what="saves to this path")
     one_of(exists, "exists", ("error", "replace"))
-    one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
     options = Options() if options is None else options
     instance(options, Options, "options", "sw.Options(…)")
-    numbers = real_numbers(metrics)
-    metadata = metadata_json(custom_metadata)
-    choice = choice_of(include, exclude, cast)
     where = absolute(path)
     check_destination(where)
-    flat = _core.flatten(adapters.as_saved(state() if is_callable_state(state) else state), choice)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
-    streams = adapters.streams(flat.devices())
-    handle = _core.save_path(
-        where, flat, numbers, metadata, exists, snapshot, streams, text, lifecycle.notifier.events
-    )
-    return keep(handle, where, stall_seconds(options.stall_timeout))
+    ranks, service = coordinators.connected(board)
+    try:
+        turn = _turn(where, exists, text, ranks)
+        try:
+            one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
+            numbers = real_numbers(metrics)
+            metadata = metadata_json(custom_metadata)
+            choice = choice_of(include, exclude, cast)
+            with as_rank((0, 1) if board is None else (board.rank, board.world_size)):
+                saved = adapters.as_saved(state() if is_callable_state(state) else state)
+                flat = _core.flatten(saved, choice, board is None)
+            streams = adapters.streams(flat.devices())
+            events = lifecycle.notifier.events
+            handle = turn.save(flat, numbers, metadata, snapshot, streams, events)
+        except BaseException as error:
+            # The other ranks have begun this save, and wait for this one.
+            turn.fail(f"{type(error).__name__}: {error}")
+            raise
+    except BaseException:
+        if service is not None:
+            service.close()
+        raise
+    return keep(handle, where, stall_seconds(options.stall_timeout), service)
+
+
+def _turn(path: str, exists: str, options: str, ranks: coordinators.Meeting | None) -> _core.PathTurn:
+    """The right to save to a path, once all ranks have come."""
+    if isinstance(ranks, tuple) and ranks[3] is None:
+        raise MisuseError(
+            "a single checkpoint has no root where ranks could meet: pass a directory that all of them see, SharedDirectory(rank, world_size, job_id, path=…)"
+        )
+    try:
+        return _core.PathTurn(path, exists, options, ranks)
+    except CoordinationTimeout as error:
+        error.add_note("All ranks save to this path together. Pass coordinator=None if only this one does.")
+        raise
 
 
 @public
@@ -159,6 +194,9 @@ def save(
     """Saves ``state`` as a checkpoint at ``path``; it survives a power cut when this returns. A
     path where a run has its steps is refused.
 
+    Several ranks make this call together, each with its part of the state. The checkpoint is there
+    with the parts of all ranks, or not at all.
+
     Args:
         path: the directory of the checkpoint. It must not exist.
         state: the state, or a callable that returns it.
@@ -169,7 +207,8 @@ def save(
         cast: as of :meth:`CheckpointManager.save`.
         exists: for an existing checkpoint: ``"error"``, or ``"replace"``, which writes the new one
             first and then swaps the two.
-        coordinator: ``None``: this process alone saves, although it is one of several.
+        coordinator: how the ranks agree, as of :class:`CheckpointManager`. ``None``: this process
+            alone saves, although it is one of several. A ``SharedDirectory`` needs its ``path``.
         options: rarely needed options.
     """
     save_async(

@@ -1,5 +1,5 @@
-"""How the processes of a job agree, for :class:`stepwell.CheckpointManager`: which of them there
-are, and what carries their messages.
+"""How the processes of a job agree, for :class:`stepwell.CheckpointManager` and
+:func:`stepwell.save`: which of them there are, and what carries their messages.
 
 Each is a board on which processes leave small messages for each other; what is true is decided on
 the file system. No collective operation is ever run in the background: a thread of its own asks the
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Final, Protocol, final, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
 
 from . import _core
 from ._checks import shown, whole
@@ -395,9 +395,24 @@ class Service:
             stop()
 
 
-def find(coordinator: Any, read_only: bool = False) -> Coordinator | None:
+#: How the ranks meet, for the engine: a board that Python keeps, or a shared directory by rank,
+#: world size, job and path.
+Meeting: TypeAlias = "_core.Board | tuple[int, int, str, str | None]"
+
+
+def connected(board: Coordinator | None) -> tuple[Meeting | None, Service | None]:
+    """Returns how the ranks meet, for the engine, and the thread that carries their messages, if
+    one is needed."""
+    if isinstance(board, SharedDirectory):
+        return (board.rank, board.world_size, board.job_id, board.path), None
+    service = None if board is None else Service(board)
+    return None if service is None else service.engine, service
+
+
+def find(coordinator: Any, read_only: bool = False, what: str = "uses the manager") -> Coordinator | None:
     """Resolves ``coordinator=``: the given object; for ``"auto"``, the initialised one; ``None``
-    for one process. Processes that only read need no coordinator.
+    for one process. Processes that only read need no coordinator. ``what`` one process would do
+    alone, for the message.
 
     Raises:
         MisuseError: several processes run, and nothing is known that could carry their messages.
@@ -409,7 +424,7 @@ def find(coordinator: Any, read_only: bool = False) -> Coordinator | None:
             raise MisuseError(
                 f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {coordinator!r}'
             )
-        return _initialised(read_only)
+        return _initialised(read_only, what)
     if not isinstance(coordinator, (SharedDirectory, Board)):
         raise MisuseError(
             f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {shown(coordinator)}'
@@ -417,7 +432,7 @@ def find(coordinator: Any, read_only: bool = False) -> Coordinator | None:
     return coordinator if coordinator.world_size > 1 else None
 
 
-def _initialised(read_only: bool) -> Coordinator | None:
+def _initialised(read_only: bool, what: str) -> Coordinator | None:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStore()
@@ -430,9 +445,9 @@ def _initialised(read_only: bool) -> Coordinator | None:
         size = os.environ.get(name, "")
         if size.isdigit() and int(size) > 1:
             raise MisuseError(
-                f"{name}={size} says that this is one of {size} processes, and nothing is initialised that could carry their messages: make the manager after "
-                "torch.distributed.init_process_group() or jax.distributed.initialize(), pass coordinator=sw.coordinators.SharedDirectory(rank, world_size, job_id) or sw.coordinators.MPI(comm); "
-                "pass coordinator=None if only this one uses the manager"
+                f"{name}={size} says that this is one of {size} processes, and nothing is initialised that could carry their messages: call "
+                "torch.distributed.init_process_group() or jax.distributed.initialize() first, pass coordinator=sw.coordinators.SharedDirectory(rank, world_size, job_id) or sw.coordinators.MPI(comm); "
+                f"pass coordinator=None if only this one {what}"
             )
     return None
 

@@ -313,6 +313,29 @@ def update(model, optimizer, n):
     return float(loss.detach())
 """
 
+AT_A_PATH = (
+    ONE_MESH
+    + """
+model, optimizer = build(1, OPTIMIZERS["AdamW"])
+update(model, optimizer, 0)
+for exists in ("error", "replace"):
+    sw.save(ROOT, {"train": st.TrainState(model, optimizer)}, exists=exists, options=sw.Options(stall_timeout=60.0))
+other, fresh = build(2, OPTIMIZERS["AdamW"])
+sw.restore(ROOT, into={"train": st.TrainState(other, fresh)})
+assert update(other, fresh, 1) == update(model, optimizer, 1)
+dist.destroy_process_group()
+"""
+)
+
+
+def test_sharded_ranks_save_to_a_path_over_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    run_forked(tmp_path, TORCH, AT_A_PATH, 2, path, free_port())
+    weight = sw.restore(path)["train"]["model"]["0.weight"]
+    assert tuple(weight.shape) == (7, 5)
+    assert not sw.verify(path).damages
+
+
 SAVE_ONE_MESH = (
     ONE_MESH
     + """

@@ -86,7 +86,7 @@ impl Plan {
 }
 
 /// The treatment of an existing step with the name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Existing {
     /// It stays; the commit is refused.
     Refuse,

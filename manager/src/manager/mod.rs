@@ -46,6 +46,7 @@ mod usage;
 
 pub use changes::Hold;
 use history::History;
+pub(crate) use open::agreed;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
 use saves::Saves;

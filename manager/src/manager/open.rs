@@ -14,11 +14,11 @@ use super::together::Ranks;
 use super::usage::Usage;
 use super::{Inner, Manager};
 use crate::coordination::team::{Beat, Team};
-use crate::directory_layout::{self, OwnName};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::options::{OnSaveError, Options};
 use crate::periodic::Periodic;
+use crate::recovery;
 use crate::root::Root;
 
 impl Manager {
@@ -121,7 +121,7 @@ impl Manager {
 }
 
 /// The options that must be equal on all ranks: those for planning and for counting.
-fn agreed(options: &Options) -> Vec<(String, String)> {
+pub(crate) fn agreed(options: &Options) -> Vec<(String, String)> {
     let writers = options.writers.map_or_else(
         || "all".to_owned(),
         |most| format!("{most} per {:?}", options.writers_per).to_lowercase(),
@@ -287,15 +287,7 @@ impl Inner {
         }
         let saves = self.saves.lock().counter;
         if self.team.leave(saves, timeout)? && !self.options.read_only {
-            let is_ours = |name: &str| {
-                matches!(
-                    directory_layout::parse(name),
-                    Some(OwnName::Temporary { session, .. } | OwnName::GivenUp { session })
-                        if session == self.team.session()
-                )
-            };
-            let entries = self.root.dir.entries()?.into_iter().map(|entry| entry.name);
-            let ours: Vec<String> = entries.filter(|name| is_ours(name)).collect();
+            let ours = recovery::of_session(&*self.root.dir, self.team.session())?;
             if !ours.is_empty() {
                 // One of them may be a step that was replaced by one of which it is uncertain
                 // whether it is durable.

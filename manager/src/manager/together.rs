@@ -16,15 +16,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use stepwell_core::format::manifest::Attempt;
 
 use super::saves::Line;
 use super::{Exists, Inner, Manager};
-use crate::commit::{Announcement, Verdict, Vote};
+use crate::commit::Announcement;
 use crate::error::{Error, Result};
 use crate::periodic::Periodic;
 use crate::runs::{in_both, numbers_of, runs_of};
-use crate::save::{Refusal, Save};
+use crate::save::{Refusal, Save, participation};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource, plain_leaves};
 
@@ -105,9 +104,6 @@ pub(super) enum Said {
     Refuse(Refusal),
     Pending,
 }
-
-/// A rank, and what it has ([`plain_leaves`]).
-type Told = (u32, Vec<u64>);
 
 /// Facts that every rank knows alike.
 struct Alike<'a> {
@@ -325,32 +321,13 @@ impl Inner {
             // They may wait for what this rank has.
             let _telling = self.ranks.telling.lock().unwrap_or_else(PoisonError::into_inner);
             if self.known_census().is_none() {
-                let cause = cause.to_owned();
-                let failed = if self.team.leads() {
-                    Error::RankFailed { rank: self.team.rank(), cause }
-                } else {
-                    Error::Invalid(cause)
-                };
-                // It gives that failure back.
-                drop(self.team.settle("save: who holds what", Err::<Told, _>(failed), Ok));
+                participation::abstain_from_exchange(&self.team, cause);
             }
         }
         let error = Error::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
         let counter = self.saves.lock().end_unbegun(Save::broken_off(step, error));
         self.ranks.raise_highest(step);
-        let told = if self.team.leads() {
-            let error = Error::RankFailed { rank: 0, cause: cause.to_owned() };
-            let announcement = Announcement::of(&Verdict::NotCommitted(error), self.team.rank());
-            announcement.encode(false).and_then(|verdict| self.team.send_verdict(counter, &verdict, true))
-        } else {
-            let attempt = Attempt { session: self.team.session().to_owned(), counter };
-            let failure = Announcement::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
-            let vote = Vote::failed(self.team.rank(), step, attempt, failure);
-            vote.encode().and_then(|vote| self.team.send_vote(counter, &vote))
-        };
-        if let Err(error) = told {
-            tracing::warn!(step, %error, "the other ranks could not be told that this one does not save");
-        }
+        participation::abstain(&self.team, counter, step, cause);
     }
 
     /// The holders of plain leaves. The ranks exchange them now if they are unknown or outdated.
@@ -360,16 +337,13 @@ impl Inner {
             return Ok(None);
         }
         let leaves = plain_leaves(state);
-        let rank = self.team.rank();
         let _telling = self.ranks.telling.lock().unwrap_or_else(PoisonError::into_inner);
         ticket.stale = Some(false);
         if let Some(census) = self.known_census() {
-            ticket.stale = Some(!census.has(rank, &leaves));
+            ticket.stale = Some(!census.has(self.team.rank(), &leaves));
             return Ok(Some(census));
         }
-        let told = |all: Vec<Told>| Ok(Census::new(&all).told());
-        let census =
-            Arc::new(Census::of_told(self.team.settle("save: who holds what", Ok((rank, leaves)), told)?));
+        let census = Arc::new(participation::exchange_leaves(&self.team, Ok(leaves))?);
         self.ranks.lock().census = Some(Arc::clone(&census));
         self.team.have_told(self.saves.lock().counter);
         Ok(Some(census))

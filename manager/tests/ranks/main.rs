@@ -11,3 +11,4 @@ mod lost;
 mod meeting;
 mod refused;
 mod saving;
+mod singular;

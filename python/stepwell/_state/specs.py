@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -111,6 +112,16 @@ class ObjectSpec:
 #: This process's rank and how many there are, while a manager of several takes a state apart or
 #: puts one together.
 current_rank: ContextVar[tuple[int, int]] = ContextVar("stepwell.rank", default=(0, 1))
+
+
+@contextmanager
+def as_rank(rank: tuple[int, int]) -> Iterator[None]:
+    """Has states taken apart as those of this rank: its number, and how many there are."""
+    token = current_rank.set(rank)
+    try:
+        yield
+    finally:
+        current_rank.reset(token)
 
 
 @public
