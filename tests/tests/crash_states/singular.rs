@@ -1,12 +1,16 @@
 //! Singular checkpoints: new, replaced, cancelled, failing, killed.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use stepwell_core::io::simulated::{Action, Image, Moment, SimDisk};
+use stepwell_manager::coordination::testing::InProcess;
+use stepwell_manager::singular::save as save_to_path;
+use stepwell_manager::{Environment, Exists, SaveRequest};
 use stepwell_tests::crash::mutants::{Explained, judge};
 use stepwell_tests::crash::{Explorer, Marks, Profile, explore_nested, sweep};
-use stepwell_tests::steps::run::Run;
+use stepwell_tests::steps::run::{Run, options};
 use stepwell_tests::steps::singular::{self, Checker, settle, with_a_checkpoint};
 
 use super::mutants::{ANY_ORDER, LEFTOVER_RENAME, LEFTOVER_SYNC};
@@ -50,6 +54,33 @@ fn a_replacement_and_another() {
     let run = on(&base());
     save(&run, "b").unwrap();
     save(&run, "c").unwrap();
+    survives(&run);
+}
+
+/// Two ranks on two nodes save attempt `tag` together. Both have the whole state.
+fn save_by_two(run: &Run, tag: &str) {
+    run.mark(&format!("replace 0 {tag}"));
+    std::thread::scope(|scope| {
+        for coordinator in InProcess::ranks(2, 1) {
+            let environment = Environment { coordinator: Arc::new(coordinator), ..run.environment() };
+            scope.spawn(move || {
+                let (state, custom_metadata) = run.state(0, tag).unwrap();
+                let exists = Exists::Replace;
+                let request = SaveRequest { exists, custom_metadata, ..SaveRequest::new(0, state) };
+                let save = save_to_path(Path::new(singular::PATH), request, &options(), &environment);
+                let outcome = save.unwrap().wait(Some(run.patience)).unwrap().unwrap();
+                assert!(outcome.is_committed(), "{outcome:?}");
+            });
+        }
+    });
+    run.mark(&format!("committed 0 {tag}"));
+}
+
+#[test]
+fn two_ranks_make_one_and_replace_it() {
+    let run = Run::fresh();
+    save_by_two(&run, "a");
+    save_by_two(&run, "b");
     survives(&run);
 }
 
