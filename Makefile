@@ -80,6 +80,7 @@ lint: $(VENV)/.tools ## formatting and lints
 	cargo clippy --quiet -p stepwell-core -p stepwell-manager --features stepwell-core/interleavings,stepwell-core/test-support,stepwell-manager/interleavings --all-targets -- -D warnings
 	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml -- -D warnings
 	$(BIN)/python tests/lint/prose.py
+	$(BIN)/python tests/lint/any_types.py
 
 # The advisory database is not in the package registry: `make test-long` checks advisories too.
 .PHONY: licences

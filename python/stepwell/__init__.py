@@ -15,7 +15,7 @@ and ``sw.torch`` hold what fewer programs need.
 """
 
 import importlib as _importlib
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from . import (
     _lifecycle,  # noqa: F401  (registers its exit hook first)
@@ -38,9 +38,9 @@ from .errors import (
     UnsupportedLeaf,
 )
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from . import coordinators, events, providers, results, sharding
-    from ._checkpoint import Checkpoint, Metadata, VerifyReport
+    from ._checkpoint import Checkpoint, Metadata
     from ._manager import CheckpointManager
     from ._options import Options, StepName
     from ._policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
@@ -71,11 +71,12 @@ if _TYPE_CHECKING:
     from ._singular import open as open
     from ._state.registry import StoredEnum, register
     from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
+    from ._steps import inspect
 
 #: The modules of the other names. Each is imported when a name of it is first used, so that
 #: importing the package costs almost nothing.
 _MODULES = {
-    "_checkpoint": "Checkpoint Metadata VerifyReport",
+    "_checkpoint": "Checkpoint Metadata",
     "_manager": "CheckpointManager",
     "_options": "Options StepName",
     "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
@@ -87,12 +88,13 @@ _MODULES = {
     "_singular": "add_metrics engine_info metadata open restore restore_async save save_async verify watch",
     "_state.registry": "StoredEnum register",
     "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
+    "_steps": "inspect",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 _NAMESPACES = ("coordinators", "events", "providers", "results", "sharding", "torch")
 
 
-if not _TYPE_CHECKING:  # a misspelt name is an error of type checkers
+if not _typing.TYPE_CHECKING:  # a misspelt name is an error of type checkers
 
     def __getattr__(name: str) -> object:
         if name in _NAMESPACES:
@@ -154,7 +156,6 @@ __all__ = [
     "StorageError",
     "StoredEnum",
     "UnsupportedLeaf",
-    "VerifyReport",
     "__version__",
     "add_metrics",
     "at_steps",
@@ -164,6 +165,7 @@ __all__ = [
     "events",
     "every_seconds",
     "every_steps",
+    "inspect",
     "keep_all",
     "keep_best",
     "keep_every",

@@ -9,15 +9,16 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar, Unpack, final, overload
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, Unpack, cast, final, overload
 
 import numpy as np
 
 from . import _core
 from . import _lifecycle as lifecycle
 from ._checks import shown
-from ._contents import StoredNode, nodes, utc
+from ._contents import StoredNode, nodes
 from ._locations import absolute, check_destination
+from ._manifest import Manifest
 from ._paths import Component, printable, split
 from ._public import public
 from ._restore import collector as collecting
@@ -30,6 +31,7 @@ from ._restore.report import RestoreReport
 from ._restore.structure import Structure, kind_of
 from ._state.leaves import Reviver
 from ._state.specs import ArraySpec, ObjectSpec, to_dtype
+from ._steps import utc
 from .errors import ClosedError, MisuseError, StepwellError
 
 #: One step of a path.
@@ -68,7 +70,7 @@ class Metadata:
     #: Bytes of all arrays.
     nbytes: int
     #: The whole manifest.
-    manifest: dict[str, Any]
+    manifest: Manifest
 
 
 @final
@@ -86,7 +88,6 @@ class Damage:
     what: str
 
 
-@public
 @final
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
@@ -197,13 +198,13 @@ class Array:
         values = self._checkpoint._read(self._leaf, box, self.dtype)
         return values[rest]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         values: np.ndarray[Any, Any] = self._checkpoint._read(
             self._leaf, [(0, n) for n in self.shape], self.dtype
         )
         return values if dtype is None else values.astype(dtype)
 
-    def load(self) -> np.ndarray[Any, Any]:
+    def load(self) -> np.ndarray:
         """The whole array, read."""
         return self.__array__()
 
@@ -250,13 +251,13 @@ def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int,
     return box, tuple(rest)
 
 
-def _is_basic(part: Any) -> bool:
+def _is_basic(part: object) -> bool:
     if part is ... or isinstance(part, slice):
         return True
     if isinstance(part, (bool, np.bool_)):
         return False
     try:
-        operator.index(part)
+        operator.index(cast(SupportsIndex, part))
     except TypeError:  # no number, or an array of several
         return False
     return True
@@ -361,9 +362,9 @@ class Checkpoint(Mapping[Key, Any]):
         return int(self.manifest["step"])
 
     @property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Manifest:
         """The commit record."""
-        found: dict[str, Any] = json.loads(self._open().manifest())
+        found: Manifest = json.loads(self._open().manifest())
         return found
 
     def paths(self) -> list[str]:
@@ -499,7 +500,9 @@ class Checkpoint(Mapping[Key, Any]):
         found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
         return VerifyReport(files, nbytes, found, self.path, self.step)
 
-    def copy(self, path: str | os.PathLike[str], *, progress: Callable[[int, int], Any] | None = None) -> str:
+    def copy(
+        self, path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
+    ) -> str:
         """Copies the checkpoint to a free path, byte for byte, and returns that path. The copy is
         verified and durable before it gets its name. ``progress`` as in :meth:`verify`. Metrics of
         a later date belong to the root, and are not copied."""

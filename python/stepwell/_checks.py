@@ -12,9 +12,10 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import ParamSpec, SupportsIndex, TypeVar
 
 from ._core import MAX_METADATA_BYTES, MAX_METADATA_DEPTH, MAX_NAME_BYTES, MAX_STEP
+from ._types import Json
 from .errors import MisuseError
 
 _P = ParamSpec("_P")
@@ -257,13 +258,13 @@ def metadata_json(value: object) -> str:
     return found
 
 
-def plain_json(value: object, what: str) -> Any:
+def plain_json(value: object, what: str) -> Json:
     """JSON that will come back as it is (tuples as lists): no NaN, no integers that JSON's readers
     would round, no keys that it would turn into strings."""
     return _plain_json(value, what, [])
 
 
-def _plain_json(value: object, what: str, above: list[object]) -> Any:
+def _plain_json(value: object, what: str, above: list[object]) -> Json:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -292,7 +293,7 @@ def _plain_json(value: object, what: str, above: list[object]) -> Any:
     if len(above) >= MAX_METADATA_DEPTH:
         raise MisuseError(f"{what} is nested more than {MAX_METADATA_DEPTH} deep; put it into the state")
     above.append(value)
-    made: Any
+    made: object
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):

@@ -1,15 +1,14 @@
-"""Facts about what is stored: the nodes of a checkpoint, with the places of their bytes, and the
-steps of a root. Nothing here reads an array."""
+"""The nodes of a checkpoint, with the places of their bytes. Nothing here reads an array."""
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, final
+from typing import final
 
+from . import _core
+from ._manifest import ManifestItem
 from ._paths import extend
 from ._restore.structure import ContainerKind, Structure
 from ._state.specs import to_dtype
@@ -64,68 +63,7 @@ class StoredNode:
         return prod(self.shape) * to_dtype(self.dtype).itemsize
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class ItemInfo:
-    """An item of a step."""
-
-    #: Its name, the bytes of its data files, and the number of its leaves.
-    name: str
-    nbytes: int
-    leaves: int
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """A directory with a step's name."""
-
-    #: Its number; ``None`` if it is not a step.
-    step: int | None
-    #: Name of the directory.
-    name: str
-    #: Bytes of the data files.
-    nbytes: int
-    items: tuple[ItemInfo, ...]
-    #: Names of the items that were thinned away.
-    dropped: tuple[str, ...]
-    #: Its metrics, with those that were added later.
-    metrics: dict[str, float]
-    #: The first keys of its metadata.
-    metadata_keys: tuple[str, ...]
-    #: When its save began, and when it was committed, in UTC.
-    started: datetime.datetime
-    committed: datetime.datetime
-    #: Why it cannot be restored, or ``None``. Only :func:`stepwell.verify` reads every byte.
-    damage: str | None
-
-
-def utc(unix_ns: int) -> datetime.datetime:
-    """Returns a time of a manifest."""
-    seconds, ns = divmod(int(unix_ns), 1_000_000_000)
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=ns // 1000)
-
-
-def steps(report: str) -> list[StepInfo]:
-    """The engine's report on a root."""
-    return [
-        StepInfo(
-            row["step"],
-            row["name"],
-            row["bytes"],
-            tuple(ItemInfo(item["name"], item["bytes"], item["leaves"]) for item in row["items"]),
-            tuple(row["dropped"]),
-            {name: float(value) for name, value in row["metrics"].items()},
-            tuple(row["metadata_keys"]),
-            utc(row["started_unix_ns"]),
-            utc(row["committed_unix_ns"]),
-            row["damage"],
-        )
-        for row in json.loads(report)
-    ]
-
-
-def nodes(core: Any, structure: Structure, items: Sequence[dict[str, Any]]) -> list[StoredNode]:
+def nodes(core: _core.Checkpoint, structure: Structure, items: Sequence[ManifestItem]) -> list[StoredNode]:
     """The nodes of an open checkpoint. Parents come before their children."""
     files, places = core.places()
     rows = core.leaves()

@@ -23,9 +23,12 @@ import time
 import traceback
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .errors import ForkedProcess, StalledError
+
+if TYPE_CHECKING:
+    from . import _core
 
 EXIT_STATUS = 1
 
@@ -72,18 +75,17 @@ class _Notifier:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = count(1)
-        self._waiting: dict[int, Callable[[], Any]] = {}
+        self._waiting: dict[int, Callable[[], object]] = {}
         self._thread: threading.Thread | None = None
         self._owner = Owner("notifier")
-        self._events: Any = None
+        self._events: _core.Events | None = None
 
     @property
-    def events(self) -> Any:
+    def events(self) -> _core.Events:
         """The queue that engine threads post to."""
-        self.start()
-        return self._events
+        return self.start()
 
-    def register(self, callback: Callable[[], Any]) -> int:
+    def register(self, callback: Callable[[], object]) -> int:
         """A number for the engine to post when ``callback`` is due."""
         self.start()
         with self._lock:
@@ -91,19 +93,22 @@ class _Notifier:
             self._waiting[number] = callback
         return number
 
-    def start(self) -> None:
-        """Starts the thread, once."""
+    def start(self) -> _core.Events:
+        """Starts the thread, once, and returns its queue."""
         with self._lock:
-            if self._thread is None:
+            if self._thread is None or self._events is None:
                 from . import _core
 
-                self._events = _core.Events()
-                self._thread = threading.Thread(target=self._run, name="stepwell-notifier", daemon=True)
+                self._events = events = _core.Events()
+                self._thread = threading.Thread(
+                    target=self._run, args=(events,), name="stepwell-notifier", daemon=True
+                )
                 self._thread.start()
+            return self._events
 
-    def _run(self) -> None:
+    def _run(self, events: _core.Events) -> None:
         while True:
-            for told in self._events.next():
+            for told in events.next():
                 if isinstance(told, tuple):
                     log(*told)
                     continue
@@ -122,10 +127,15 @@ class _Notifier:
 
     def stop(self, timeout: float = 5.0) -> None:
         """Ends the thread after what is due has run."""
-        thread = self._thread
-        if thread is None or not self._owner.is_here or thread is threading.current_thread():
+        thread, events = self._thread, self._events
+        if (
+            thread is None
+            or events is None
+            or not self._owner.is_here
+            or thread is threading.current_thread()
+        ):
             return
-        self._events.post(0)
+        events.post(0)
         thread.join(timeout)
         self._thread = None
 

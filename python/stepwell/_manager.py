@@ -32,7 +32,6 @@ from ._checks import (
     text,
 )
 from ._choice import choice_of
-from ._contents import StepInfo, steps
 from ._ending import Ending
 from ._holds import Hold, Rewound
 from ._locations import absolute, check_root, explaining
@@ -52,10 +51,11 @@ from ._restore.options import (
 )
 from ._restore.plan import RestorePlan
 from ._restore.report import RestoreReport
-from ._retention import Retention, as_retention
+from ._retention import Retention, RetentionDecision, as_retention, decisions
 from ._save_result import Save
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
+from ._steps import StepInfo, steps
 from ._timeouts import seconds, stall_seconds
 from .errors import ClosedError, MisuseError, StepNotFound
 from .events import OnEvent, tell_save
@@ -102,8 +102,9 @@ class CheckpointManager:
         read_only: write nothing. :meth:`save` then does nothing, and logs a warning.
         on_save_error: ``"raise"``: the next call raises the error of a background save, and the
             process ends with an error if nobody looked. ``"warn"``: the error is logged.
-        on_event: a function, or :class:`stepwell.events.JsonLines`, called with a dict for each
-            finished save and restore. See :mod:`stepwell.events`.
+        on_event: a function, or :class:`stepwell.events.JsonLines`, called with a
+            :class:`~stepwell.events.SaveEvent` or :class:`~stepwell.events.RestoreEvent` for each
+            finished save and restore.
         options: rarely needed options.
 
     Raises:
@@ -124,7 +125,7 @@ class CheckpointManager:
         step_name: StepName | None = None,
         staging_bytes: int | Literal["auto"] = "auto",
         max_pending: int = 1,
-        coordinator: Any = "auto",
+        coordinator: coordinators.Coordinator | Literal["auto"] | None = "auto",
         read_only: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         on_event: OnEvent | None = None,
@@ -147,7 +148,7 @@ class CheckpointManager:
             instance(step_name, StepName, "step_name", "sw.StepName(…)")
         board = coordinators.find(coordinator, read_only is True)
         if on_event is not None and not callable(on_event):
-            raise MisuseError(f"on_event is a function of one dict, not {shown(on_event)}")
+            raise MisuseError(f"on_event is a function of one event, not {shown(on_event)}")
         self._on_event = on_event
         stall = stall_seconds(options.stall_timeout)
         if self._policy.signals and threading.current_thread() is not threading.main_thread():
@@ -517,7 +518,7 @@ class CheckpointManager:
         best: Best | None = None,
         fallback: bool = False,
         **options: Unpack[RestoreKeywords],
-    ) -> Restore[Any]:
+    ) -> Restore[Any]:  # see above
         """Starts :meth:`restore` on another thread, and returns a future of its result
         (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use
         the arrays of ``into`` before ``result()`` has returned.
@@ -640,7 +641,7 @@ class CheckpointManager:
         return dict(self._open().quarantined())
 
     @property
-    def root_metadata(self) -> Any:  # whatever JSON the user gave
+    def root_metadata(self) -> Any:  # the user's own JSON
         """The JSON that belongs to the root (``Options.root_metadata`` of its first writer), or
         ``None``."""
         text: str | None = self._open().root_metadata()
@@ -678,10 +679,10 @@ class CheckpointManager:
         number = step_number(step)
         return Hold(number, self._open().hold(number), self._held)
 
-    def plan_retention(self) -> dict[int, dict[str, Any]]:
-        """Returns the decisions of retention now, with reasons, by step."""
-        plan = json.loads(self._open().plan_retention())
-        return {int(step): decision for step, decision in plan.get("steps", plan).items()}
+    def plan_retention(self) -> list[RetentionDecision]:
+        """Returns the decisions of retention now, with reasons, in the order of the steps:
+        :class:`stepwell.results.RetentionDecision`."""
+        return decisions(self._open().plan_retention())
 
     def apply_retention(self) -> list[int]:
         """Applies retention now, as after each commit. Returns the steps that were deleted: their

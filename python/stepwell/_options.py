@@ -7,7 +7,7 @@ import json
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, final
 
 from ._checks import flag, one_of, plain_json, shown, text, whole
 from ._policies import SavePolicy, every_steps
@@ -112,7 +112,7 @@ class Options:
     stall_timeout: float = 600.0
     detect_torn: bool = False
     engine: Literal["auto", "uring", "threads", "buffered"] = "auto"
-    root_metadata: Mapping[str, Any] | None = None
+    root_metadata: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         flag(self.create, "create")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TypeAlias, final
 
 from ._checks import flag, listed, shown, whole
 from ._core import MAX_STEP
@@ -19,6 +19,8 @@ from .errors import MisuseError
 
 #: A user's own policy: ``(step, latest step or None) -> bool``.
 Predicate = Callable[[int, int | None], bool]
+#: A rule as the engine reads it: JSON, with ``policy`` and what belongs to that.
+Rule: TypeAlias = dict[str, object]
 
 
 @final
@@ -35,7 +37,7 @@ class _Asked:
 class SavePolicy:
     """A save policy; make one with the functions of this module."""
 
-    _rule: dict[str, Any]
+    _rule: Rule
     _predicates: tuple[Predicate, ...] = ()
     #: Signals that announce a preemption, where the policy listens to one.
     signals: tuple[int, ...] = ()
@@ -144,12 +146,13 @@ def when(predicate: Predicate) -> SavePolicy:
     return SavePolicy({"policy": "custom", "name": _Asked(predicate)}, (predicate,))
 
 
-def combined(how: str, left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+def combined(how: str, left: Rule, right: Rule) -> Rule:
     """Two rules as one, flat where they were combined the same way: for save policies and for
     retention."""
-    parts: list[dict[str, Any]] = []
+    parts: list[object] = []
     for one in (left, right):
-        parts.extend(one["of"] if one["policy"] == how else [one])
+        inner = one.get("of") if one["policy"] == how else None
+        parts.extend(inner if isinstance(inner, list) else [one])
     return {"policy": how, "of": parts}
 
 

@@ -12,10 +12,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import TypeAlias
 
 from . import _lifecycle as lifecycle
 
+#: What ``signal.signal`` takes and returns.
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 #: Notifies a manager. Returns false, or is gone, if the manager no longer exists.
 Tell = Callable[[], Callable[[], bool] | None]
 
@@ -31,7 +34,7 @@ class Preemption:
     def __init__(self, signals: tuple[int, ...], tell: Tell) -> None:
         self._tell = tell
         self._owner = lifecycle.Owner("preemption handler")
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, _Handler] = {}
         if not signals:
             return
         import signal
@@ -40,7 +43,7 @@ class Preemption:
         for number in signals:
             self._before[number] = signal.signal(number, self._announce)
 
-    def _announce(self, number: int, frame: Any) -> None:
+    def _announce(self, number: int, frame: FrameType | None) -> None:
         tell = self._tell() if self._owner.is_here else None
         told = tell is not None and tell()
         before = self._before.get(number)
@@ -89,7 +92,7 @@ def _after_fork_in_child() -> None:
         import signal
 
         for number in _signals:
-            found: Any = signal.getsignal(number)
+            found: _Handler = signal.getsignal(number)
             ours = isinstance(getattr(found, "__self__", None), Preemption)
             while isinstance(preemption := getattr(found, "__self__", None), Preemption):
                 found = preemption._before.get(number)

@@ -85,7 +85,6 @@ class Reader:
         finally:
             current_rank.reset(token)
 
-    # The restored value is of the type that the caller's structure has.
     def restore(self, step: int | None, fallback: bool, options: RestoreKeywords) -> Any:
         """Restores a step (``None``: the newest; with ``fallback`` the newest that is intact)."""
         if not fallback:
@@ -109,7 +108,7 @@ class Reader:
             answer[1].passed_over = passed
         return answer
 
-    def _restore(self, number: int | None, options: RestoreKeywords) -> tuple[Any, int]:
+    def _restore(self, number: int | None, options: RestoreKeywords) -> tuple[object, int]:
         """Restores one step, and returns its number too."""
         alone = self._core.ranks()[1] == 1
         with telling_restore(self._on_event, self._root, number) as told:
@@ -139,7 +138,7 @@ class Reader:
                     together.fail(failure)
                 raise
 
-    def _restored_by_all(self, core: _core.Checkpoint, options: RestoreOptions, together: Together) -> Any:
+    def _restored_by_all(self, core: _core.Checkpoint, options: RestoreOptions, together: Together) -> object:
         """Restores this rank's part, in two steps: no rank writes anything before all match, and
         none continues if another could not read."""
         together.how = f"broadcast={options.broadcast!r}"

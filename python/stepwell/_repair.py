@@ -6,7 +6,6 @@ verified before the damaged index is deleted.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from typing import final
@@ -15,9 +14,9 @@ from . import _core
 from ._checkpoint import VerifyReport
 from ._checks import flag, step_number
 from ._locations import MANIFEST, Path, explain, explaining, is_directory, readable
-from ._options import reader_json
 from ._public import public
 from ._singular import open as opened
+from ._steps import inspect
 from ._verification import Progress
 from ._verification import verify as verified
 from .errors import MisuseError, StepNotFound
@@ -97,12 +96,7 @@ def _directory(path: str, step: int | None) -> str:
         return path
     if not is_directory(path):
         raise StepNotFound(f"{path} is no checkpoint: {explain(path)}")
-    core = _core.Manager(path, reader_json())
-    try:
-        rows = json.loads(core.report())
-    finally:
-        core.close(None)
-    steps = {row["step"]: row["name"] for row in rows if row["step"] is not None}
+    steps = {row.step: row.name for row in inspect(path) if row.step is not None}
     wanted = max(steps, default=None) if step is None else step
     if wanted not in steps:
         which = "no step with a manifest" if step is None else f"no step {step} with a manifest"

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Literal, TypedDict, final
 
 from ._checks import listed, one_of, shown, text, whole
 from ._core import MAX_STEP
-from ._policies import combined, length, numbers
+from ._policies import Rule, combined, length, numbers
 from ._public import public
 from .errors import MisuseError
 
@@ -21,7 +21,7 @@ from .errors import MisuseError
 class Retention:
     """A retention rule; make one with the functions of this module."""
 
-    _rule: dict[str, Any]
+    _rule: Rule
 
     def __or__(self, other: Retention) -> Retention:
         if not isinstance(other, Retention):
@@ -37,6 +37,45 @@ class Retention:
 
     def __repr__(self) -> str:
         return f"Retention({self.to_json()})"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RetentionDecision:
+    """The decision of retention about a step."""
+
+    #: Its number.
+    step: int
+    #: ``"keep"``, ``"thin"`` (some items go) or ``"delete"``.
+    decision: Literal["keep", "thin", "delete"]
+    #: The items that stay, if it is thinned.
+    items: tuple[str, ...]
+    #: The rules that keep it, or why it goes.
+    reasons: tuple[str, ...]
+
+
+def decisions(plan: str) -> list[RetentionDecision]:
+    """The engine's plan, in the order of the steps."""
+    found: dict[str, _Decided] = json.loads(plan)["steps"]
+    return sorted((_decision(int(step), row) for step, row in found.items()), key=lambda one: one.step)
+
+
+class _Decided(TypedDict, total=False):
+    decision: Literal["keep", "delete"]
+    #: ``"all"``, or the names of some.
+    items: Literal["all"] | dict[Literal["only"], list[str]]
+    reasons: list[str]
+    reason: str
+
+
+def _decision(step: int, row: _Decided) -> RetentionDecision:
+    if row["decision"] == "delete":
+        return RetentionDecision(step, "delete", (), (row["reason"],))
+    items = row["items"]
+    reasons = tuple(row["reasons"])
+    if items == "all":
+        return RetentionDecision(step, "keep", (), reasons)
+    return RetentionDecision(step, "thin", tuple(sorted(items["only"])), reasons)
 
 
 @public
@@ -75,12 +114,13 @@ def keep_every(
     glob or several: ``"params"`` and ``"params/**"`` are the item ``params``."""
     if (steps is None) is (seconds is None):
         raise MisuseError("keep_every takes steps= or seconds=, one of them")
-    rule: dict[str, Any]
+    rule: Rule
     if seconds is None:
         rule = {"policy": "keep_every", "steps": whole(steps, "the steps of keep_every", 1, MAX_STEP)}
     else:
-        rule = {"policy": "keep_every_seconds", "seconds": length(seconds, "keep_every")}
-        if rule["seconds"] <= 0:
+        apart = length(seconds, "keep_every")
+        rule = {"policy": "keep_every_seconds", "seconds": apart}
+        if apart <= 0:
             raise MisuseError(f"keep_every(seconds={seconds}) is no interval; pass more than 0")
     if items is not None:
         if isinstance(items, str):

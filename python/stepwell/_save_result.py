@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
+from . import _core
 from . import _lifecycle as lifecycle
 from ._public import public
 from ._timeouts import seconds
@@ -53,7 +54,7 @@ class Save:
 
     __slots__ = ("__weakref__", "_handle", "_owner", "reason", "step")
 
-    def __init__(self, step: int, handle: Any = None, reason: str | None = None) -> None:
+    def __init__(self, step: int, handle: _core.SaveHandle | None = None, reason: str | None = None) -> None:
         #: The step that was asked for.
         self.step = step
         #: Why nothing was saved, where nothing was.
@@ -104,7 +105,7 @@ class Save:
             return error
         return None
 
-    def add_done_callback(self, callback: Callable[[Save], Any]) -> None:
+    def add_done_callback(self, callback: Callable[[Save], object]) -> None:
         """Calls ``callback(self)`` when it is done: at once if it is, else on the notifier's
         thread."""
         self._owner.check()
@@ -120,7 +121,7 @@ class Save:
         self._owner.check()
         return None if self._handle is None else SaveStats(**self._handle.stats())
 
-    def __await__(self) -> Generator[Any, None, int | None]:
+    def __await__(self) -> Generator[object, None, int | None]:
         import asyncio  # costs more than all of this package to import; who awaits has imported it
 
         loop = asyncio.get_running_loop()

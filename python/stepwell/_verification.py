@@ -13,11 +13,9 @@ import re
 from collections.abc import Callable
 from typing import TypeAlias
 
-from . import _core
 from ._checkpoint import Checkpoint, Damage, VerifyReport
-from ._contents import steps
 from ._locations import MANIFEST, is_directory
-from ._options import reader_json
+from ._steps import inspect
 from .errors import CorruptCheckpoint, StepGone, StepNotFound, StorageError
 
 Progress: TypeAlias = Callable[[int, int], object] | None
@@ -47,11 +45,7 @@ def verify(
 def _of_root(
     path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress
 ) -> VerifyReport:
-    core = _core.Manager(path, reader_json())
-    try:
-        rows = steps(core.report())
-    finally:
-        core.close(None)
+    rows = inspect(path)
     # A step wins over an invalid directory with the same number.
     rows.sort(key=lambda row: row.step is not None)
     by_number = {int(found.group()): row for row in rows if (found := re.search(r"[0-9]+$", row.name))}

@@ -19,12 +19,19 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 from . import _core
 from ._checks import shown, whole
 from ._locations import absolute
 from .errors import CoordinationTimeout, MisuseError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+#: Objects of mpi4py, which not every machine has: communicators, requests, their messages.
+_Mpi: TypeAlias = Any
 
 __all__ = ["MPI", "JaxService", "SharedDirectory", "TorchStore"]
 
@@ -101,7 +108,7 @@ class TorchStore:
         group: the process group; default: the default one.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
@@ -120,11 +127,12 @@ class TorchStore:
         # A connection of our own: on that of torch, a thread that waits would hold up all others.
         with contextlib.suppress(Exception):
             store = store.clone()
-        self._store: Any = distributed_c10d.PrefixStore("stepwell", store)
+        self._store = distributed_c10d.PrefixStore("stepwell", store)
 
     def put(self, key: str, message: bytes) -> None:
         """See :class:`Board`."""
-        self._store.set(key, b"." + message)
+        store: Any = self._store  # it takes bytes, and declares text
+        store.set(key, b"." + message)
 
     def get(self, key: str) -> bytes | None:
         """See :class:`Board`."""
@@ -206,7 +214,7 @@ class MPI:
     #: How long the first one, when nobody asks any more, stays for answers that were not taken yet.
     _LAST_ANSWERS = 2.0
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: _Mpi) -> None:
         from mpi4py import MPI as mpi  # type: ignore[import-not-found, unused-ignore]
 
         if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
@@ -232,7 +240,7 @@ class MPI:
         self._asked = 0
         #: Messages on their way to and from a process that may be gone: their memory is MPI's until
         #: they have arrived.
-        self._under_way: list[Any] = []
+        self._under_way: list[_Mpi] = []
 
     def start(self) -> None:
         """One more manager asks. The first process keeps what all leave."""
@@ -257,7 +265,7 @@ class MPI:
         answered."""
         pause = 0.0
         status = self._mpi.Status()
-        coming: list[tuple[int, Any]] = []
+        coming: list[tuple[int, _Mpi]] = []
         end = None
         while end is None or (self._under_way and time.monotonic() < end):
             if end is None and self._stop.is_set():
@@ -313,7 +321,7 @@ class MPI:
         finally:
             self._asking.release()
 
-    def _awaited(self, deadline: float, look: Callable[[], Any]) -> Any:
+    def _awaited(self, deadline: float, look: Callable[[], _T | None]) -> _T:
         """Looks until something is found."""
         pause = 0.0
         while (found := look()) is None:
@@ -343,7 +351,7 @@ class MPI:
         self._ask("remove", key)
 
 
-def _arrived(request: Any) -> Any:
+def _arrived(request: _Mpi) -> _Mpi:
     """The message of a request, if it is there."""
     is_there, message = request.test()
     return message if is_there else None
@@ -356,7 +364,7 @@ class Service:
     """The thread that carries what the engine has to say to a board, from the opening of a manager
     to its close."""
 
-    def __init__(self, board: Any) -> None:
+    def __init__(self, board: Board) -> None:
         self._board = board
         name = getattr(board, "name", type(board).__qualname__)
         number = _opened[name]
@@ -375,7 +383,7 @@ class Service:
             operation, key, message = request
             try:
                 if operation == "put":
-                    self._board.put(key, message)
+                    self._board.put(key, message or b"")
                     self.engine.answer()
                 elif operation == "get":
                     self.engine.answer(self._board.get(key))
@@ -409,7 +417,7 @@ def connected(board: Coordinator | None) -> tuple[Meeting | None, Service | None
     return None if service is None else service.engine, service
 
 
-def find(coordinator: Any, read_only: bool = False, what: str = "uses the manager") -> Coordinator | None:
+def find(coordinator: object, read_only: bool = False, what: str = "uses the manager") -> Coordinator | None:
     """Resolves ``coordinator=``: the given object; for ``"auto"``, the initialised one; ``None``
     for one process. Processes that only read need no coordinator. ``what`` one process would do
     alone, for the message.
@@ -467,7 +475,7 @@ def initialised_framework(rank: int, world_size: int) -> str | None:
     return None
 
 
-def _jax_client() -> Any:
+def _jax_client() -> Any:  # an object of jaxlib, which declares no type
     """Returns the client of ``jax.distributed.initialize()``, without importing or starting
     anything."""
     module = sys.modules.get("jax._src.distributed")

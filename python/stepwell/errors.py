@@ -7,9 +7,12 @@ Messages say what happened, where (leaf, file, rank), and what to do; the same f
 from __future__ import annotations
 
 import errno as _errno
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ._public import public
+
+if TYPE_CHECKING:
+    from ._restore.report import RestoreReport
 
 
 @public
@@ -80,7 +83,7 @@ class MismatchError(StepwellError, ValueError):
     ``rename``, ``cast`` or ``resize``."""
 
     kind = "mismatch"
-    report: Any = None
+    report: RestoreReport | None = None
 
 
 @public
@@ -297,10 +300,11 @@ def _remedy(cls: type[StepwellError], code: int | None) -> str | None:
     return REMEDIES.get(code or 0) if issubclass(cls, StorageError) else None
 
 
-def from_engine(kind: str, message: str, attributes: dict[str, Any]) -> StepwellError:
+def from_engine(kind: str, message: str, attributes: dict[str, object]) -> StepwellError:
     """The exception for an error of the engine. Called by the bindings."""
     cls = BY_KIND.get(kind, InternalError)
-    code = attributes.pop("errno", None)
+    given = attributes.pop("errno", None)
+    code = given if isinstance(given, int) else None
     if issubclass(cls, FileNotFoundError):
         code = code or _errno.ENOENT
     elif issubclass(cls, FileExistsError):

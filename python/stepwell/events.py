@@ -1,15 +1,7 @@
-"""Events of a manager for dashboards and logs: one plain dict for each finished save and restore.
+"""Events of a manager for dashboards and logs: one for each finished save and restore.
 
-Pass ``on_event=`` to the manager: any function of one dict, or :class:`JsonLines`. Every event has
-``event``, ``root``, ``step`` and ``time`` (UTC, ISO 8601);
-
-* ``"save"``: ``outcome`` (``"committed"``, ``"failed"``, ``"uncertain"``), ``error`` and
-  ``error_kind`` (the text of its error, and the error's ``kind``; or ``None``), ``blocked_seconds``
-  (how long the call took), and all of :class:`~stepwell.results.SaveStats`;
-* ``"restore"``: ``outcome`` (``"restored"``, ``"failed"``), ``error`` and ``error_kind`` (of
-  another library's exception: the name of its class), ``seconds``, of which ``open_seconds`` before
-  anything was matched (``None`` where it failed before that). ``step`` is ``None`` where the newest
-  one was asked for and none was found.
+Pass ``on_event=`` to the manager: a function of a :class:`SaveEvent` or :class:`RestoreEvent`, or
+:class:`JsonLines`.
 """
 
 from __future__ import annotations
@@ -22,30 +14,79 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias, final
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
 
 from . import _lifecycle as lifecycle
-from ._save_result import Save
+from ._save_result import Save, SaveStats
 
-__all__ = ["JsonLines"]
+__all__ = ["JsonLines", "RestoreEvent", "SaveEvent"]
 
-Event: TypeAlias = dict[str, Any]
-OnEvent: TypeAlias = Callable[[Event], Any]
+
+@final
+@dataclass(frozen=True, slots=True)
+class SaveEvent:
+    """A save that has ended."""
+
+    #: The root of its manager, and its step.
+    root: str
+    step: int
+    #: When it ended, in UTC.
+    time: datetime.datetime
+    outcome: Literal["committed", "failed", "uncertain"]
+    #: The text of its error, and the error's ``kind``; or ``None``.
+    error: str | None
+    error_kind: str | None
+    #: How long the call took.
+    blocked_seconds: float
+    #: Its bytes, and the seconds of each phase.
+    stats: SaveStats
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RestoreEvent:
+    """A restore that has ended."""
+
+    #: The root of its manager.
+    root: str
+    #: Its step. ``None`` if the newest one was wanted and none was found.
+    step: int | None
+    #: When it ended, in UTC.
+    time: datetime.datetime
+    outcome: Literal["restored", "failed"]
+    #: The text of its error, and the error's ``kind`` (the class, for another library's); or
+    #: ``None``.
+    error: str | None
+    error_kind: str | None
+    #: How long it took, and how much of that passed before the match (``None``: it failed before).
+    seconds: float
+    open_seconds: float | None
+
+
+#: What ``on_event=`` is called with.
+Event: TypeAlias = SaveEvent | RestoreEvent
+OnEvent: TypeAlias = Callable[[Event], object]
 
 _ERROR = 40
 
 
 @final
 class JsonLines:
-    """Appends each event to a file, one JSON object per line. Any number of managers may share one;
-    the file is opened for each line, so that it may be moved away meanwhile."""
+    """Appends each event to a file, one JSON object per line: ``event`` (``"save"`` or
+    ``"restore"``) and the event's attributes, with those of ``stats`` beside them. Several managers
+    may share a file. It is opened for each line, so it may be moved away meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        line = json.dumps(event, ensure_ascii=False) + "\n"
+        content = dataclasses.asdict(event)
+        content |= content.pop("stats", {})
+        content["time"] = event.time.isoformat(timespec="milliseconds")
+        kind = "save" if isinstance(event, SaveEvent) else "restore"
+        line = json.dumps({"event": kind, **content}, ensure_ascii=False) + "\n"
         with self._lock, open(self._path, "a", encoding="utf-8") as file:
             file.write(line)
 
@@ -53,10 +94,13 @@ class JsonLines:
         return f"JsonLines({self._path!r})"
 
 
-def _tell(on_event: OnEvent, event: str, root: str, step: int | None, more: Event) -> None:
-    moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _tell(on_event: OnEvent, event: Event) -> None:
     try:
-        on_event({"event": event, "root": root, "step": step, "time": moment, **more})
+        on_event(event)
     except Exception as failure:
         # A failing observer does not end the run.
         lifecycle.log(_ERROR, "stepwell", f"on_event raised {type(failure).__name__}: {failure}")
@@ -66,11 +110,11 @@ def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float) -> None:
     """Tells of a save, once it is over."""
 
     def over(save: Save) -> None:
-        outcome, error, kind = save._handle.outcome()
         stats = save.stats
-        assert stats is not None
-        found = {"outcome": outcome, "error": error, "error_kind": kind, "blocked_seconds": blocked}
-        _tell(on_event, "save", root, save.step, {**found, **dataclasses.asdict(stats)})
+        if save._handle is None or stats is None:
+            return
+        outcome, error, kind = save._handle.outcome()
+        _tell(on_event, SaveEvent(root, save.step, _now(), outcome, error, kind, blocked, stats))
 
     save.add_done_callback(over)
 
@@ -88,15 +132,18 @@ class Restoring:
         self.step = step
         self._opened = time.perf_counter()
 
-    def _told(self, failure: BaseException | None) -> Event:
-        kind = None if failure is None else getattr(failure, "kind", type(failure).__name__)
-        return {
-            "outcome": "restored" if failure is None else "failed",
-            "error": None if failure is None else str(failure),
-            "error_kind": kind,
-            "seconds": time.perf_counter() - self._begun,
-            "open_seconds": None if self._opened is None else self._opened - self._begun,
-        }
+    def event(self, root: str, failure: BaseException | None) -> RestoreEvent:
+        """The event of its end."""
+        return RestoreEvent(
+            root,
+            self.step,
+            _now(),
+            outcome="restored" if failure is None else "failed",
+            error=None if failure is None else str(failure),
+            error_kind=None if failure is None else getattr(failure, "kind", type(failure).__name__),
+            seconds=time.perf_counter() - self._begun,
+            open_seconds=None if self._opened is None else self._opened - self._begun,
+        )
 
 
 @contextmanager
@@ -107,7 +154,7 @@ def telling_restore(on_event: OnEvent | None, root: str, step: int | None) -> It
         yield restoring
     except BaseException as failure:
         if on_event is not None:
-            _tell(on_event, "restore", root, restoring.step, restoring._told(failure))
+            _tell(on_event, restoring.event(root, failure))
         raise
     if on_event is not None:
-        _tell(on_event, "restore", root, restoring.step, restoring._told(None))
+        _tell(on_event, restoring.event(root, None))

@@ -4,12 +4,15 @@
 from ._attached import Attached
 from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
-from ._contents import ItemInfo, StepInfo, StoredChunk, StoredNode
+from ._contents import StoredChunk, StoredNode
 from ._holds import Hold, Rewound
+from ._manifest import Manifest
 from ._repair import RepairedIndex, RepairReport
 from ._restore.plan import ItemPlan, RestorePlan
 from ._restore.report import RestoreReport
+from ._retention import RetentionDecision
 from ._save_result import Save, SaveStats
+from ._steps import ItemInfo, StepInfo
 
 __all__ = [
     "Array",
@@ -19,12 +22,14 @@ __all__ = [
     "Hold",
     "ItemInfo",
     "ItemPlan",
+    "Manifest",
     "Metadata",
     "RepairReport",
     "RepairedIndex",
     "Restore",
     "RestorePlan",
     "RestoreReport",
+    "RetentionDecision",
     "Rewound",
     "Save",
     "SaveStats",
@@ -42,14 +47,17 @@ for _class in (
     Hold,
     ItemInfo,
     ItemPlan,
+    Manifest,
     RepairedIndex,
     RepairReport,
     Restore,
+    RetentionDecision,
     Rewound,
     SaveStats,
     StepInfo,
     StoredChunk,
     StoredNode,
     Subtree,
+    VerifyReport,
 ):
     _class.__module__ = __name__

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 
-from ._adapters import Follows, Opened
+from ._adapters import Children, Follows, Opened
 from ._adapters import torch as adapter
 from ._checks import flag, shown
 from ._restore.template import Checked, Maybe
@@ -22,6 +22,20 @@ from ._state.specs import AS_STORED, ArraySpec, Replicated
 from .errors import MismatchError, MisuseError
 
 __all__ = ["TrainState"]
+
+#: The name or number of an optimizer or scheduler; ``None`` where there is one.
+_Name: TypeAlias = str | int | None
+#: The hyperparameters of a group, which torch has no types for.
+_Group: TypeAlias = dict[str, Any]
+#: A value from a file, or a value of an optimizer: each function looks at its type.
+_Stored: TypeAlias = Any
+
+
+class _Scheduler(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...  # as torch declares it
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
 
 #: The names that wrappers insert into parameter names. Stored names are those of the wrapped model.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -76,8 +90,8 @@ class TrainState:
         self.model = model
         self.trainable_only = flag(trainable_only, "trainable_only")
         #: The optimizers, by name or number; by ``None`` where there is one.
-        self.optimizers: dict[str | int | None, torch.optim.Optimizer] = _by_name(optimizers)
-        self.schedulers: dict[str | int | None, Any] = _by_name(scheduler)
+        self.optimizers: dict[_Name, torch.optim.Optimizer] = _by_name(optimizers)
+        self.schedulers: dict[_Name, _Scheduler] = _by_name(scheduler)
         for name, optimizer in self.optimizers.items():
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise MisuseError(
@@ -116,7 +130,7 @@ class TrainState:
                         )
         return names
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, object]:
         plain, kept = plain_names(self.model), self._kept()
         return {
             plain(str(name)): value
@@ -152,7 +166,7 @@ class TrainState:
             found |= {plain(name) for name, _ in self.model.named_buffers()}
         return found
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state, as it is stored. Tensors are those of the run, not copies. Those that may
         differ between ranks are ``sw.Replicated``."""
         names = self._names()
@@ -164,7 +178,7 @@ class TrainState:
         model = {
             name: Replicated(value) if name in drifting else value for name, value in self._tensors().items()
         }
-        state: dict[str, Any] = {"model": model}
+        state: dict[str, object] = {"model": model}
         if optimizers:
             state["optimizer"] = _joined(optimizers)
         if self.schedulers:
@@ -173,7 +187,7 @@ class TrainState:
             )
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, _Stored]) -> None:
         """Takes a state that :meth:`state_dict` gave, of this run or another one."""
         names = self._names()
         for which, optimizer in self.optimizers.items():
@@ -191,7 +205,7 @@ class TrainState:
         for which, scheduler in self.schedulers.items():
             scheduler.load_state_dict(_one(state["scheduler"], which))
 
-    def _take(self, state: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    def _take(self, state: Mapping[str, object], model: Mapping[str, object]) -> None:
         names = self._names()
         for which, optimizer in self.optimizers.items():
             stored = _one(state["optimizer"], which)
@@ -208,27 +222,29 @@ class TrainState:
         """Returns the parts for a restore. Tensors are filled where they are; slots that are not
         there yet are made once the stored ones are known."""
         names = self._names()
-        model: Any = self._tensors() if adapter.only_copies(self.model) else _Model(self.model, self._kept())
+        model: object = (
+            self._tensors() if adapter.only_copies(self.model) else _Model(self.model, self._kept())
+        )
         #: The names of renamed parameters, by their stored names.
         renamed: dict[str, str] = {}
 
-        def groups_of(stored: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        def groups_of(stored: Sequence[_Group]) -> list[_Group]:
             return [
                 {**group, "params": [renamed.get(name, name) for name in group["params"]]} for group in stored
             ]
 
-        def wrong_groups(optimizer: torch.optim.Optimizer, stored: Any) -> str | None:
+        def wrong_groups(optimizer: torch.optim.Optimizer, stored: _Stored) -> str | None:
             return _wrong_groups(optimizer, names, groups_of(stored))
 
-        def children(stored: Any, moved: dict[str, str]) -> list[tuple[Any, Any]]:
+        def children(stored: object, moved: dict[str, str]) -> Children:
             renamed.update(moved)
             was = {name: name for name in names.values() if name not in moved}
             was |= {new: old for old, new in moved.items()}
-            parts: list[tuple[Any, Any]] = [(("k", "model"), model)]
-            optimizers: dict[str | int | None, Any] = {}
+            parts: Children = [(("k", "model"), model)]
+            optimizers: dict[_Name, object] = {}
             for which, optimizer in self.optimizers.items():
                 above = ("optimizer",) if which is None else ("optimizer", which)
-                slots: dict[str, Any] = {}
+                slots: dict[str, object] = {}
                 for parameter in filter(self._is_kept, _parameters(optimizer)):
                     name = names[parameter]
                     slots[name] = _wanted_slots(
@@ -248,7 +264,7 @@ class TrainState:
                 parts.append((("k", "scheduler"), _joined(self.schedulers)))
             return parts
 
-        def close(pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+        def close(pairs: list[tuple[_Stored, _Stored]], fill: bool) -> object:
             state = dict(pairs)
             for which in self.optimizers:
                 stored = _one(state["optimizer"], which)
@@ -285,13 +301,13 @@ class _Model:
         self._model = model
         self._kept = kept
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Tensors and extra state, by plain names."""
         plain = plain_names(self._model)
         state = {plain(str(name)): value for name, value in self._model.state_dict().items()}
         return state if self._kept is None else {name: state[name] for name in state if name in self._kept}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, _Stored]) -> None:
         """Hands it to the model."""
         plain = plain_names(self._model)
         own = {plain(str(name)): name for name in self._model.state_dict()}
@@ -343,7 +359,7 @@ def _refuse_flat_shards(model: torch.nn.Module) -> None:
             )
 
 
-def _by_name(given: Any) -> dict[str | int | None, Any]:
+def _by_name(given: Any) -> dict[_Name, Any]:  # one object, or several of its kind
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -353,11 +369,11 @@ def _by_name(given: Any) -> dict[str | int | None, Any]:
     return {None: given}
 
 
-def _joined(by_name: Mapping[str | int | None, Any]) -> Any:
+def _joined(by_name: Mapping[_Name, object]) -> object:
     return by_name[None] if None in by_name else dict(by_name)
 
 
-def _one(stored: Any, which: str | int | None) -> Any:
+def _one(stored: _Stored, which: _Name) -> _Stored:
     if which is None:
         return stored
     if which not in stored:
@@ -374,7 +390,7 @@ def _slots(
     optimizer: torch.optim.Optimizer,
     names: Mapping[torch.Tensor, str],
     is_kept: Callable[[torch.Tensor], bool],
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     strange = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
     if strange:
         raise MisuseError(
@@ -387,7 +403,7 @@ def _slots(
     }
 
 
-def _groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[dict[str, Any]]:
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> list[_Group]:
     return [
         {**group, "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -395,12 +411,12 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str])
 
 
 def _stored_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[_Group]
+) -> list[_Group]:
     """For each group the hyperparameters that its parameters had; none where none of them was
     stored."""
     group_of = {name: number for number, group in enumerate(stored) for name in group["params"]}
-    taken: list[dict[str, Any]] = []
+    taken: list[_Group] = []
     for number, group in enumerate(optimizer.param_groups):
         found = sorted({group_of[names[one]] for one in group["params"] if names[one] in group_of})
         first = {key: value for key, value in stored[found[0]].items() if key != "params"} if found else {}
@@ -416,7 +432,9 @@ def _stored_groups(
 
 
 def _take_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    stored: Sequence[_Group],
 ) -> None:
     """Gives each group the hyperparameters that its parameters had."""
     for group, taken in zip(optimizer.param_groups, _stored_groups(optimizer, names, stored), strict=True):
@@ -454,7 +472,9 @@ _OTHER_KIND = (
 
 
 def _wrong_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], stored: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.Tensor, str],
+    stored: Sequence[_Group],
 ) -> str | None:
     """Why stored groups are not those of such an optimizer. A hyperparameter that is not stored
     keeps its value, as one that a newer torch has added; one that is stored and not known here is
@@ -478,7 +498,7 @@ def _wrong_groups(
     return None
 
 
-def _wrong_slots(optimizer: torch.optim.Optimizer, stored: Any) -> str | None:
+def _wrong_slots(optimizer: torch.optim.Optimizer, stored: object) -> str | None:
     """Why stored slots are not those of such an optimizer, where that is one of torch's own."""
     cls = type(optimizer)
     if cls.__name__ not in _SLOTS or getattr(torch.optim, cls.__name__, None) is not cls:
@@ -496,7 +516,7 @@ def _wrong_slots(optimizer: torch.optim.Optimizer, stored: Any) -> str | None:
     )
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: object, other: object) -> bool:
     return (
         bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
         if hasattr(one, "shape")
@@ -504,7 +524,7 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
-def _like(own: Any, value: Any) -> Any:
+def _like(own: _Stored, value: _Stored) -> _Stored:
     """A stored hyperparameter as the group has it: one that is a tensor (for captured graphs) stays
     that very tensor."""
     if isinstance(own, torch.Tensor):
@@ -517,14 +537,14 @@ def _like(own: Any, value: Any) -> Any:
     return found.item() if isinstance(found, torch.Tensor) and isinstance(own, (int, float)) else found
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: _Stored) -> _Stored:
     """An array as it was read, as a tensor."""
     if isinstance(value, torch.Tensor) or not hasattr(value, "__array_interface__"):
         return value
     return adapter.from_numpy(value)
 
 
-def _wanted(slots: Mapping[Any, Any]) -> dict[Any, Any]:
+def _wanted(slots: Mapping[object, object]) -> dict[object, object]:
     """Returns the targets of existing slots: tensors and numbers are filled in place. Containers (a
     growing history) come back with their stored length."""
     return {
@@ -533,7 +553,7 @@ def _wanted(slots: Mapping[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _at(stored: Any, *keys: Any) -> Any:
+def _at(stored: object, *keys: _Name) -> object:
     """The entry of nested mappings, or ``None``."""
     for key in keys:
         stored = stored.get(key) if isinstance(stored, Mapping) else None
@@ -541,7 +561,7 @@ def _at(stored: Any, *keys: Any) -> Any:
 
 
 def _wanted_slots(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: Any, source: Any, name: str
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: object, source: object, name: str
 ) -> Maybe:
     """The target of a restore for the slots of a parameter. ``stored`` and ``source`` are the
     outlines of the stored slots and of the stored parameter."""
@@ -554,7 +574,7 @@ def _wanted_slots(
     return Maybe(slots, is_new=True)
 
 
-def _new_slot(slot: Any, stored: Any, parameter: torch.Tensor, source: Any, name: str) -> Any:
+def _new_slot(slot: str | int, stored: _Stored, parameter: torch.Tensor, source: object, name: str) -> object:
     """Memory for a stored slot. It differs from what is stored in the same way as the parameter."""
     if type(stored) is dict:
         return {key: _new_slot(slot, one, parameter, source, name) for key, one in stored.items()}
@@ -582,7 +602,7 @@ def _new_slot(slot: Any, stored: Any, parameter: torch.Tensor, source: Any, name
     return adapter.new_slot(parameter, shape, parameter.dtype if follows else dtype, shape != stored.shape)
 
 
-def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+def _only_stored(slots_of: Mapping[str, object]) -> dict[str, dict[object, object]]:
     """Parameter's name → its slots, without what was not stored."""
     stored = {
         name: {slot: value for slot, value in slots.items() if value is not ...}
@@ -595,8 +615,8 @@ def _only_stored(slots_of: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
 def _take_slots(
     optimizer: torch.optim.Optimizer,
     names: Mapping[torch.Tensor, str],
-    stored: Mapping[str, Any],
-    model: Mapping[str, Any],
+    stored: Mapping[str, Mapping[str, object]],
+    model: Mapping[str, object],
 ) -> None:
     """Gives each parameter the slots that are stored, and no others. A slot that was filled stays
     the same tensor. ``model`` has the stored parameters whose dtype slots still have."""
@@ -621,8 +641,8 @@ def _take_slots(
 
 
 def _placed(
-    slot: Any, value: Any, parameter: torch.Tensor, counts_on_device: bool, stored: torch.dtype | None
-) -> Any:
+    slot: str, value: _Stored, parameter: torch.Tensor, counts_on_device: bool, stored: torch.dtype | None
+) -> object:
     """A slot where its parameter is. It takes the parameter's dtype if it has that of the
     ``stored`` parameter."""
     if isinstance(value, dict):
@@ -650,9 +670,9 @@ def _placed(
     return made
 
 
-def optimizers_of(given: Any) -> list[Any]:
+def optimizers_of(given: object) -> list[torch.optim.Optimizer]:
     """The optimizers that are to be guarded: one, or those of a :class:`TrainState`."""
-    found = list(given.optimizers.values()) if isinstance(given, TrainState) else [given]
+    found: list[_Stored] = list(given.optimizers.values()) if isinstance(given, TrainState) else [given]
     for one in found:
         if isinstance(one, type) or not callable(getattr(one, "register_step_pre_hook", None)):
             raise MisuseError(
@@ -663,7 +683,7 @@ def optimizers_of(given: Any) -> list[Any]:
     return found
 
 
-def _refuse_steps_in_backward(given: Any, optimizers: Sequence[Any]) -> None:
+def _refuse_steps_in_backward(given: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raises where a hook of a parameter runs as soon as its gradient is there: an optimizer that
     steps in it changes the state before any ``step()`` that waits."""
     names = given._names() if isinstance(given, TrainState) else {}

@@ -55,11 +55,11 @@ def test_a_removed_root_is_in_the_event_and_the_error(tmp_path: Path) -> None:
     shutil.rmtree(root)
     save = mgr.save(0, STATE)
     wait_for(lambda: events)
-    assert events[0]["outcome"] == "failed"
-    assert events[0]["error"]
+    assert events[0].outcome == "failed"
+    assert events[0].error
     with pytest.raises(sw.StepwellError) as caught:
         save.result()
-    assert events[0]["error_kind"] == caught.value.kind
+    assert events[0].error_kind == caught.value.kind
     mgr.close()
 
 
@@ -75,14 +75,13 @@ def test_a_restore_that_fails_is_told_with_the_kind_of_its_error(tmp_path: Path)
         (tmp_path / "run" / "step_00000003" / "i0" / "00000.data").write_bytes(b"")
         with pytest.raises(sw.StepwellError):
             mgr.restore(3)
-    nothing, mismatch, damaged = (event for event in events if event["event"] == "restore")
-    assert (nothing["outcome"], nothing["step"], nothing["error_kind"]) == ("failed", None, "step_not_found")
-    assert nothing["open_seconds"] is None
-    assert (mismatch["outcome"], mismatch["step"], mismatch["error_kind"]) == ("failed", 3, "mismatch")
-    assert mismatch["error"] == str(caught.value)
-    assert 0 < mismatch["open_seconds"] < mismatch["seconds"]
-    assert (damaged["outcome"], damaged["step"], damaged["error_kind"]) == ("failed", 3, "corrupt_checkpoint")
-    assert all(json.dumps(event) for event in events)
+    nothing, mismatch, damaged = (event for event in events if isinstance(event, sw.events.RestoreEvent))
+    assert (nothing.outcome, nothing.step, nothing.error_kind) == ("failed", None, "step_not_found")
+    assert nothing.open_seconds is None
+    assert (mismatch.outcome, mismatch.step, mismatch.error_kind) == ("failed", 3, "mismatch")
+    assert mismatch.error == str(caught.value)
+    assert 0 < mismatch.open_seconds < mismatch.seconds
+    assert (damaged.outcome, damaged.step, damaged.error_kind) == ("failed", 3, "corrupt_checkpoint")
 
 
 def test_a_function_that_raises_is_logged_and_ends_nothing(
@@ -136,7 +135,7 @@ def test_a_step_every_so_many_seconds_stays(tmp_path: Path) -> None:
             mgr.save(step, STATE)
         mgr.wait_until_finished()
         assert mgr.all_steps() == [0, 3, 4]
-        assert any("seconds=3600" in reason for reason in mgr.plan_retention()[0]["reasons"])
+        assert any("seconds=3600" in reason for reason in mgr.plan_retention()[0].reasons)
     for wrong in ({}, {"steps": 1, "seconds": 1}, {"seconds": 0}, {"seconds": -1}):
         with pytest.raises(sw.MisuseError):
             sw.keep_every(**wrong)

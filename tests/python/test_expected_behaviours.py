@@ -63,7 +63,7 @@ def test_an_empty_root_has_no_latest_and_no_best_step(root: Path) -> None:
         assert manager.best_step() is None
         assert manager.best_step("accuracy", "max") is None
         assert manager.all_steps() == []
-        assert manager.plan_retention() == {}
+        assert manager.plan_retention() == []
 
 
 def test_a_step_of_another_root_is_restored_beside_ones_own(root: Path, tmp_path: Path) -> None:

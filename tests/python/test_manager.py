@@ -453,8 +453,8 @@ def test_retention_keeps_and_explains(root: Path) -> None:
         manager.wait_until_finished()
         assert manager.all_steps() == [0, 4, 8, 10]
         plan = manager.plan_retention()
-        assert set(plan) == {0, 4, 8, 10}
-        assert all(decision["reasons"] for decision in plan.values())
+        assert [one.step for one in plan] == [0, 4, 8, 10]
+        assert all(one.decision == "keep" and one.reasons for one in plan)
 
 
 def test_large_retired_files_wait_for_the_next_save(root: Path) -> None:

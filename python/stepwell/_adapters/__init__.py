@@ -37,11 +37,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from .._paths import Component
 from .._state.specs import ArraySpec
+from .._types import Array, Read
+
+if TYPE_CHECKING:
+    from .._state.leaves import Description
 
 #: Framework package → the adapter module that knows it.
 _FRAMEWORKS = {
@@ -52,6 +57,8 @@ _FRAMEWORKS = {
 
 #: A part of an array: its first element, and its extent.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+#: Children of a container, by path component.
+Children: TypeAlias = list[tuple[Component, object]]
 
 
 class OnDevice:
@@ -60,7 +67,7 @@ class OnDevice:
 
     __slots__ = ("array", "dtype", "shape", "strides")
 
-    def __init__(self, array: Any, dtype: np.dtype[Any], strides: tuple[int, ...]) -> None:
+    def __init__(self, array: Array, dtype: np.dtype, strides: tuple[int, ...]) -> None:
         self.array = array
         self.dtype = dtype
         self.shape: tuple[int, ...] = tuple(array.shape)
@@ -76,14 +83,14 @@ class Target:
     #: All targets that have the same function are finished in one call: pairs of target and value
     #: (a numpy array; a list of them, one for each box), and whether the caller's own are to be
     #: filled → the arrays.
-    finish: Callable[[list[tuple[Target, Any]], bool], list[Any]]
+    finish: Callable[[list[tuple[Target, Read]], bool], list[object]]
     #: The caller's own array, or what describes one.
-    value: Any = None
+    value: object = None
     #: Its memory, where that can be filled as it is.
-    memory: np.ndarray[Any, Any] | OnDevice | None = None
+    memory: np.ndarray | OnDevice | None = None
     #: Shape, dtype → a new array on a device, which the engine fills there; ``None``: what is new
     #: is made in host memory.
-    empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
+    empty: Callable[[tuple[int, ...], np.dtype], object] | None = None
     #: True if ``value`` is an array that can stay as it is.
     has_value: bool = False
     #: True if what is made takes over the memory of its value for good: nobody else may write to it
@@ -92,13 +99,13 @@ class Target:
     #: The parts of it that are wanted; ``None``: all of it.
     boxes: Sequence[Box] | None = None
     #: The memory of each of them, where that can be filled as it is; ``None``: they have none.
-    memories: Sequence[np.ndarray[Any, Any] | OnDevice | None] | None = None
+    memories: Sequence[np.ndarray | OnDevice | None] | None = None
     #: True if boxes may reach beyond what is stored, where the shape of the whole is left open;
     #: what is there of them is zeros.
     pads: bool = False
     #: Its place, in the framework's terms, and the function that returns a target at another place.
-    placement: Any = None
-    replace: Callable[[Target, Any], Target] | None = None
+    placement: object = None
+    replace: Callable[[Target, object], Target] | None = None
     #: Why its value cannot be filled, where it cannot.
     unfillable: str | None = None
 
@@ -108,10 +115,10 @@ class Follows:
     """Entries of a container that go by the names of others: a rename of one moves them too."""
 
     #: The path components of the others, and the names of the wanted ones.
-    leaders: tuple[Any, ...]
+    leaders: tuple[Component, ...]
     names: list[str]
     #: The path components of the entries with the same names.
-    followers: list[tuple[Any, ...]]
+    followers: list[tuple[Component, ...]]
 
 
 @dataclass(slots=True, eq=False)
@@ -119,17 +126,17 @@ class Opened:
     """A container of a framework, taken apart: its children by path component, and what puts it
     together again (children by key, and whether they were filled in place)."""
 
-    children: list[tuple[Any, Any]]
-    close: Callable[[list[tuple[Any, Any]], bool], Any]
+    children: Children
+    close: Callable[[list[tuple[str | int, object]], bool], object]
     #: Why it cannot be filled, where it cannot; it still says what is wanted.
     unfillable: str | None = None
     #: The child that is looked at before anything else, and why a stored value of it does not fit
     #: (``None``: it does).
-    first: tuple[Any, Callable[[Any], str | None]] | None = None
+    first: tuple[Component, Callable[[object], str | None]] | None = None
     #: Returns the children for the outline of what is stored there (``Structure.outline``), and for
     #: the new names of renamed entries (of ``follows``) by their stored names. ``None``:
     #: ``children`` are wanted, whatever is stored.
-    settle: Callable[[Any, dict[str, str]], list[tuple[Any, Any]]] | None = None
+    settle: Callable[[object, dict[str, str]], Children] | None = None
     follows: Follows | None = None
 
 
@@ -138,8 +145,8 @@ class Arranged:
     """A state, or a structure that is to be restored, whose leaves stand where they are stored; and
     what puts what was restored (and whether it was filled) to where they stood."""
 
-    state: dict[Any, Any]
-    put_back: Callable[[dict[Any, Any], bool], Any]
+    state: dict[str | int, object]
+    put_back: Callable[[dict[str | int, object], bool], object]
 
 
 class DoesNotFit(Exception):
@@ -161,53 +168,54 @@ def load() -> list[ModuleType]:
     return [_module(adapter) for package, adapter in _FRAMEWORKS.items() if package in sys.modules]
 
 
-def _hooks(what: str) -> Iterator[Callable[..., Any]]:
+def _hooks(what: str) -> Iterator[Callable[..., Any]]:  # of the signatures above
     """The functions of that name, of the adapters that have one."""
     return (getattr(module, what) for module in load() if hasattr(module, what))
 
 
-def _first(what: str, *arguments: Any) -> Any:
+def _first(what: str, *arguments: object) -> Any:  # as the hook says
     answers = (hook(*arguments) for hook in _hooks(what))
     return next((found for found in answers if found is not None), None)
 
 
-def describe(obj: Any) -> Any:
+def describe(obj: object) -> Description | None:
     """Describes an object of an imported framework, or returns ``None``."""
-    return _first("describe", obj)
+    found: Description | None = _first("describe", obj)
+    return found
 
 
-def target(obj: Any) -> Target | None:
+def target(obj: object) -> Target | None:
     """Returns the target of a framework's array or abstract array, or ``None``."""
     found: Target | None = _first("target", obj)
     return found
 
 
-def branch(obj: Any) -> Opened | None:
+def branch(obj: object) -> Opened | None:
     """A container of a framework that is in use, or ``None``."""
     found: Opened | None = _first("branch", obj)
     return found
 
 
-def arrange(state: Any, saving: bool = False) -> Arranged | None:
+def arrange(state: object, saving: bool = False) -> Arranged | None:
     """A state with leaves of a framework that is in use at the places where those are stored;
     ``None`` where all are stored where they stand."""
     found: Arranged | None = _first("arrange", state, saving)
     return found
 
 
-def as_saved(state: Any) -> Any:
+def as_saved(state: object) -> object:
     """A state as it is stored: :func:`arrange`, for a save."""
     arranged = arrange(state, saving=True)
     return state if arranged is None else arranged.state
 
 
-def why_not_loaded(obj: Any) -> str | None:
+def why_not_loaded(obj: object) -> str | None:
     """The reason why an object's ``load_state_dict`` cannot take stored values, or ``None``."""
     found: str | None = _first("why_not_loaded", obj)
     return found
 
 
-def library_of(obj: Any) -> str | None:
+def library_of(obj: object) -> str | None:
     """The framework whose arrays an object with a state of its own takes; ``None`` where it may be
     any."""
     return next((owns.__module__.rpartition(".")[2] for owns in _hooks("owns") if owns(obj)), None)
@@ -218,26 +226,26 @@ def is_known(package: str) -> bool:
     return package in _FRAMEWORKS
 
 
-def check_fits(package: str, placement: Any, shape: tuple[int, ...]) -> None:
+def check_fits(package: str, placement: object, shape: tuple[int, ...]) -> None:
     """Raises a ``ValueError`` where no array of that shape can be at that place of a framework."""
     _module(_FRAMEWORKS[package]).check_fits(placement, shape)
 
 
-def empty(package: str, placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
+def empty(package: str, placement: object) -> Callable[[tuple[int, ...], np.dtype], object] | None:
     """Returns a function that allocates arrays of a framework in memory that the engine can fill
     and the host cannot. ``None`` for host memory."""
     make = getattr(_module(_FRAMEWORKS[package]), "empty_on", None)
-    found: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None if make is None else make(placement)
+    found: Callable[[tuple[int, ...], np.dtype], object] | None = None if make is None else make(placement)
     return found
 
 
-def arrays(package: str, values: list[Any], placement: Any = None) -> list[Any]:
+def arrays(package: str, values: Sequence[Array], placement: object = None) -> list[Array]:
     """Numpy arrays as those of a framework, which is imported for it."""
-    found: list[Any] = _module(_FRAMEWORKS[package]).arrays(values, placement)
+    found: list[Array] = _module(_FRAMEWORKS[package]).arrays(values, placement)
     return found
 
 
-def arrays_where_used(package: str, values: list[Any]) -> list[Any]:
+def arrays_where_used(package: str, values: list[Array]) -> list[Array]:
     """The same, where the framework is in use; else as they are."""
     return values if _owner_of(package) is None else arrays(package, values)
 
@@ -248,7 +256,7 @@ def takes_over(package: str) -> bool:
     return bool(getattr(_owner_of(package), "TAKES_OVER", False))
 
 
-def with_values(array: Any) -> Any:
+def with_values(array: Array) -> Array:
     """An array whose memory holds its values as they are stored: itself, or a new one where they
     lie there in another byte order, or a view is to conjugate or negate them."""
     if isinstance(array, np.ndarray):
@@ -258,7 +266,7 @@ def with_values(array: Any) -> Any:
     return array
 
 
-def on_host(array: Any) -> np.ndarray[Any, Any]:
+def on_host(array: object) -> np.ndarray:
     """The values of an array of any framework, in host memory."""
     found = _first("on_host", array)
     return np.asarray(array if found is None else found)
@@ -279,14 +287,14 @@ def _owner_of(name: str) -> ModuleType | None:
     return _module(_FRAMEWORKS[package]) if package in _FRAMEWORKS and package in sys.modules else None
 
 
-def revive(name: str, parts: Any) -> Any:
+def revive(name: str, parts: object) -> object:
     """The object for an extension that a framework owns; a description of it where the framework is
     not in use."""
     found = getattr(_owner_of(name), "revive", None)
     return StoredExtension(name, parts) if found is None else found(name, parts)
 
 
-def remake(name: str, children: dict[Any, Any]) -> Any:
+def remake(name: str, children: dict[str | int, object]) -> object:
     """The container that a framework has named; its children as a dict where the framework is not
     in use."""
     found = getattr(_owner_of(name), "remake", None)
@@ -298,7 +306,7 @@ class StoredExtension:
 
     __slots__ = ("name", "parts")
 
-    def __init__(self, name: str, parts: Any) -> None:
+    def __init__(self, name: str, parts: object) -> None:
         self.name = name
         self.parts = parts
 

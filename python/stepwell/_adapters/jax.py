@@ -14,9 +14,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import jax
 import numpy as np
@@ -25,8 +25,17 @@ from .. import _core
 from .. import _lifecycle as lifecycle
 from .._paths import extend, starts_with
 from .._state.specs import AS_STORED, ArraySpec
+from .._types import Array, Read
 from ..errors import DonatedBuffer, MismatchError, MisuseError
-from . import Box, DoesNotFit, Opened, Target
+from . import Box, Children, DoesNotFit, Opened, Target
+
+if TYPE_CHECKING:
+    from .._state.leaves import Description
+
+#: The place of an array: a device, the devices of a sharding, or ``None`` for the default device.
+Place: TypeAlias = "jax.sharding.Sharding | jax.Device | None"
+#: An array, or an abstract one.
+_Described: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 #: An array never changes, and on the CPU it is made without a copy.
 TAKES_OVER = True
@@ -38,26 +47,27 @@ _CUDA = 2
 KEY = "jax.random.key"
 
 
-def _capsule() -> Callable[[Any], Any]:
+def _capsule() -> Callable[[jax.Array], object]:
     """Array → DLPack capsule. The method does the same, and takes ten times as long to find out
     how."""
     with contextlib.suppress(ImportError, AttributeError):
         from jax._src.lib import _jax  # type: ignore[attr-defined]
 
-        found: Callable[[Any], Any] = _jax.buffer_to_dlpack_managed_tensor
+        found: Callable[[object], object] = _jax.buffer_to_dlpack_managed_tensor
         return found
     return lambda array: array.__dlpack__()
 
 
-def _on_device(array: Any, stream: int) -> Any:
+def _on_device(array: jax.Array, stream: int) -> object:
     """A capsule of an array on a CUDA device, for which that stream waits; ``None`` where holding
     it would not keep it as it is."""
     device = next(iter(array.devices()))
-    return array.__dlpack__(stream=stream) if _hold_protects(device) else None
+    capsule: Any = array.__dlpack__  # jax declares it without its arguments
+    return capsule(stream=stream) if _hold_protects(device) else None
 
 
 @cache
-def _hold_protects(device: Any) -> bool:
+def _hold_protects(device: object) -> bool:
     """True if a donating call leaves an array alone that is held, on that device. Tried: where it
     gets the memory of the array, or something else does that is made later, it does not."""
     try:
@@ -103,12 +113,12 @@ with contextlib.suppress(ImportError):
     )
 
 
-def _is_key(array: Any) -> bool:
+def _is_key(array: _Described) -> bool:
     """True if an array, or an abstract one, is of typed PRNG keys."""
     return bool(jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key))
 
 
-def describe(obj: Any) -> Any:
+def describe(obj: object) -> Description | None:
     """Arrays that the engine cannot take as they are, and registered pytree nodes; ``None`` for the
     rest."""
     if isinstance(obj, jax.core.Tracer):
@@ -127,7 +137,7 @@ def describe(obj: Any) -> Any:
     return ("custom", _node_name(obj), list(zip(keys, children, strict=True)))
 
 
-def _array(array: Any) -> Any:
+def _array(array: jax.Array) -> Description:
     if array.is_deleted():
         raise DonatedBuffer(
             "this array was donated to a computation (donate_argnums) or deleted before the save: its memory has other values by now. "
@@ -151,7 +161,7 @@ def _array(array: Any) -> Any:
     # shareable memory.
     held = bool(shards) and _can_be_held(shards[0].data)
     if held or several or len(shards) > 1:
-        parts: list[Any] = []
+        parts: list[object] = []
         for shard in shards:
             box = _box(shard.index, array.shape)
             parts.append((box[0], shard.data if held else np.asarray(shard.data), True, holders[box]))
@@ -159,9 +169,9 @@ def _array(array: Any) -> Any:
     return ("copied", np.asarray(array), None, "jax")
 
 
-def _one_of_each(array: Any) -> list[Any]:
+def _one_of_each(array: jax.Array) -> list[jax.Shard]:
     """The shards on devices of this process, those of one box once."""
-    found: dict[Box, Any] = {}
+    found: dict[Box, jax.Shard] = {}
     for shard in array.addressable_shards:
         box = _box(shard.index, array.shape)
         if 0 not in box[1]:
@@ -170,20 +180,27 @@ def _one_of_each(array: Any) -> list[Any]:
 
 
 @lru_cache(maxsize=4096)
-def _holders(sharding: Any, shape: tuple[int, ...], count: int) -> dict[Box, list[int] | str]:
+def _holders(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], count: int
+) -> dict[Box, list[int] | str]:
     """Which of so many processes have each box of an array. A sharding that is not over all of them
     does not know of those that have the same on devices of their own: they find out by
     themselves."""
     found: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        found.setdefault(_box(index, shape), set()).add(device.process_index)
+        found.setdefault(_box(index, shape), set()).add(_process_of(device))
     over_all = len(set().union(*found.values())) == count
     return {box: sorted(processes) if over_all else "everyone" for box, processes in found.items()}
 
 
-def _can_be_held(array: Any) -> bool:
+def _process_of(device: jax.Device) -> int:
+    return int(device.process_index)
+
+
+def _can_be_held(array: jax.Array) -> bool:
     if any(device.platform != "cpu" for device in array.devices()):
-        is_cuda = array.__dlpack_device__()[0] == _CUDA and _core.cuda()[1] is None
+        kind: tuple[int, int] = getattr(array, "__dlpack_device__")()  # noqa: B009  (not declared)
+        is_cuda = kind[0] == _CUDA and _core.cuda()[1] is None
         return is_cuda and all(_hold_protects(device) for device in array.devices())
     try:
         memoryview(array)
@@ -195,7 +212,8 @@ def _can_be_held(array: Any) -> bool:
     return True
 
 
-def _box(index: Any, shape: tuple[int, ...]) -> Box:
+def _box(index: Sequence[slice] | None, shape: tuple[int, ...]) -> Box:
+    assert index is not None
     ranges = [one.indices(n) for one, n in zip(index, shape, strict=True)]
     return tuple(start for start, _, _ in ranges), tuple(max(0, stop - start) for start, stop, _ in ranges)
 
@@ -204,7 +222,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> Box:
 # ---------------------------------------------------------------------------------------
 
 
-def _open(obj: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] | None:
+def _open(obj: object) -> tuple[list[str | int], list[object], Callable[[list[object]], object]] | None:
     """Keys and children of a pytree node of somebody else's, without those that are functions, and
     what puts it together around other children; ``None`` where it is none. Named tuples are taken
     apart by their fields, as everywhere."""
@@ -220,7 +238,7 @@ def _open(obj: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] |
     stored = [number for number, (_, child) in enumerate(entries) if not _is_function(child)]
     children = [child for _, child in entries]
 
-    def close(values: list[Any]) -> Any:
+    def close(values: list[object]) -> object:
         for number, value in zip(stored, values, strict=True):
             children[number] = value
         return jax.tree_util.tree_unflatten(structure, children)
@@ -228,11 +246,11 @@ def _open(obj: Any) -> tuple[list[Any], list[Any], Callable[[list[Any]], Any]] |
     return [entries[n][0] for n in stored], [entries[n][1] for n in stored], close
 
 
-def _is_function(obj: Any) -> bool:
+def _is_function(obj: object) -> bool:
     return callable(obj) and not isinstance(obj, (jax.Array, type)) and jax.tree_util.all_leaves([obj])
 
 
-def _key(entry: Any) -> Any:
+def _key(entry: object) -> str | int:
     """Returns the name of a pytree key: a field's name, a dict's key, a sequence's index."""
     for name in ("name", "key", "idx"):
         found = getattr(entry, name, None)
@@ -241,11 +259,11 @@ def _key(entry: Any) -> Any:
     return str(entry)
 
 
-def _node_name(obj: Any) -> str:
+def _node_name(obj: object) -> str:
     return f"{type(obj).__module__}.{type(obj).__qualname__}"
 
 
-def branch(obj: Any) -> Opened | None:
+def branch(obj: object) -> Opened | None:
     """A registered pytree node, or a typed PRNG key."""
     if isinstance(obj, jax.Array) and _is_key(obj):
         return _key_branch(str(jax.random.key_impl(obj)), jax.random.key_data(obj), obj)
@@ -257,7 +275,7 @@ def branch(obj: Any) -> Opened | None:
     if opened is None:
         return None
     keys, children, close = opened
-    parts = [
+    parts: Children = [
         (("i", key) if type(key) is int else ("k", key), child)
         for key, child in zip(keys, children, strict=True)
     ]
@@ -266,7 +284,7 @@ def branch(obj: Any) -> Opened | None:
     )
 
 
-def _why_unfillable(obj: Any) -> str | None:
+def _why_unfillable(obj: object) -> str | None:
     """Why an object cannot be filled, where somebody would go on with it: those of Flax NNX change
     in place, by functions of Flax alone."""
     nnx = sys.modules.get("flax.nnx")
@@ -280,11 +298,11 @@ def _why_unfillable(obj: Any) -> str | None:
     )
 
 
-def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
+def _key_branch(impl: object, data: object, wanted: _Described) -> Opened:
     # An abstract key has its implementation in its dtype alone.
     own = impl if isinstance(impl, str) else getattr(getattr(wanted.dtype, "_impl", None), "name", None)
 
-    def check(stored: Any) -> str | None:
+    def check(stored: object) -> str | None:
         if own is None or stored == own:
             return None
         return (
@@ -292,9 +310,10 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
             f"make the target with jax.random.key(seed, impl={stored!r})"
         )
 
-    def close(pairs: list[tuple[Any, Any]], _fill: bool) -> Any:
+    def close(pairs: list[tuple[str | int, object]], _fill: bool) -> object:
         parts = dict(pairs)
         why = check(str(parts["impl"]))
+        # An array of keys. jax declares no type of their dtype.
         key: Any = None if why else remake(KEY, parts)
         if why or (key.dtype, key.shape) != (wanted.dtype, wanted.shape):
             raise MismatchError(
@@ -314,7 +333,7 @@ def _key_branch(impl: Any, data: Any, wanted: Any) -> Opened:
     # ---- restoring ----
 
 
-def target(obj: Any) -> Target | None:
+def target(obj: object) -> Target | None:
     """Arrays and ``jax.ShapeDtypeStruct``; the class ``jax.Array`` itself."""
     if obj is jax.Array:
         return _wants(ArraySpec())
@@ -330,11 +349,11 @@ def target(obj: Any) -> Target | None:
     return None
 
 
-def _wants(spec: ArraySpec, value: Any = None, has_value: bool = False) -> Target:
+def _wants(spec: ArraySpec, value: object = None, has_value: bool = False) -> Target:
     return Target(spec, _finish, value, has_value=has_value, takes_over=TAKES_OVER, replace=placed)
 
 
-def _place_of(wanted: Any) -> Any:
+def _place_of(wanted: _Described) -> Place:
     """Returns the place of an array, concrete or abstract; ``None`` for the default place."""
     if isinstance(wanted, jax.ShapeDtypeStruct):
         return wanted.sharding
@@ -342,7 +361,7 @@ def _place_of(wanted: Any) -> Any:
     return wanted.sharding if committed else None
 
 
-def placed(one: Target, sharding: Any) -> Target:
+def placed(one: Target, sharding: object) -> Target:
     """Wants the array there: on a device, or over the devices of a sharding. ``None``: on the
     default device."""
     one.placement, one.boxes = sharding, None
@@ -358,10 +377,10 @@ def placed(one: Target, sharding: Any) -> Target:
     return one
 
 
-_ABSTRACT: Any = getattr(jax.sharding, "AbstractMesh", ())
+_ABSTRACT: type | tuple[()] = getattr(jax.sharding, "AbstractMesh", ())
 
 
-def check_fits(sharding: Any, shape: tuple[int, ...] | None) -> None:
+def check_fits(sharding: object, shape: tuple[int, ...] | None) -> None:
     """Raises a ``ValueError`` where no array of that shape can be there."""
     if not isinstance(sharding, jax.sharding.Sharding):
         return
@@ -373,18 +392,20 @@ def check_fits(sharding: Any, shape: tuple[int, ...] | None) -> None:
         sharding.shard_shape(shape)
 
 
-def _finish(found: list[tuple[Target, Any]], _fill: bool) -> list[Any]:
-    results: list[Any] = [None] * len(found)
+def _finish(found: list[tuple[Target, Read]], _fill: bool) -> list[object]:
+    results: list[object] = [None] * len(found)
     whole = [number for number, (one, _) in enumerate(found) if one.boxes is None]
     for number in whole:
         one, value = found[number]
+        assert isinstance(value, np.ndarray)
         try:
             check_fits(one.placement, value.shape if one.spec.shape is None else None)
         except ValueError as failure:
             raise DoesNotFit(number, f"its sharding does not fit it: {failure}") from failure
     try:
         made = arrays(
-            [found[number][1] for number in whole], [found[number][0].placement for number in whole]
+            [cast(np.ndarray, found[number][1]) for number in whole],
+            [cast(Place, found[number][0].placement) for number in whole],
         )
     except DoesNotFit as failure:
         raise DoesNotFit(whole[failure.number], str(failure)) from None
@@ -396,11 +417,12 @@ def _finish(found: list[tuple[Target, Any]], _fill: bool) -> list[Any]:
     return results
 
 
-def _assembled(one: Target, values: list[Any]) -> Any:
+def _assembled(one: Target, values: Read) -> jax.Array:
     """The array whose shards these are."""
     shape, sharding, boxes = one.spec.shape, one.placement, one.boxes
     assert shape is not None
     assert boxes is not None
+    assert isinstance(sharding, jax.sharding.Sharding)
     value_of = dict(zip(boxes, values if isinstance(values, list) else [values], strict=True))
     places = sharding.addressable_devices_indices_map(shape)
     kind = sharding.memory_kind
@@ -413,37 +435,40 @@ def _assembled(one: Target, values: list[Any]) -> Any:
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _is_elsewhere(place: Any) -> bool:
+def _is_elsewhere(place: object) -> TypeGuard[jax.sharding.Sharding]:
     """True if a place has devices of other processes."""
     return isinstance(place, jax.sharding.Sharding) and not place.is_fully_addressable
 
 
-def arrays(values: list[Any], placement: Any = None) -> list[Any]:
+def arrays(values: Sequence[np.ndarray], placement: Place | list[Place] = None) -> list[Array]:
     """Converts to JAX arrays in one transfer: on the default device, or at ``placement`` (one for
     all, or a list). On the CPU they take over the memory, which must be theirs alone. Dtypes that
     JAX lacks (dates) stay as they are. 64-bit values become 32-bit ones if JAX is limited to these
     and they fit."""
     at = placement if isinstance(placement, list) else [placement] * len(values)
-    results = list(values)
-    # Dtype → that of JAX; None where it has none. Asked once for each dtype, since there may be
-    # many thousand arrays.
-    becomes: dict[np.dtype[Any], Any] = {
-        dtype: None if dtype.kind in "mMO" else jax.dtypes.canonicalize_dtype(dtype)
-        for dtype in {value.dtype for value in values}
+    results: list[Array] = list(values)
+    # Dtype → that of JAX, where it has one. Asked once for each dtype, since there may be many
+    # thousand arrays.
+    dtypes = {value.dtype for value in values}
+    becomes: dict[np.dtype, np.dtype] = {
+        dtype: jax.dtypes.canonicalize_dtype(dtype) for dtype in dtypes if dtype.kind not in "mMO"
     }
-    fits = [number for number, value in enumerate(values) if becomes[value.dtype] is not None]
+    fits = [number for number, value in enumerate(values) if value.dtype in becomes]
     for number in fits:
         dtype = becomes[values[number].dtype]
         if dtype != values[number].dtype:
             _check_narrowed(number, values[number], dtype)
     fits = _put_quickly(values, at, results, fits, becomes)
-    for number in [number for number in fits if _is_elsewhere(at[number])]:
+    for number in fits:
+        place = at[number]
+        if not _is_elsewhere(place):
+            continue
         # Each process takes its part of what it has. `device_put` would be a call of all of them,
         # which compares their values: one that has failed before is waited for, and no NaN is
         # equal.
         value = values[number].astype(becomes[values[number].dtype], copy=False)
         results[number] = jax.make_array_from_callback(
-            value.shape, at[number], value.__getitem__, dtype=value.dtype
+            value.shape, place, value.__getitem__, dtype=value.dtype
         )
     fits = [number for number in fits if not _is_elsewhere(at[number])]
     default = [number for number in fits if at[number] is None]
@@ -460,7 +485,7 @@ def arrays(values: list[Any], placement: Any = None) -> list[Any]:
     return results
 
 
-def _check_narrowed(number: int, value: np.ndarray[Any, Any], dtype: Any) -> None:
+def _check_narrowed(number: int, value: np.ndarray, dtype: np.dtype) -> None:
     """Raises where JAX, with 64 bits switched off, would make other numbers of these. No copy is
     made of an array that fits."""
     if value.dtype.itemsize < 8 or value.size == 0 or value.dtype.kind not in "iufc":
@@ -486,7 +511,11 @@ def _check_narrowed(number: int, value: np.ndarray[Any, Any], dtype: Any) -> Non
 
 
 def _put_quickly(
-    values: list[Any], at: list[Any], results: list[Any], numbers: list[int], becomes: dict[Any, Any]
+    values: Sequence[np.ndarray],
+    at: list[Place],
+    results: list[Array],
+    numbers: list[int],
+    becomes: dict[np.dtype, np.dtype],
 ) -> list[int]:
     """Does what ``jax.device_put`` does, by the call that it ends in, for arrays that go to one
     device as they are: that takes 5 µs for each, and ``device_put`` 35. Gives the numbers of those
@@ -501,8 +530,8 @@ def _put_quickly(
     if default is not None and not isinstance(default, jax.Device):
         return numbers
     # By identity: a sharding takes longer to compare than to look at.
-    place_of: dict[int, tuple[Any, Any]] = {}
-    known: dict[Any, Any] = {}
+    place_of: dict[int, tuple[object, object]] = {}
+    known: dict[object, object] = {}
     as_they_are = {dtype for dtype, there in becomes.items() if there == dtype and dtype.isnative}
     left: list[int] = []
     for number in numbers:
@@ -522,7 +551,7 @@ def _put_quickly(
     return left
 
 
-def _one_device(where: Any, default: Any) -> tuple[Any, Any]:
+def _one_device(where: object, default: object) -> tuple[object, object]:
     """The sharding and the device of a place that is one device; no device where it is more."""
     if where is None:
         where = default or jax.local_devices()[0]
@@ -536,17 +565,17 @@ def _one_device(where: Any, default: Any) -> tuple[Any, Any]:
 class _Tree:
     """A tree of shardings, by rendered path: one stands for all that is below it."""
 
-    def __init__(self, places: dict[str, Any]) -> None:
+    def __init__(self, places: dict[str, object]) -> None:
         self._places = places
         #: The paths that it names.
         self.paths = list(places)
 
-    def __call__(self, path: str, spec: ArraySpec) -> Any:
+    def __call__(self, path: str, spec: ArraySpec) -> Place:
         matching = [one for one in self._places if starts_with(path, one)]
         return self._places[max(matching, key=len)] if matching else None
 
 
-def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
+def placements(shardings: object) -> Callable[[str, ArraySpec], object]:
     """Returns the function that ``shardings=`` defines: from a leaf path and spec to a sharding or
     device. It may be one for all, a function, or a tree in which one entry covers everything below
     it."""
@@ -555,11 +584,11 @@ def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
     if isinstance(shardings, (jax.sharding.Sharding, jax.Device)):
         return lambda path, spec: shardings
     if callable(shardings):
-        asked: Callable[[str, ArraySpec], Any] = shardings
+        asked: Callable[[str, ArraySpec], object] = shardings
         return asked
-    there: dict[str, Any] = {}
+    there: dict[str, object] = {}
 
-    def is_place(one: Any) -> bool:
+    def is_place(one: object) -> bool:
         return isinstance(one, (jax.sharding.Sharding, jax.Device))
 
     for keys, one in jax.tree_util.tree_flatten_with_path(shardings, is_leaf=is_place)[0]:
@@ -573,7 +602,7 @@ def placements(shardings: Any) -> Callable[[str, ArraySpec], Any]:
     return _Tree(there)
 
 
-def remake(name: str, children: dict[Any, Any]) -> Any:
+def remake(name: str, children: dict[str | int, object]) -> object:
     """A typed PRNG key; other nodes come back as dicts, since a file names no class that would be
     imported."""
     if name == KEY and set(children) == {"impl", "data"}:

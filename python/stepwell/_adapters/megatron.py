@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -35,9 +35,13 @@ from .._restore.template import Checked
 from .._state import layouts
 from .._state.shards import FlatShard, LocalShard
 from .._state.specs import ArraySpec
+from .._types import Array, Read
 from ..errors import StepwellError, UnsupportedLeaf
 from . import Arranged, Target
 from .torch import from_numpy
+
+if TYPE_CHECKING:
+    from .._state.leaves import Description
 
 _LEAVES = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
 
@@ -49,19 +53,26 @@ _OTHERS = frozenset({int, float, bool, str, bytes, type(None), np.ndarray, torch
 _PART_OF_MODEL = re.compile(r"model\d+")
 
 #: Nothing is left there.
-_GONE: Any = object()
+_GONE = object()
+
+#: A leaf of Megatron's. Its package has no types.
+_Leaf: TypeAlias = Any
+#: A container of the caller's, of a class that its copy has too.
+_Tree: TypeAlias = Any
 
 _Path = tuple[Component, ...]
+#: A part of a key: the name of an object's shard, or the number of a tensor's piece.
+_Which: TypeAlias = Any
 
 
 @dataclass(slots=True, eq=False)
 class _Joined:
     """This rank's part of one tensor: all leaves with its key."""
 
-    members: list[tuple[Any, layouts.Parts]] = field(default_factory=list)
+    members: list[tuple[_Leaf, layouts.Parts]] = field(default_factory=list)
 
 
-def arrange(state: Any, saving: bool) -> Arranged | None:
+def arrange(state: object, saving: bool) -> Arranged | None:
     """A state with its leaves at their keys; ``None`` where it has none of Megatron's."""
     arranging = _Arranging(state, saving)
     return Arranged(arranging.at_keys(), arranging.put_back) if arranging.found else None
@@ -70,16 +81,16 @@ def arrange(state: Any, saving: bool) -> Arranged | None:
 class _Arranging:
     """The way to the keys, and the way back."""
 
-    def __init__(self, state: Any, saving: bool) -> None:
+    def __init__(self, state: object, saving: bool) -> None:
         self._state = state
         self._saving = saving
         self.found = False
         #: The content of each key, by the entry of the state.
-        self._homes: dict[_Path, dict[str, Any]] = {}
+        self._homes: dict[_Path, dict[str, _Joined | dict[str, object]]] = {}
         #: The place of each leaf, by its identity: the entry, the key, and its part there.
-        self._places: dict[int, tuple[_Path, str, Any]] = {}
+        self._places: dict[int, tuple[_Path, str, _Which]] = {}
         #: The results of factories, by identity. Kept alive here.
-        self._built: dict[int, Any] = {}
+        self._built: dict[int, object] = {}
         #: Containers that hold leaves, at any depth.
         self._around: set[int] = set()
         self._open: set[int] = set()
@@ -87,7 +98,7 @@ class _Arranging:
 
     # ---- to the keys ----
 
-    def _without_leaves(self, value: Any, path: _Path, home: _Path) -> Any:
+    def _without_leaves(self, value: _Tree, path: _Path, home: _Path) -> object:
         """What remains of a container when its leaves have gone to their keys below ``home``:
         itself, where it holds none."""
         if type(value) in _OTHERS:
@@ -117,7 +128,7 @@ class _Arranging:
         # A sequence that has lost elements becomes a dict, so that the others keep their numbers.
         return type(value)(left for _, left in pairs) if len(pairs) == len(rest) else dict(pairs)
 
-    def _take(self, leaf: Any, path: _Path, home: _Path) -> None:
+    def _take(self, leaf: _Leaf, path: _Path, home: _Path) -> None:
         if isinstance(leaf, LocalNonpersistentObject) or id(leaf) in self._places or id(leaf) in self._built:
             return
         if isinstance(leaf, ShardedTensorFactory):
@@ -131,11 +142,11 @@ class _Arranging:
             return
         there = self._homes.setdefault(home, {})
         where = render((*home, ("k", leaf.key)))
-        made: Any = _Joined() if isinstance(leaf, ShardedTensor) else {}
-        found: Any = there.setdefault(leaf.key, made)
+        made: _Joined | dict[str, object] = _Joined() if isinstance(leaf, ShardedTensor) else {}
+        found = there.setdefault(leaf.key, made)
         if type(found) is not type(made):
             raise _refused(where, "a ShardedTensor and a ShardedObject have this key")
-        if isinstance(leaf, ShardedObject):
+        if isinstance(found, dict):
             shard = leaf.unique_key.removeprefix(f"{leaf.key}/")
             self._places[id(leaf)] = (home, leaf.key, shard)
             if not self._saving:
@@ -156,9 +167,9 @@ class _Arranging:
         self._places[id(leaf)] = (home, leaf.key, len(found.members))
         found.members.append((leaf, parts))
 
-    def at_keys(self) -> dict[Any, Any]:
+    def at_keys(self) -> dict[str | int, object]:
         """The state, each leaf at its key."""
-        state: dict[Any, Any] = {} if self._rest is _GONE else dict(self._rest)
+        state: dict[str | int, object] = dict(self._rest) if isinstance(self._rest, dict) else {}
         for home, leaves in self._homes.items():
             # Of an object whose main replica others have there is nothing here.
             here = {key: leaf for key, leaf in leaves.items() if leaf != {}}
@@ -183,12 +194,12 @@ class _Arranging:
 
     # ---- and back ----
 
-    def put_back(self, restored: dict[Any, Any], fill: bool) -> Any:
+    def put_back(self, restored: dict[str | int, object], fill: bool) -> object:
         """The caller's structure with what was restored. Filled: its leaves, whose data is the new
         one; else what they stand for, as Megatron's ``load`` gives it."""
         return self._back(self._state, restored, restored, fill)
 
-    def _back(self, value: Any, here: Any, restored: dict[Any, Any], fill: bool) -> Any:
+    def _back(self, value: _Tree, here: _Tree, restored: dict[str | int, object], fill: bool) -> object:
         """``here``: what was restored of it, without its leaves."""
         if isinstance(value, _LEAVES):
             return self._leaf(value, restored, fill)
@@ -211,7 +222,7 @@ class _Arranging:
             return value
         return type(value)(values)
 
-    def _leaf(self, leaf: Any, restored: dict[Any, Any], fill: bool) -> Any:
+    def _leaf(self, leaf: _Leaf, restored: dict[str | int, object], fill: bool) -> object:
         if isinstance(leaf, LocalNonpersistentObject):
             return leaf if fill else leaf.unwrap()
         if isinstance(leaf, ShardedTensorFactory):
@@ -223,7 +234,8 @@ class _Arranging:
                 new = leaf.data
         else:
             home, key, which = self._places[id(leaf)]
-            found = (restored[home[0][1]] if home else restored)[key]
+            found: _Tree = restored[home[0][1]] if home else restored
+            found = found[key]
             if isinstance(leaf, ShardedObject):
                 new = _with_tensors(found[which], leaf.data)
             else:
@@ -235,7 +247,7 @@ class _Arranging:
         return leaf
 
 
-def _children(value: Any) -> list[tuple[Component, Any]] | None:
+def _children(value: _Tree) -> list[tuple[Component, object]] | None:
     """Returns the children of the containers that Megatron walks: dicts, lists and tuples."""
     if type(value) in (dict, OrderedDict):
         return [(("i" if type(key) is int else "k", key), child) for key, child in value.items()]
@@ -250,19 +262,19 @@ def _entry(component: Component) -> Component:
     return ("k", "model") if tag == "k" and _PART_OF_MODEL.fullmatch(str(name)) else component
 
 
-def _run(leaf: Any) -> slice | None:
+def _run(leaf: _Leaf) -> slice | None:
     """Returns the leaf's run of the flattened part, unless it has all of it. Few versions still
     have this."""
     run: slice | None = getattr(leaf, "flattened_range", None)
     return run
 
 
-def _anything(stored: Any) -> str | None:
+def _anything(stored: object) -> str | None:
     """Accepts any stored object."""
     return None
 
 
-def _parts(leaf: Any, saving: bool) -> layouts.Parts:
+def _parts(leaf: _Leaf, saving: bool) -> layouts.Parts:
     """Returns this rank's boxes of a tensor, with their places."""
     run = _run(leaf)
     extent = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
@@ -290,7 +302,7 @@ def _parts(leaf: Any, saving: bool) -> layouts.Parts:
     return parts
 
 
-def _with_tensors(value: Any, own: Any) -> Any:
+def _with_tensors(value: _Tree, own: _Tree) -> object:
     """A stored object, with tensors where the caller's own has tensors."""
     if isinstance(value, np.ndarray) and isinstance(own, torch.Tensor):
         made = from_numpy(value)
@@ -322,18 +334,18 @@ def _at(path: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------
 
 
-def describe(obj: Any) -> Any:
+def describe(obj: object) -> Description | None:
     """All that this rank writes of one tensor: what it has the main replica of."""
     if type(obj) is _Joined:
-        held: list[Any] = []
-        description: Any = None
+        held: list[object] = []
         for leaf, parts in obj.members:
-            description = layouts.describe(parts)
-            if description[0] == "refuse":
-                return description
+            one = layouts.describe(parts)
+            if one[0] == "refuse":
+                return one
+            kind, dtype, shape, pieces, library = one
             if is_main_replica(leaf.replica_id):
-                held += description[3]
-        return (*description[:3], held, description[4])
+                held += pieces
+        return (kind, dtype, shape, held, library)
     if isinstance(obj, _LEAVES):
         return (
             "refuse",
@@ -342,7 +354,7 @@ def describe(obj: Any) -> Any:
     return None
 
 
-def target(obj: Any) -> Target | None:
+def target(obj: object) -> Target | None:
     """All that this rank wants of one tensor."""
     if type(obj) is not _Joined:
         return None
@@ -359,16 +371,20 @@ def target(obj: Any) -> Target | None:
     )
 
 
-def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
+def _finish(found: list[tuple[Target, Read]], fill: bool) -> list[object]:
     """For each tensor: the data of its leaves."""
-    return [_data(one.value, values if isinstance(values, list) else [values], fill) for one, values in found]
+    results: list[object] = []
+    for one, values in found:
+        assert isinstance(one.value, _Joined)
+        results.append(_data(one.value, values if isinstance(values, list) else [values], fill))
+    return results
 
 
-def _data(joined: _Joined, values: list[Any], fill: bool) -> list[Any]:
+def _data(joined: _Joined, values: list[Array], fill: bool) -> list[object]:
     left = iter(values)
-    found = []
+    found: list[object] = []
     for leaf, parts in joined.members:
-        local = layouts.filled(parts.local, [(piece, next(left)) for piece in parts.pieces], fill)
+        local: _Leaf = layouts.filled(parts.local, [(piece, next(left)) for piece in parts.pieces], fill)
         if local is parts.local:
             found.append(leaf.data)
         else:

@@ -9,9 +9,9 @@ strides) are found by the engine. The public classes are in :mod:`stepwell.torch
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -20,12 +20,38 @@ from torch.utils import dlpack
 from .. import _core
 from .._state import layouts
 from .._state.specs import ArraySpec, to_dtype
+from .._types import Array, Read
 from ..errors import UnsupportedLeaf
-from . import OnDevice, Opened, Target
+from . import Children, OnDevice, Opened, Target
 
-#: The attributes of torch's protocol ``CheckpointableTensor``: the tensor is one or several parts
-#: of another.
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .._state.leaves import Description
+
+#: A device as callers give it; ``None``: the host.
+Device: TypeAlias = torch.device | str | int | None
+
+
+class _PartOfTensor(Protocol):
+    """torch's protocol ``CheckpointableTensor``: the tensor is one or several parts of another."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    global_shape: Sequence[int]
+    global_offsets: Sequence[Sequence[int]]
+    local_offsets: Sequence[Sequence[int]]
+    local_sizes: Sequence[Sequence[int]]
+
+
+#: Its attributes.
 _BOXES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def _is_part(tensor: object) -> TypeGuard[_PartOfTensor]:
+    return isinstance(tensor, torch.Tensor) and all(hasattr(tensor, name) for name in _BOXES)
+
 
 #: Integers of less than a byte: torch stores a byte for each, and defines no values for it.
 _SUB_BYTE = frozenset(
@@ -36,7 +62,7 @@ _SUB_BYTE = frozenset(
 )
 
 
-def _capsule(tensor: torch.Tensor) -> Any:
+def _capsule(tensor: torch.Tensor) -> tuple[object, torch.UntypedStorage]:
     """The memory of a tensor, where that holds its values: a view that conjugates or negates, or
     stands for zeros, has others there; of one that says so, the values are parts of another. And
     the storage, which a capsule does not hold: the tensor lets go of it where it is given another
@@ -54,7 +80,7 @@ def _is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
-def with_values(array: Any) -> Any:
+def with_values(array: Array) -> Array:
     """A tensor whose memory holds its values: a new one, of a lazy view."""
     if not isinstance(array, torch.Tensor) or not _is_lazy_view(array):
         return array
@@ -96,7 +122,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return reach + 1 == tensor.numel()
 
 
-def describe(obj: Any) -> Any:
+def describe(obj: object) -> Description | None:
     """Tensors that the engine cannot take as they are; ``torch.Size`` and ``torch.dtype``, by name;
     ``None`` for the rest."""
     if isinstance(obj, torch.Tensor):
@@ -110,7 +136,7 @@ def describe(obj: Any) -> Any:
     return None
 
 
-def _tensor(tensor: torch.Tensor) -> Any:
+def _tensor(tensor: torch.Tensor) -> Description:
     if torch.nn.parameter.is_lazy(tensor):
         return (
             "refuse",
@@ -149,7 +175,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor | None:
     return local
 
 
-def _why_no_parts(tensor: Any) -> str | None:
+def _why_no_parts(tensor: torch.Tensor) -> str | None:
     """Why nobody can say which part of a distributed tensor this process has."""
     placements = getattr(tensor, "placements", ())
     if any(one.is_partial() for one in placements if hasattr(one, "is_partial")):
@@ -157,12 +183,12 @@ def _why_no_parts(tensor: Any) -> str | None:
     return None
 
 
-def _parts(tensor: Any) -> layouts.Parts | None:
+def _parts(tensor: torch.Tensor) -> layouts.Parts | None:
     """Returns this process's part of a distributed tensor: a ``DTensor``, or one that follows the
     protocol of ``CheckpointableTensor``."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None and hasattr(tensor, "to_local"):
-        shape, placements = tuple(tensor.shape), tuple(tensor.placements)
+        shape, placements = tuple(tensor.shape), tuple(getattr(tensor, "placements", ()))
         with torch.no_grad():
             local = tensor.to_local()
         local = local.wait() if hasattr(local, "wait") else local
@@ -176,11 +202,12 @@ def _parts(tensor: Any) -> layouts.Parts | None:
                     "pass what this process has as sw.sharding.LocalShard"
                 )
 
-        def rebuild(made: Any) -> Any:
+        def rebuild(made: Array) -> object:
             if made is local:
                 return tensor
             from torch.distributed.tensor import DTensor
 
+            assert isinstance(made, torch.Tensor)
             new = DTensor.from_local(
                 made, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
@@ -191,24 +218,25 @@ def _parts(tensor: Any) -> layouts.Parts | None:
             )
 
         return layouts.Parts(local, shape, pieces, rebuild)
-    if not isinstance(tensor, torch.Tensor) or not all(hasattr(tensor, name) for name in _BOXES):
+    part: object = tensor
+    if not _is_part(part):
         return None
     plain = tensor.detach()
 
-    def remade(made: Any) -> Any:
+    def remade(made: Array) -> object:
         if made is plain:
             return tensor
         if isinstance(tensor, torch.nn.Parameter):
+            assert isinstance(made, torch.Tensor)
             made = torch.nn.Parameter(made, tensor.requires_grad)
         for name in _BOXES:
             setattr(made, name, getattr(tensor, name))
         return made
 
-    part: Any = tensor
-    return layouts.Parts(plain, tuple(part.global_shape), _boxes(tensor), remade)
+    return layouts.Parts(plain, tuple(part.global_shape), _boxes(part), remade)
 
 
-def _boxes(tensor: Any) -> list[layouts.Piece]:
+def _boxes(tensor: _PartOfTensor) -> list[layouts.Piece]:
     """The parts of a whole tensor that one says it has."""
     found = []
     shape, local = tuple(tensor.global_shape), tuple(tensor.shape)
@@ -231,7 +259,7 @@ def _boxes(tensor: Any) -> list[layouts.Piece]:
     return found
 
 
-def is_distributed(tensor: Any) -> bool:
+def is_distributed(tensor: object) -> bool:
     """True for a ``DTensor``, on a mesh of one process too."""
     return getattr(tensor, "device_mesh", None) is not None and hasattr(tensor, "to_local")
 
@@ -249,7 +277,7 @@ def new_slot(
         return own.new_zeros(shape, dtype=dtype)
 
 
-def why_not_loaded(obj: Any) -> str | None:
+def why_not_loaded(obj: object) -> str | None:
     """The reason why an optimizer cannot take slots by itself: its parameters are distributed."""
     if not isinstance(obj, torch.optim.Optimizer):
         return None
@@ -261,14 +289,18 @@ def why_not_loaded(obj: Any) -> str | None:
     )
 
 
-def part_like(tensor: Any, value: torch.Tensor, dtype: torch.dtype) -> Any:
+def part_like(tensor: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> object:
     """A ``DTensor`` that has of a whole tensor what another one has of its own."""
     parts = _parts(tensor.detach())
     assert parts is not None
-    local = torch.zeros(tuple(parts.local.shape), dtype=dtype, device=parts.local.device)
+    own = parts.local
+    assert isinstance(own, torch.Tensor)
+    local = torch.zeros(tuple(own.shape), dtype=dtype, device=own.device)
     for piece in parts.pieces:
         box = tuple(slice(first, first + n) for first, n in zip(piece.offset, piece.extent, strict=True))
-        layouts.view(local, piece).copy_(value[box])
+        there = layouts.view(local, piece)
+        assert isinstance(there, torch.Tensor)
+        there.copy_(value[box])
     assert parts.rebuild is not None
     return parts.rebuild(local)
 
@@ -278,7 +310,7 @@ def _are_of(pieces: list[layouts.Piece], local: torch.Tensor) -> bool:
     return layouts.extent_of(pieces) == tuple(local.shape) if pieces else local.numel() == 0
 
 
-def _is_over_all(mesh: Any) -> bool:
+def _is_over_all(mesh: DeviceMesh) -> bool:
     """True if a mesh is of all ranks of the job."""
     distributed = torch.distributed
     return bool(not distributed.is_initialized() or mesh.size() == distributed.get_world_size())
@@ -286,7 +318,7 @@ def _is_over_all(mesh: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _pieces(
-    mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], over_all: bool, in_order: bool
+    mesh: DeviceMesh, placements: tuple[object, ...], shape: tuple[int, ...], over_all: bool, in_order: bool
 ) -> list[layouts.Piece]:
     """The boxes that the placements give to this process, and which ranks have the same. A mesh
     that is not ``over_all`` ranks does not know of those that have the same on another such mesh (a
@@ -298,7 +330,7 @@ def _pieces(
     cuts: list[list[tuple[int, int, int]]] = [
         [] for _ in shape
     ]  # by dimension: ways, which of them, split factor
-    same: list[Any] = []
+    same: list[int | slice] = []
     for number, (placement, at) in enumerate(zip(placements, coordinate, strict=True)):
         dim = getattr(placement, "dim", None)
         if dim is None:
@@ -366,8 +398,8 @@ def _why_not(tensor: torch.Tensor) -> str | None:
 
 def _is_plain(cls: type) -> bool:
     """True if a subclass of Tensor is one in name only."""
-    dispatch: Any = getattr(cls, "__torch_dispatch__", None)
-    usual: Any = torch.Tensor.__torch_dispatch__
+    dispatch: object = getattr(cls, "__torch_dispatch__", None)
+    usual: object = torch.Tensor.__torch_dispatch__
     return getattr(dispatch, "__func__", dispatch) is getattr(usual, "__func__", usual)
 
 
@@ -380,7 +412,7 @@ def dtype_name(dtype: torch.dtype) -> str | None:
     return name if name in _KNOWN and dtype not in _SUB_BYTE else None
 
 
-def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
+def torch_dtype(dtype: np.dtype) -> torch.dtype | None:
     """Returns torch's dtype; ``None`` if torch has no such dtype."""
     found = getattr(torch, dtype.name, None)
     return found if isinstance(found, torch.dtype) else None
@@ -390,7 +422,7 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
 _CARRIER = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.int16), 4: (torch.int32, np.int32)}
 
 
-def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a tensor on the host, as an array; raises where it cannot be one."""
     plain = tensor.detach()
     dtype = to_dtype(str(plain.dtype).removeprefix("torch."))
@@ -400,12 +432,12 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return plain.numpy()
 
 
-def on_host(tensor: Any) -> np.ndarray[Any, Any] | None:
+def on_host(tensor: object) -> np.ndarray | None:
     """The values of a tensor, in host memory; ``None`` if it is none."""
     return as_numpy(tensor.detach().cpu()) if isinstance(tensor, torch.Tensor) else None
 
 
-def from_numpy(array: np.ndarray[Any, Any]) -> Any:
+def from_numpy(array: np.ndarray) -> Array:
     """A tensor over the memory of an array; the array itself where torch has no such dtype."""
     dtype = torch_dtype(array.dtype)
     if dtype is None:
@@ -416,32 +448,35 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Any:
     return torch.from_numpy(array)
 
 
-def _made(value: Any) -> Any:
+def _made(value: Read) -> Array:
     """Converts a value that was read: a tensor that was filled on its device, or an array."""
-    return value if isinstance(value, torch.Tensor) else from_numpy(value)
+    if isinstance(value, torch.Tensor):
+        return value
+    assert isinstance(value, np.ndarray)
+    return from_numpy(value)
 
 
-def empty_on(placement: Any) -> Callable[[tuple[int, ...], np.dtype[Any]], Any] | None:
+def empty_on(placement: Device) -> Callable[[tuple[int, ...], np.dtype], torch.Tensor | None] | None:
     """Returns a function that makes tensors on a CUDA device for the engine to fill."""
     if placement is None or torch.device(placement).type != "cuda" or _core.cuda()[1] is not None:
         return None
 
-    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def empty(shape: tuple[int, ...], dtype: np.dtype) -> torch.Tensor | None:
         known = torch_dtype(dtype)
         return None if known is None else torch.empty(shape, dtype=known, device=placement)
 
     return empty
 
 
-def arrays(values: list[Any], placement: Any = None) -> list[Any]:
+def arrays(values: Sequence[Array], placement: Device = None) -> list[Array]:
     """Arrays as tensors, on the device ``placement`` (default: the host)."""
-    made = [_made(value) for value in values]
+    made: list[Array] = [_made(value) for value in values]
     if placement is None:
         return made
     return [one.to(placement) if isinstance(one, torch.Tensor) else one for one in made]
 
 
-def target(obj: Any) -> Target | None:
+def target(obj: object) -> Target | None:
     """Returns the target of a tensor: filled in place, or made on its device. Meta tensors and the
     class ``torch.Tensor`` are abstract targets."""
     if obj is torch.Tensor:
@@ -461,7 +496,7 @@ def target(obj: Any) -> Target | None:
     spec = ArraySpec(tuple(tensor.shape), name)
     if tensor.is_meta:
         return Target(spec, _finish, obj, placement=None)
-    memory: Any = None
+    memory: np.ndarray | OnDevice | None = None
     if not tensor.is_conj() and not tensor.is_neg():
         if tensor.device.type == "cpu":
             memory = as_numpy(tensor)
@@ -472,18 +507,20 @@ def target(obj: Any) -> Target | None:
     return Target(spec, _finish, obj, memory, empty, has_value=True, placement=tensor.device)
 
 
-def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
-    results = []
+def _finish(found: list[tuple[Target, Read]], fill: bool) -> list[object]:
+    results: list[object] = []
     for one, value in found:
         own = one.value
-        if fill and one.has_value:
+        if fill and one.has_value and isinstance(own, torch.Tensor):
             if value is not one.memory:
                 with torch.no_grad():
-                    (own if (local := _local(own)) is None else local).copy_(_made(value))
+                    made = _made(value)
+                    assert isinstance(made, torch.Tensor)
+                    _plain(own).copy_(made)
             results.append(own)
             continue
         made = _made(value)
-        if one.placement is not None and isinstance(made, torch.Tensor):
+        if isinstance(one.placement, torch.device) and isinstance(made, torch.Tensor):
             made = made.to(one.placement)
         if isinstance(own, torch.nn.Parameter) and isinstance(made, torch.Tensor):
             made = torch.nn.Parameter(made, requires_grad=own.requires_grad)
@@ -501,12 +538,12 @@ _OWN = (
 )
 
 
-def owns(obj: Any) -> bool:
+def owns(obj: object) -> bool:
     """True if an object takes tensors when it is loaded."""
     return isinstance(obj, _OWN) or getattr(type(obj), "_takes_tensors", False)
 
 
-def branch(obj: Any) -> Opened | None:
+def branch(obj: object) -> Opened | None:
     """A module whose tensors can be filled where they are: one whose ``load_state_dict`` would do
     nothing but copy. A :class:`stepwell.torch.TrainState`."""
     open_state = getattr(type(obj), "_stepwell_open", None)
@@ -516,17 +553,17 @@ def branch(obj: Any) -> Opened | None:
     if not isinstance(obj, torch.nn.Module) or not only_copies(obj):
         return None
     state = tensors_of(obj)
-    children = [(("k", str(name)), value) for name, value in state.items()]
+    children: Children = [(("k", str(name)), value) for name, value in state.items()]
 
-    def close(pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    def close(pairs: list[tuple[str | int, object]], fill: bool) -> object:
         if fill:
             return obj
-        return type(state)(pairs)
+        return type(state)((str(name), value) for name, value in pairs)
 
     return Opened(children, close, unfillable(state))
 
 
-def tensors_of(module: torch.nn.Module) -> dict[str, Any]:
+def tensors_of(module: torch.nn.Module) -> dict[str, object]:
     """The state of a module. A parameter that says which part of a tensor it is
     (``CheckpointableTensor``) is there itself: detached, it would not say it."""
     if not any(hasattr(one, _BOXES[0]) for one in module.parameters()):
@@ -548,7 +585,7 @@ def reshard(module: torch.nn.Module) -> None:
             one.reshard()
 
 
-def unfillable(tensors: Mapping[str, Any]) -> str | None:
+def unfillable(tensors: Mapping[str, object]) -> str | None:
     """Why these tensors of a module cannot be filled. Another tensor in their place would be none
     of the module's, and the optimizer would not know it."""
     meta = [name for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor) and tensor.is_meta]
@@ -560,7 +597,7 @@ def unfillable(tensors: Mapping[str, Any]) -> str | None:
     )
 
 
-def _only_shards(hook: Any) -> bool:
+def _only_shards(hook: object) -> bool:
     """True if a hook of a module is one of FSDP2's, which see to it that parameters are sharded,
     and follow one that was replaced: both are so where they are filled in place."""
     own = getattr(hook, "hook", hook)
@@ -588,13 +625,13 @@ def only_copies(module: torch.nn.Module) -> bool:
     return True
 
 
-def revive(name: str, parts: Any) -> Any:
+def revive(name: str, parts: object) -> object:
     """The other way of the plain values."""
-    if name == "torch.Size":
+    if name == "torch.Size" and isinstance(parts, list):
         return torch.Size(parts)
-    if name == "torch.device":
+    if name == "torch.device" and isinstance(parts, str):
         return torch.device(parts)
-    if name == "torch.dtype":
+    if name == "torch.dtype" and isinstance(parts, str):
         found = getattr(torch, parts, None)
         if isinstance(found, torch.dtype):
             return found

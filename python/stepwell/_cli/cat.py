@@ -8,7 +8,8 @@ import os
 import re
 from itertools import product
 from math import prod
-from typing import Any
+from types import EllipsisType
+from typing import TYPE_CHECKING
 
 import click
 import numpy as np
@@ -23,6 +24,9 @@ from .reading import Values, pieces
 from .show import drawn, facts, small_objects
 from .targets import TARGET, Target
 
+if TYPE_CHECKING:
+    from numpy._core.arrayprint import _FormatDict
+
 #: Elements at both ends of a dimension that a short print shows.
 _EDGE = 3
 #: Larger arrays are printed in short, unless all elements are asked for.
@@ -35,6 +39,8 @@ _PLACE = re.compile(r"(-?[0-9]+)?(?P<slice>:(-?[0-9]+)?(:(-?[0-9]+)?)?)?")
 
 #: Of each dimension of a leaf, the places that a slice selects, or its only one.
 Places = list[int | range]
+#: An index of numpy.
+Index = tuple[int | slice | EllipsisType, ...]
 
 
 @command("cat")
@@ -80,9 +86,7 @@ def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | No
 class _Sliced:
     """A slice of a stored array."""
 
-    def __init__(
-        self, checkpoint: sw.Checkpoint, node: sw.results.StoredNode, index: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, checkpoint: sw.Checkpoint, node: sw.results.StoredNode, index: Index) -> None:
         shape = node.shape or ()
         dtype = sw.ArraySpec(shape, node.dtype).dtype
         self._checkpoint = checkpoint
@@ -93,12 +97,10 @@ class _Sliced:
             self.shape = np.broadcast_to(np.zeros((), bool), shape)[index].shape
         except IndexError as error:
             raise MisuseError(f"{node.path}: {error}") from error
-        parts = list(index)
-        if ... not in parts:
-            parts.append(...)
-        at = parts.index(...)
-        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
-        self._places = [range(n)[part] for n, part in zip(shape, parts, strict=True)]
+        at = index.index(...) if ... in index else len(index)
+        left, right = index[:at], index[at + 1 :]
+        parts = [*left, *[slice(None)] * (len(shape) - len(left) - len(right)), *right]
+        self._places = [range(n)[part] for n, part in zip(shape, parts, strict=True) if part is not ...]
         whole = "" if self.shape == shape else f" of {list(shape)}"
         self.title = f"{safe(self.path)}: {self.dtype.name} {list(self.shape)}"
         self.whole = whole
@@ -127,7 +129,7 @@ def _slice(places: range) -> slice:
     return slice(places.start, places.stop if places.stop >= 0 else None, places.step)
 
 
-def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
+def _find(paths: list[str], given: str) -> tuple[int, Index | None]:
     """Returns the node and the index. An existing path wins over a slice: ``blocks[0]`` is a block
     if there are blocks."""
     nodes = {path: node for node, path in enumerate(paths)}
@@ -144,9 +146,9 @@ def _find(paths: list[str], given: str) -> tuple[int, tuple[Any, ...] | None]:
     raise MismatchError(f"there is no leaf {given}{hint}")
 
 
-def _index(text: str) -> tuple[Any, ...]:
+def _index(text: str) -> Index:
     """Parses the content of a slice's brackets."""
-    parts: list[Any] = []
+    parts: list[int | slice | EllipsisType] = []
     for one in text.split(","):
         part = one.strip()
         match = _PLACE.fullmatch(part)
@@ -177,7 +179,7 @@ def _print(out: Output, array: _Sliced, everything: bool) -> None:
         values, threshold = _edges(array), 0
     out.line(out.dim(array.title + array.whole))
     # numpy prints the dtypes of ml_dtypes by their `repr`, which is longer than the number.
-    formatter: Any = {"all": str} if array.dtype.kind == "V" else None
+    formatter: _FormatDict | None = {"all": str} if array.dtype.kind == "V" else None
     out.line(
         np.array2string(values, threshold=threshold, edgeitems=_EDGE, separator=", ", formatter=formatter)
     )
@@ -229,7 +231,7 @@ def _write(out: Output, array: _Sliced, output: str) -> None:
         )
 
 
-def _listed(array: Values) -> Any:
+def _listed(array: Values) -> object:
     """Returns nested lists: complex numbers as pairs, dates as ISO texts."""
     kind = array.dtype.kind
     if kind in "mM":

@@ -8,14 +8,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import click
 
 from ..errors import MisuseError, StepwellError
 from .output import FINE, INTERRUPTED, MISUSE, PROBLEMS, Output, safe
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
@@ -24,7 +24,7 @@ def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
 
     def made(function: Callable[..., int]) -> click.Command:
         @functools.wraps(function)
-        def run(as_json: bool, traceback: bool, **arguments: Any) -> NoReturn:
+        def run(as_json: bool, traceback: bool, **arguments: object) -> NoReturn:
             out = Output(name, as_json)
             _print_warnings()
             try:

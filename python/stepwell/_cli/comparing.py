@@ -127,7 +127,7 @@ def _unlike(one: _Node, other: _Node) -> Change | None:
     return change if change.dtype or change.shape else None
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(one: Any, other: Any) -> bool:  # both of one type, once that was compared
     """True if two objects are the same: of one type, NaN like NaN, containers element by element in
     their order."""
     if type(one) is not type(other):

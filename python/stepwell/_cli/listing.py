@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import click
@@ -11,7 +12,6 @@ import stepwell as sw
 from .command import command
 from .leftovers import Leftovers, scan
 from .output import FINE, PROBLEMS, Output, columns, count, local, safe, size
-from .targets import manager_of
 
 #: The most metrics and metadata keys in a step's line.
 _SHOWN = 4
@@ -30,8 +30,7 @@ def ls(out: Output, root: str, last: int | None) -> int:
     Exits with 1 if a step is damaged, if another directory has a step's name, or if the root has
     no steps.
     """
-    with manager_of(root) as manager:
-        path, rows = manager.root, manager.inspect()
+    path, rows = _steps_of(root)
     beside = scan(path)
     steps = [row for row in rows if row.step is not None]
     others = [row for row in rows if row.step is None]
@@ -55,6 +54,16 @@ def ls(out: Output, root: str, last: int | None) -> int:
         out.line(out.dim(f"  the newest {len(shown)} of {len(steps)}:"))
     out.lines(_lines(out, shown, others, beside))
     return FINE if steps and len(whole) == len(steps) and not others else PROBLEMS
+
+
+def _steps_of(root: str) -> tuple[str, list[sw.results.StepInfo]]:
+    """The path of a root, and its steps. Imports no numpy, which takes longer than a listing."""
+    rows, path = sw.inspect(root), os.path.abspath(root)
+    if not (rows or os.path.isdir(os.path.join(path, ".stepwell"))):
+        from .targets import manager_of
+
+        manager_of(path).close()  # raises, and says what the path is instead
+    return path, rows
 
 
 def _lines(

@@ -13,10 +13,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import IO, Any, final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, TypeAlias, final
 
 import click
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 #: Success.
 FINE = 0
@@ -29,6 +32,9 @@ INTERRUPTED = 130
 
 #: Version of the JSON documents. It changes when a key is removed or changes its meaning.
 DOCUMENT_VERSION = 1
+
+#: What JSON holds.
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -61,7 +67,7 @@ class Output:
         """Prints a line on standard error."""
         click.echo(text, err=True)
 
-    def document(self, content: dict[str, Any]) -> None:
+    def document(self, content: dict[str, object]) -> None:
         """Prints the JSON document, once, if it was asked for."""
         if self.as_json and not self._said:
             self._said = True
@@ -85,10 +91,10 @@ class Output:
 _KEYS = {"nbytes": "bytes"}
 
 
-def plain(value: object) -> Any:
+def plain(value: object) -> Json:
     """Returns a value as JSON. NaN and infinities are strings, times are UTC, dataclasses become
     objects, and everything that JSON lacks is its ``repr``."""
-    if value is None or isinstance(value, bool) or type(value) in (int, str):
+    if value is None or isinstance(value, bool) or type(value) is int or type(value) is str:
         return value
     if type(value) is float:
         name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -100,11 +106,16 @@ def plain(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {_KEYS.get(name, name): plain(getattr(value, name)) for name in names}
+        return plain(fields_of(value))
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: plain(one) for key, one in value.items()}
     return repr(value)
+
+
+def fields_of(value: DataclassInstance) -> dict[str, object]:
+    """Returns the attributes of a dataclass by their names in a document."""
+    names = [field.name for field in dataclasses.fields(value)]
+    return {_KEYS.get(name, name): getattr(value, name) for name in names}
 
 
 def safe(text: object) -> str:

@@ -10,7 +10,7 @@ import stepwell as sw
 
 from ..errors import MismatchError
 from .command import command
-from .output import FINE, PROBLEMS, Output, plain, safe
+from .output import FINE, PROBLEMS, Output, safe
 from .targets import TARGET, Target
 
 #: Rows of a report, and the names of their parts.
@@ -51,13 +51,14 @@ _ROWS = {
     help="Refuse stored leaves that are not wanted (default), or ignore them.",
 )
 @click.option("--resize", type=click.Choice(["pad", "truncate", "both"]), help="Allow changes of shape.")
-def plan(out: Output, path: Target, like: Target | None, **options: Any) -> int:
+def plan(out: Output, path: Target, like: Target | None, **options: object) -> int:
     """Show what a restore of PATH (or ROOT@STEP) with these options would read and do. Reads no
     array.
 
     Exits with 1 if a restore would refuse. The dry run of retention is `stepwell prune --dry-run`.
     """
-    keywords: dict[str, Any] = {
+    # Of the types that RestoreKeywords says; click has looked at them.
+    keywords: Any = {
         name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value
     }
     if "rename" in keywords:
@@ -81,9 +82,10 @@ def plan(out: Output, path: Target, like: Target | None, **options: Any) -> int:
             out.document({"restore": None, "fits": False, "report": _report(error.report)})
             out.lines(safe(line) for line in str(error).split("\n"))
             return PROBLEMS
-    restore = {key: plain(getattr(found, key)) for key in ("path", "step", "read_bytes", "blocks", "reads")}
-    items = [plain(item) for item in found.items.values()]
-    restore.update(bytes=found.nbytes, items=items)
+    restore: dict[str, object] = {
+        key: getattr(found, key) for key in ("path", "step", "read_bytes", "blocks", "reads")
+    }
+    restore.update(bytes=found.nbytes, items=list(found.items.values()))
     out.document({"restore": restore, "fits": True, "report": _report(found.report)})
     out.lines(safe(line) for line in str(found).split("\n"))
     return FINE
@@ -96,7 +98,7 @@ def _pair(text: str, wanted: str) -> tuple[str, str]:
     return left, right
 
 
-def _report(report: sw.RestoreReport) -> dict[str, Any]:
+def _report(report: sw.RestoreReport) -> dict[str, object]:
     """A restore's report. Every part of a row has a name."""
     rows = {
         key: [dict(zip(names, row, strict=True)) for row in getattr(report, key)]

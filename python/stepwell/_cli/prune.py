@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import click
 
 from .command import agreed, changing, check_can_ask, command
 from .leftovers import scan
 from .output import FINE, PROBLEMS, Output, numbers, safe, size
-from .retention import decision_lines, decisions, retention_of, retention_options, summary
+from .retention import (
+    RetentionOptions,
+    decision_lines,
+    decisions,
+    retention_of,
+    retention_options,
+    summary,
+)
 from .targets import manager_of
 from .writing import writer
 
@@ -18,7 +25,7 @@ from .writing import writer
 @click.argument("root")
 @retention_options
 @changing
-def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Any) -> int:
+def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Unpack[RetentionOptions]) -> int:
     """Keep the steps of ROOT that any option selects, and delete the rest. The newest step always
     stays.
 
@@ -37,7 +44,7 @@ def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Any) -> i
         out.lines(decision_lines(out, rows))
         before = {row.step: len(row.dropped) for row in manager.inspect()}
         if not dry_run:
-            nothing = all(row["decision"] == "keep" for row in rows)
+            nothing = all(row.decision == "keep" for row in rows)
             if not nothing and not agreed(out, yes, "this would be: " + summary(rows)):
                 return PROBLEMS
             deleted = manager.apply_retention()
@@ -45,11 +52,9 @@ def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Any) -> i
         thinned = [row.step for row in after if row.step is not None and len(row.dropped) > before[row.step]]
         damaged = [row.step for row in after if row.step is not None and row.damage is not None]
     done = {*deleted, *thinned}
-    held = [
-        row["step"] for row in rows if row["decision"] != "keep" and not dry_run and row["step"] not in done
-    ]
+    held = [row.step for row in rows if row.decision != "keep" and not dry_run and row.step not in done]
     waiting = [] if dry_run else scan(path).trash
-    effective = [row for row in rows if row["step"] not in held]
+    effective = [row for row in rows if row.step not in held]
     out.document(
         {
             "root": path,
@@ -60,7 +65,7 @@ def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Any) -> i
             "held": held,
             "damaged": damaged,
             "waiting_for_readers": [{"name": one.name, "bytes": one.nbytes} for one in waiting],
-            "bytes_freed": sum(row["bytes_freed"] for row in effective),
+            "bytes_freed": sum(row.bytes_freed for row in effective),
         }
     )
     out.line(("would be: " if dry_run else "") + summary(effective))

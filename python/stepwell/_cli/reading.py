@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 #: Values that were read, of any dtype.
-Values: TypeAlias = np.ndarray[Any, Any]
+Values: TypeAlias = np.ndarray
 
 #: Bytes of one piece.
 PIECE_BYTES = 32 << 20

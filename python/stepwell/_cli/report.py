@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
-from typing import Any
+from typing import Unpack
 
 import click
 
@@ -17,7 +17,7 @@ from .command import command
 from .output import FINE, PROBLEMS, Output, safe, size
 from .report_data import of_checkpoint, of_root
 from .report_page import page
-from .retention import retention_of, retention_options
+from .retention import RetentionOptions, retention_of, retention_options
 from .targets import TARGET, Target, root_of
 
 
@@ -32,7 +32,7 @@ from .targets import TARGET, Target, root_of
     help="The file to write.",
 )
 @retention_options
-def report(out: Output, path: Target, output: str, **options: Any) -> int:
+def report(out: Output, path: Target, output: str, **options: Unpack[RetentionOptions]) -> int:
     """Write a report about PATH (a checkpoint, a root, or ROOT@STEP) into one HTML file.
 
     It shows the bytes by leaf path, every leaf, and the place of each chunk. For a root it also
@@ -74,7 +74,7 @@ def report(out: Output, path: Target, output: str, **options: Any) -> int:
     return FINE if unread is None else PROBLEMS
 
 
-def _rule(options: dict[str, Any]) -> str:
+def _rule(options: RetentionOptions) -> str:
     """Returns the options of retention as they were given."""
     given = [
         (name.replace("_", "-"), one)

@@ -4,47 +4,45 @@ here for display; the page inserts them as text, never as markup."""
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import stepwell as sw
 
 from .leftovers import scan
-from .output import plain, safe
+from .output import Json, fields_of, plain, safe
 from .retention import decisions, summary
 from .show import head_of
 from .targets import manager_of
 
 
-def of_root(root: str, retention: sw.Retention | None, rule: str) -> dict[str, Any]:
+def of_root(root: str, retention: sw.Retention | None, rule: str) -> dict[str, Json]:
     """A root: its steps, and what retention would do. ``rule`` is the retention in words."""
     with manager_of(root, retention) as manager:
         rows = manager.inspect()
-        fates = {} if retention is None else {row["step"]: row for row in decisions(manager)}
-    nothing: dict[str, Any] = {"decision": None, "items": [], "reasons": None}
+        fates = {} if retention is None else {row.step: row for row in decisions(manager)}
     steps = []
     for row in rows:
-        fate = fates.get(row.step, nothing)
-        why = None if fate["reasons"] is None else "; ".join(fate["reasons"])
-        steps.append({**plain(row), "decision": fate["decision"], "kept": fate["items"], "why": why})
-    found: dict[str, Any] = _shown(
-        plain(
-            {
-                "steps": [step for step in steps if step["step"] is not None],
-                "quarantined": [{"name": row.name, "reason": row.damage} for row in rows if row.step is None],
-                **scan(root).document(),
-                "retention": None if retention is None else rule,
-                "retention_summary": summary(list(fates.values())),
-            }
-        )
+        if row.step is None:
+            continue
+        fate = fates.get(row.step)
+        decision, kept = ("", ()) if fate is None else (fate.decision, fate.items)
+        why = None if fate is None else "; ".join(fate.reasons)
+        steps.append({**fields_of(row), "decision": decision or None, "kept": kept, "why": why})
+    return _displayed(
+        {
+            "steps": steps,
+            "quarantined": [{"name": row.name, "reason": row.damage} for row in rows if row.step is None],
+            **scan(root).document(),
+            "retention": None if retention is None else rule,
+            "retention_summary": summary(list(fates.values())),
+        }
     )
-    return found
 
 
-def of_checkpoint(checkpoint: sw.Checkpoint) -> dict[str, Any]:
+def of_checkpoint(checkpoint: sw.Checkpoint) -> dict[str, Json]:
     """A checkpoint: its leaves, the places of their chunks, and the containers around them."""
     nodes = checkpoint.contents()
     head = head_of(checkpoint, nodes)
-    metadata = head.pop("custom_metadata")
+    metadata = head["custom_metadata"]
     leaves = sorted((node for node in nodes if node.leaf is not None), key=lambda node: node.leaf or 0)
     dtypes = sorted({leaf.dtype for leaf in leaves if leaf.dtype is not None})
     leaf_of = {leaf.path: number for number, leaf in enumerate(leaves)}
@@ -53,9 +51,9 @@ def of_checkpoint(checkpoint: sw.Checkpoint) -> dict[str, Any]:
     file_of = {file["path"]: number for number, file in enumerate(head["files"])}
     placed = [(number, chunk) for number, leaf in enumerate(leaves) for chunk in leaf.chunks]
     text = None if metadata is None else json.dumps(metadata, indent=1, ensure_ascii=False)
-    found: dict[str, Any] = _shown(
+    return _displayed(
         {
-            **plain(head),
+            **head,
             "custom_metadata": text,
             "dtypes": dtypes,
             "files": [
@@ -68,7 +66,7 @@ def of_checkpoint(checkpoint: sw.Checkpoint) -> dict[str, Any]:
                 "bytes": [leaf.nbytes for leaf in leaves],
                 "stored": [leaf.stored_bytes for leaf in leaves],
                 "tied": [-1 if leaf.tied_to is None else leaf_of[leaf.tied_to] for leaf in leaves],
-                "item": [item_of.get(leaf.item, 0) for leaf in leaves],
+                "item": [item_of.get(leaf.item or "", 0) for leaf in leaves],
                 "chunks": [len(leaf.chunks) for leaf in leaves],
             },
             "node": {
@@ -79,19 +77,22 @@ def of_checkpoint(checkpoint: sw.Checkpoint) -> dict[str, Any]:
             },
             "chunk": {
                 "leaf": [number for number, _ in placed],
-                "file": [file_of.get(chunk.file, -1) for _, chunk in placed],
+                "file": [file_of.get(chunk.file or "", -1) for _, chunk in placed],
                 "offset": [chunk.offset for _, chunk in placed],
                 "bytes": [chunk.nbytes for _, chunk in placed],
             },
         }
     )
-    return found
 
 
-def _shown(value: Any) -> Any:
+def _displayed(data: dict[str, object]) -> dict[str, Json]:
+    return {key: _shown(plain(value)) for key, value in data.items()}
+
+
+def _shown(value: Json) -> Json:
     """Returns a value with control characters escaped. Line breaks stay."""
     if isinstance(value, str):
         return value if value.isprintable() else "\n".join(safe(line) for line in value.split("\n"))
     if isinstance(value, dict):
-        return {_shown(key): _shown(one) for key, one in value.items()}
+        return {str(_shown(key)): _shown(one) for key, one in value.items()}
     return [_shown(one) for one in value] if isinstance(value, list) else value

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Any, TypeVar
+from typing import Literal, TypedDict, TypeVar, final
 
 import click
 
@@ -14,7 +15,7 @@ import stepwell as sw
 
 from .output import Output, columns, count, safe, size
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., int])
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
@@ -64,20 +65,34 @@ def retention_options(function: _Function) -> _Function:
     return reduce(lambda made, option: option(made), reversed(_OPTIONS), function)
 
 
-def retention_of(options: dict[str, Any]) -> sw.Retention | None:
+@final
+class RetentionOptions(TypedDict):
+    """The values of these options."""
+
+    keep_latest: int | None
+    keep_every: int | None
+    items: tuple[str, ...]
+    keep_best: str | None
+    mode: Literal["min", "max"] | None
+    best_count: int | None
+    keep_newer_than: float | None
+    keep_step: tuple[int, ...]
+
+
+def retention_of(options: RetentionOptions) -> sw.Retention | None:
     """Returns the rule that the options make; ``None`` without any."""
     if options["items"] and options["keep_every"] is None:
         raise click.UsageError("--items needs --keep-every: it says what stays of those steps")
     if options["keep_best"] is None and (options["mode"] or options["best_count"]):
         raise click.UsageError("--mode and --best-count need --keep-best METRIC")
-    if options["keep_best"] is not None and options["mode"] is None:
-        raise click.UsageError("--keep-best needs --mode min (as for a loss) or --mode max")
     rules: list[sw.Retention] = []
     if options["keep_latest"] is not None:
         rules.append(sw.keep_latest(options["keep_latest"]))
     if options["keep_every"] is not None:
         rules.append(sw.keep_every(options["keep_every"], list(options["items"]) or None))
     if options["keep_best"] is not None:
+        if options["mode"] is None:
+            raise click.UsageError("--keep-best needs --mode min (as for a loss) or --mode max")
         rules.append(sw.keep_best(options["best_count"] or 1, options["keep_best"], options["mode"]))
     if options["keep_newer_than"] is not None:
         rules.append(sw.keep_newer_than(options["keep_newer_than"]))
@@ -86,49 +101,48 @@ def retention_of(options: dict[str, Any]) -> sw.Retention | None:
     return reduce(or_, rules) if rules else None
 
 
-def decisions(manager: sw.CheckpointManager) -> list[dict[str, Any]]:
+@final
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The decision about a step, with its bytes."""
+
+    step: int
+    decision: str
+    #: The items that stay.
+    items: tuple[str, ...]
+    reasons: tuple[str, ...]
+    nbytes: int
+    bytes_freed: int
+
+
+def decisions(manager: sw.CheckpointManager) -> list[Decided]:
     """Returns the decision about every whole step, in order. Damaged steps are neither counted nor
     deleted, and have none."""
     found = []
     rows = {row.step: row for row in manager.inspect()}
-    for step, decision in sorted(manager.plan_retention().items()):
-        row = rows[step]
-        kept = decision.get("items")
-        if decision["decision"] == "delete":
-            what, items, reasons = "delete", [], [decision["reason"]]
-        elif isinstance(kept, dict):
-            what, items, reasons = "thin", sorted(kept["only"]), decision["reasons"]
-        else:
-            what, items, reasons = "keep", [item.name for item in row.items], decision["reasons"]
+    for one in manager.plan_retention():
+        row = rows[one.step]
+        items = one.items if one.decision != "keep" else tuple(item.name for item in row.items)
         freed = sum(item.nbytes for item in row.items if item.name not in items)
-        found.append(
-            {
-                "step": step,
-                "decision": what,
-                "items": items,
-                "reasons": reasons,
-                "bytes": row.nbytes,
-                "bytes_freed": freed,
-            }
-        )
+        found.append(Decided(one.step, one.decision, items, one.reasons, row.nbytes, freed))
     return found
 
 
-def decision_lines(out: Output, rows: list[dict[str, Any]]) -> Iterator[str]:
+def decision_lines(out: Output, rows: list[Decided]) -> Iterator[str]:
     """The decisions, one a line."""
     texts = []
     for row in rows:
-        only = f" to {', '.join(row['items'])}" if row["decision"] == "thin" else ""
-        freed = size(row["bytes_freed"]) if row["bytes_freed"] else ""
-        texts.append((str(row["step"]), safe(row["decision"] + only), freed, safe("; ".join(row["reasons"]))))
+        only = f" to {', '.join(row.items)}" if row.decision == "thin" else ""
+        freed = size(row.bytes_freed) if row.bytes_freed else ""
+        texts.append((str(row.step), safe(row.decision + only), freed, safe("; ".join(row.reasons))))
     heads, *lines = columns([("step", "decision", "frees", "why"), *texts], "rlrl")
     yield "  " + out.dim(heads)
     for line, row in zip(lines, rows, strict=True):
-        yield "  " + (out.bad(line) if row["decision"] == "delete" else line)
+        yield "  " + (out.bad(line) if row.decision == "delete" else line)
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[Decided]) -> str:
     """Returns the decisions in one line."""
-    keep, thin, delete = (sum(row["decision"] == what for row in rows) for what in ("keep", "thin", "delete"))
-    freed = size(sum(row["bytes_freed"] for row in rows))
+    keep, thin, delete = (sum(row.decision == what for row in rows) for what in ("keep", "thin", "delete"))
+    freed = size(sum(row.bytes_freed for row in rows))
     return f"{count(keep, 'step')} kept, {thin} thinned, {delete} deleted; {freed} freed"

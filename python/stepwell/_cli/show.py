@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 import click
 
@@ -56,10 +56,55 @@ def _number(name: str) -> int:
     return int(digits) if digits else -1
 
 
-def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> dict[str, Any]:
+class File(TypedDict):
+    """A data file."""
+
+    path: str
+    bytes: int
+
+
+class Item(TypedDict):
+    """An item, with the bytes of its arrays and of its index."""
+
+    name: str
+    dir: str
+    leaves: int
+    array_bytes: int
+    index_bytes: int
+
+
+class Dropped(TypedDict):
+    """An item that was thinned away, and when."""
+
+    item: str
+    dropped: datetime.datetime
+
+
+class Head(TypedDict):
+    """Facts about a checkpoint."""
+
+    path: str
+    step: int
+    started: datetime.datetime
+    committed: datetime.datetime
+    writer: str
+    format_version: int
+    world_size: int
+    bytes: int
+    array_bytes: int
+    number_of_leaves: int
+    metrics: dict[str, float]
+    custom_metadata: object
+    items: list[Item]
+    dropped: list[Dropped]
+    files: list[File]
+    warnings: list[str]
+
+
+def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> Head:
     """Facts about an open checkpoint."""
     facts, manifest = checkpoint.metadata(), checkpoint.manifest
-    files = [{"path": file["path"], "bytes": file["length"]} for file in manifest["files"]]
+    files: list[File] = [{"path": file["path"], "bytes": file["length"]} for file in manifest["files"]]
     above, name = os.path.split(checkpoint.path)
     # Metrics that were added later belong to the root.
     rows = root_of(above) if os.path.isdir(os.path.join(above, ".stepwell")) else None
@@ -95,6 +140,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> di
             for one in manifest["dropped"]
         ],
         "files": files,
+        "warnings": [],
     }
 
 
@@ -111,7 +157,7 @@ def small_objects(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode])
     return {node.path: value for node, value in zip(objects, values, strict=True)}
 
 
-def _head_lines(out: Output, head: dict[str, Any]) -> Iterator[str]:
+def _head_lines(out: Output, head: Head) -> Iterator[str]:
     yield f"step {head['step']}: {safe(head['path'])}"
     took = (head["committed"] - head["started"]).total_seconds()
     yield (
@@ -169,7 +215,7 @@ def _remark(node: sw.results.StoredNode, values: dict[str, object]) -> str:
     return count(len(node.chunks), "chunk") if len(node.chunks) > 1 else ""
 
 
-def _layout(out: Output, nodes: list[sw.results.StoredNode], head: dict[str, Any]) -> Iterator[str]:
+def _layout(out: Output, nodes: list[sw.results.StoredNode], head: Head) -> Iterator[str]:
     """File by file, in the order of their bytes."""
     inside: dict[str | None, list[tuple[sw.results.StoredChunk, sw.results.StoredNode]]] = {}
     for node in nodes:

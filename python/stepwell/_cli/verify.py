@@ -10,7 +10,7 @@ import stepwell as sw
 
 from ..errors import MisuseError
 from .command import command
-from .output import FINE, PROBLEMS, Output, count, plain, safe, size
+from .output import FINE, PROBLEMS, Output, count, fields_of, safe, size
 from .progress import progress
 from .targets import TARGET, Target, manager_of
 
@@ -50,14 +50,14 @@ def verify(out: Output, path: Target, every: bool) -> int:
     out.document(
         {
             "ok": ok,
-            "checkpoints": [{**plain(report), "ok": report.ok} for report in reports],
+            "checkpoints": [{**fields_of(report), "ok": report.ok} for report in reports],
             "quarantined": [{"name": row.name, "reason": row.damage} for row in others],
         }
     )
     return FINE if ok else PROBLEMS
 
 
-def _print(out: Output, report: sw.VerifyReport, seconds: float) -> None:
+def _print(out: Output, report: sw.results.VerifyReport, seconds: float) -> None:
     name = safe(report.path) if report.step is None else f"step {report.step}: {safe(report.path)}"
     if report.ok:
         rate = f", {size(int(report.nbytes / seconds))}/s" if seconds > 0 else ""

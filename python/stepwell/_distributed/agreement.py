@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
+from .. import _core
 from ..errors import MisuseError, StalledError, StepwellError
 
 
 class Together:
     """The ranks of one restore."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: _core.Manager) -> None:
         self._manager = manager
         #: Settings that must be equal on all ranks, beside the wanted leaves.
         self.how = ""

@@ -27,10 +27,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
+from .. import _core
 from ..errors import CoordinatorError, RankFailed, StepwellError
 from .agreement import Together
 from .transports import Bytes, Carry, Ranks, Transport
@@ -50,7 +51,7 @@ _ALIGNMENT = 64
 #: bytes of an element, offset and extent.
 Region: TypeAlias = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 #: Region, offset in the stored tensor, values → where they belong.
-Deliver: TypeAlias = Callable[[Region, tuple[int, ...], "np.ndarray[Any, Any]"], None]
+Deliver: TypeAlias = Callable[[Region, tuple[int, ...], "np.ndarray"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +84,19 @@ class _Batch:
 class Exchange:
     """The exchange between the ranks of one restore."""
 
-    def __init__(self, core: Any, transport: Transport, together: Together, all_read: bool) -> None:
+    def __init__(
+        self, core: _core.Checkpoint, transport: Transport, together: Together, all_read: bool
+    ) -> None:
         self._core = core
         self._transport = transport
         self._together = together
         self._all_read = all_read
         together.exchange_over(transport.name)
-        self._dtypes: Mapping[Region, np.dtype[Any]] = {}
+        self._dtypes: Mapping[Region, np.dtype] = {}
         #: By stage, the rounds, each with the batch of this rank, where it has one.
         self._rounds: dict[int, list[_Batch | None]] = {}
 
-    def plan(self, wanted: Mapping[Region, np.dtype[Any]]) -> set[Region]:
+    def plan(self, wanted: Mapping[Region, np.dtype]) -> set[Region]:
         """Has the ranks tell each other what they want, and returns what of it is exchanged. All
         ranks make this call, also one that wants nothing."""
         self._dtypes = wanted
@@ -190,7 +193,7 @@ class Exchange:
                 f"{self._transport.name} could not carry what the ranks have read to each other: {failure}"
             ) from failure
 
-    def _values(self, share: Bytes, piece: _Piece) -> np.ndarray[Any, Any]:
+    def _values(self, share: Bytes, piece: _Piece) -> np.ndarray:
         """Returns a piece of a share."""
         there = share[piece.at : piece.at + piece.nbytes]
         return there.view(self._dtypes[piece.region]).reshape(piece.extent)

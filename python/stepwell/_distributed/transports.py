@@ -10,21 +10,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from ..coordinators import MPI, JaxService, TorchStore, initialised_framework
+from ..coordinators import MPI, Coordinator, JaxService, TorchStore, initialised_framework
 from ..errors import CoordinationTimeout, MisuseError
 
-Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+if TYPE_CHECKING:
+    import jax
+    import torch
+    from jax.sharding import NamedSharding
+    from torch.distributed import ProcessGroup
+
+#: Arrays of bytes, of numpy or torch, one for each rank.
+_Rows: TypeAlias = Any
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ranks: TypeAlias = tuple[int, ...]
 #: Enters a collective, and returns what it has brought.
 Carry: TypeAlias = Callable[[], Bytes]
 #: Sends an array to a rank, and fills another one with what a rank sends; either may be ``None``.
-_Swap: TypeAlias = Callable[[tuple[Any, int] | None, tuple[Any, int] | None], None]
+_Swap: TypeAlias = Callable[[tuple[object, int] | None, tuple[object, int] | None], None]
 
 
 class Transport(Protocol):
@@ -48,7 +57,7 @@ class Transport(Protocol):
         """A row for each of the ranks: what that one has. ``share`` is as long on all."""
 
 
-def find(coordinator: Any, stall_timeout: float) -> Transport:
+def find(coordinator: Coordinator | None, stall_timeout: float) -> Transport:
     """Returns the transport for the ranks of a manager with that coordinator.
 
     Raises:
@@ -61,6 +70,7 @@ def find(coordinator: Any, stall_timeout: float) -> Transport:
         return _Jax()
     if isinstance(coordinator, MPI):
         return _Mpi(coordinator, stall_timeout)
+    assert coordinator is not None  # several processes have one
     framework = initialised_framework(coordinator.rank, coordinator.world_size)
     if framework == "torch":
         return _Torch(None)
@@ -73,7 +83,7 @@ def find(coordinator: Any, stall_timeout: float) -> Transport:
     )
 
 
-def _tree(buffer: Any, ranks: Ranks, rank: int, swap: _Swap) -> None:
+def _tree(buffer: object, ranks: Ranks, rank: int, swap: _Swap) -> None:
     """Broadcasts from the first rank along a binomial tree: each receiver forwards the bytes."""
     me, reach = ranks.index(rank), 1
     while reach < len(ranks) and not me & reach:
@@ -85,7 +95,7 @@ def _tree(buffer: Any, ranks: Ranks, rank: int, swap: _Swap) -> None:
             swap((buffer, ranks[me + reach]), None)
 
 
-def _ring(rows: Any, ranks: Ranks, rank: int, swap: _Swap) -> None:
+def _ring(rows: _Rows, ranks: Ranks, rank: int, swap: _Swap) -> None:
     """A gather around a ring: each hands on to the next the row that it got last."""
     me, count = ranks.index(rank), len(ranks)
     for step in range(count - 1):
@@ -99,12 +109,14 @@ class _Torch:
 
     name = "torch.distributed"
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         import torch
         import torch.distributed as dist
 
         self._torch, self._dist = torch, dist
-        self._group: Any = dist.group.WORLD if group is None else group
+        world = dist.group.WORLD
+        assert world is not None
+        self._group: ProcessGroup = world if group is None else group
         self.rank: int = dist.get_rank(self._group)
         self.world_size: int = dist.get_world_size(self._group)
         # For example "cpu:gloo,cuda:nccl".
@@ -112,7 +124,7 @@ class _Torch:
         devices = [one.partition(":")[0] for one in backends]
         self._device = "cpu" if "cpu" in devices else devices[0]
 
-    def _tensor(self, array: Bytes) -> Any:
+    def _tensor(self, array: Bytes) -> torch.Tensor:
         return self._torch.from_numpy(array).to(self._device)
 
     def broadcast(self, buffer: Bytes, ranks: Ranks) -> Carry:
@@ -143,7 +155,7 @@ class _Torch:
 
         return carry
 
-    def _swap(self, out: tuple[Any, int] | None, into: tuple[Any, int] | None) -> None:
+    def _swap(self, out: tuple[object, int] | None, into: tuple[object, int] | None) -> None:
         dist = self._dist
         both = ((dist.isend, out), (dist.irecv, into))
         operations = [
@@ -186,7 +198,7 @@ class _Jax:
             row = np.concatenate([row, np.zeros(length - row.size, np.uint8)])
         sharding, mine, program = _program(what, ranks)
 
-        def set_mesh() -> Any:
+        def set_mesh() -> AbstractContextManager[object]:
             # The caller may have set a mesh of all devices, on which nothing runs over some of
             # them.
             return jax.set_mesh(sharding.mesh) if hasattr(jax, "set_mesh") else nullcontext()
@@ -210,23 +222,23 @@ def _rounded(length: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _program(what: str, ranks: Ranks) -> tuple[Any, Any, Any]:
+def _program(what: str, ranks: Ranks) -> tuple[NamedSharding, jax.Device, Callable[[jax.Array], jax.Array]]:
     """How the rows lie, the device of this process, and what is done with them."""
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    first: dict[int, Any] = {}
+    first: dict[int, jax.Device] = {}
     for device in jax.devices():
         first.setdefault(device.process_index, device)
     mesh = Mesh(np.array([first[rank] for rank in ranks]), ("ranks",))
 
-    def rows(array: Any) -> Any:
+    def rows(array: jax.Array) -> jax.Array:
         return array
 
-    def sum_(array: Any) -> Any:
+    def sum_(array: jax.Array) -> jax.Array:
         return array.sum(axis=0, dtype=array.dtype)
 
-    spec: Any = PartitionSpec
+    spec: Callable[..., PartitionSpec] = PartitionSpec
     program = jax.jit(rows if what == "rows" else sum_, out_shardings=NamedSharding(mesh, spec()))
     return NamedSharding(mesh, spec("ranks")), first[jax.process_index()], program
 
@@ -260,7 +272,7 @@ class _Mpi:
 
         return carry
 
-    def _swap(self, out: tuple[Any, int] | None, into: tuple[Any, int] | None) -> None:
+    def _swap(self, out: tuple[object, int] | None, into: tuple[object, int] | None) -> None:
         requests = [] if out is None else [self._comm.Isend(out[0], dest=out[1], tag=self._TAG)]
         if into is not None:
             requests.append(self._comm.Irecv(into[0], source=into[1], tag=self._TAG))

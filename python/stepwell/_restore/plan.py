@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, final
 
 from .._distributed.agreement import Unasked
+from .._manifest import ManifestItem
 from .._paths import printable, render
 from .._public import public
 from .._state.specs import AS_STORED
@@ -123,7 +124,7 @@ def _reads(blocks: int, reads: int, files: int) -> str:
 
 @collecting.paused()
 def plan(
-    core: Any, options: RestoreOptions, items: Sequence[dict[str, Any]], others: Unasked | None = None
+    core: Any, options: RestoreOptions, items: Sequence[ManifestItem], others: Unasked | None = None
 ) -> RestorePlan:
     """Plans a restore. ``items`` are those of the manifest; ``others`` stands for the other ranks,
     where there are some."""

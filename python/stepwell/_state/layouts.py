@@ -8,19 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import EllipsisType
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypeGuard, cast
 
 import numpy as np
 
 from .. import _adapters as adapters
 from .._adapters import OnDevice, Target
 from .._checks import shown, sizes
+from .._types import Array, Read
 from ..errors import MisuseError, UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 #: The holders of a box: ``None`` (this process alone), ``(index, count)`` of unnamed replicas, a
 #: list of ranks, or ``"everyone"`` who has that box of the leaf.
 Holders: TypeAlias = "tuple[int, int] | list[int] | str | None"
+
+
+#: What a process has of a tensor: an array, or the description of one.
+Local: TypeAlias = Array | ArraySpec
+#: See ``leaves.Description``.
+Described: TypeAlias = (
+    tuple[Literal["sharded"], str, list[int], list[object], str | None] | tuple[Literal["refuse"], str]
+)
+
+
+def _is_tensor(array: object) -> TypeGuard[torch.Tensor]:
+    """True for torch's arrays, which can be changed where they are. Imports nothing."""
+    return hasattr(array, "as_strided")
+
+
+class _Indexed(Protocol):
+    def __getitem__(self, index: tuple[slice | EllipsisType, ...]) -> Array: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +71,13 @@ class Piece:
 class Parts:
     """One process's parts of one tensor, and how to make the same of another array."""
 
-    local: Any
+    local: Local
     #: ``None``: as stored.
     global_shape: tuple[int, ...] | None
     pieces: list[Piece]
     #: New local array → the caller's value. ``None`` if several such parts share one array: then
     #: the caller takes the values of the pieces.
-    rebuild: Callable[[Any], Any] | None
+    rebuild: Callable[[Array], object] | None
     #: Its description for messages: text, or the object, which is formatted only when needed.
     what: object = "a part of a tensor"
     #: For an open ``global_shape``: true if a part may exceed the stored tensor and is filled with
@@ -138,24 +160,23 @@ def extent_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
     return tuple(max(stops) for stops in zip(*ends, strict=True))
 
 
-def view(local: Any, piece: Piece) -> Any:
+def view(local: Array, piece: Piece) -> Array:
     """Returns the view of a piece in an array."""
     place = piece.place
     if not isinstance(place, Strided):
-        there: Any = local
         # With the dots, one element is an array too.
-        return there[(*place, ...)]
+        return cast(_Indexed, local)[(*place, ...)]
     if isinstance(local, np.ndarray):
         flat = local.reshape(-1)[place.offset :]
         strides = tuple(n * local.itemsize for n in place.steps)
         return np.lib.stride_tricks.as_strided(flat, piece.extent, strides)
-    if hasattr(local, "as_strided"):
+    if _is_tensor(local):
         plain = local.detach()
-        return plain.as_strided(piece.extent, place.steps, plain.storage_offset() + place.offset)
+        return plain.as_strided(piece.extent, place.steps, int(plain.storage_offset()) + place.offset)
     return view(np.asarray(local), piece)
 
 
-def is_in_one_piece(local: Any) -> bool:
+def is_in_one_piece(local: Array) -> bool:
     """True if an array lies row-major, without gaps."""
     if isinstance(local, np.ndarray):
         return local.flags.c_contiguous
@@ -166,7 +187,7 @@ def is_in_one_piece(local: Any) -> bool:
 # ---------------------------------------------------------------------------------------
 
 
-def describe(parts: Parts) -> tuple[Any, ...]:
+def describe(parts: Parts) -> Described:
     """What a process holds of a tensor, for the walk over a state: see ``leaves.describe``."""
     if isinstance(parts.local, ArraySpec):
         return ("refuse", f"{parts} without data belongs into like=, not into a state")
@@ -180,7 +201,7 @@ def describe(parts: Parts) -> tuple[Any, ...]:
         return ("refuse", str(error).removeprefix("cannot be restored into: "))
     assert inner.spec.dtype is not None
     library = type(parts.local).__module__.partition(".")[0].replace("jaxlib", "jax")
-    held = [
+    held: list[object] = [
         (one.offset, adapters.with_values(view(parts.local, one)), library == "jax", one.holders)
         for one in parts.pieces
     ]
@@ -200,7 +221,7 @@ def _check(parts: Parts) -> None:
         raise UnsupportedLeaf(f"of {parts}, {error}") from error
 
 
-def _inner(local: Any) -> Target:
+def _inner(local: Local) -> Target:
     """Returns the target of the local array alone."""
     if isinstance(local, np.ndarray):
         spec = ArraySpec(local.shape, local.dtype)
@@ -221,12 +242,13 @@ def target(parts: Parts) -> Target:
     _check(parts)
     inner = _inner(parts.local)
     memory = inner.memory
-    memories: list[Any] = []
+    memories: list[np.ndarray | OnDevice | None] = []
     for one in parts.pieces:
         if isinstance(memory, np.ndarray):
-            memories.append(view(memory, one))
+            memories.append(np.asarray(view(memory, one)))
         elif isinstance(memory, OnDevice):
             there = view(memory.array, one)
+            assert _is_tensor(there)
             steps = tuple(n * memory.dtype.itemsize for n in there.stride())
             memories.append(OnDevice(there, memory.dtype, steps))
         else:
@@ -244,23 +266,24 @@ def target(parts: Parts) -> Target:
     )
 
 
-def _finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
+def _finish(found: list[tuple[Target, Read]], fill: bool) -> list[object]:
     return [_finished(one, values, fill) for one, values in found]
 
 
-def _finished(target: Target, values: Any, fill: bool) -> Any:
+def _finished(target: Target, values: Read, fill: bool) -> object:
     """Returns the caller's value with the values of the pieces."""
     values = values if isinstance(values, list) else [values]
-    parts: Parts = target.value
+    parts = target.value
+    assert isinstance(parts, Parts)
     if parts.rebuild is None:
         return values
     memories = target.memories if fill and target.has_value else None
     if memories is not None and all(value is there for value, there in zip(values, memories, strict=True)):
-        return parts.rebuild(parts.local)
+        return parts.rebuild(cast(Array, parts.local))
     return parts.rebuild(filled(parts.local, list(zip(parts.pieces, values, strict=True)), fill))
 
 
-def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
+def filled(local: Local, found: list[tuple[Piece, Array]], fill: bool) -> Array:
     """The array of a process with these values: the one that it has, or a new one like it, with
     zeros where no piece is."""
     if fill and isinstance(local, np.ndarray):
@@ -268,47 +291,48 @@ def filled(local: Any, found: list[tuple[Piece, Any]], fill: bool) -> Any:
     inner = _inner(local)
     # A tensor can be changed, also where its memory does not hold its values.
     if fill and inner.has_value and (inner.memory is not None or hasattr(local, "copy_")):
-        return _put_all(local, found)
-    shape = tuple(local.shape)
+        return _put_all(cast(Array, local), found)
+    shape = tuple(local.shape or ())
     if len(found) == 1 and tuple(found[0][1].shape) == shape and not isinstance(found[0][0].place, Strided):
         made = found[0][1]
     else:
         made = np.zeros(shape, _made_of(inner.spec.dtype, found))
         for piece, value in found:
-            view(made, piece)[...] = value
-    return inner.finish([(inner, made)], False)[0]
+            np.asarray(view(made, piece))[...] = value
+    return cast(Array, inner.finish([(inner, made)], False)[0])
 
 
-def _made_of(dtype: np.dtype[Any] | None, found: list[tuple[Piece, Any]]) -> np.dtype[Any]:
+def _made_of(dtype: np.dtype | None, found: list[tuple[Piece, Array]]) -> np.dtype:
     """Returns the dtype of a new array: the requested one, or that of its pieces."""
     if dtype is not None:
         return to_dtype(native_name(dtype))
-    dtypes = {value.dtype for _, value in found}
+    dtypes = {np.asarray(value).dtype for _, value in found}
     if len(dtypes) != 1:
         raise MisuseError(
             f"an ArraySpec without dtype takes that of what is stored, and that is {len(dtypes)} dtypes; give it one"
         )
-    made: np.dtype[Any] = dtypes.pop()
-    return made
+    return dtypes.pop()
 
 
-def _put_all(local: Any, found: list[tuple[Piece, Any]]) -> Any:
+def _put_all(local: Array, found: list[tuple[Piece, Array]]) -> Array:
     for piece, value in found:
         _put(view(local, piece), value)
     return local
 
 
-def _put(there: Any, value: Any) -> None:
+def _put(there: Array, value: Array) -> None:
     """Puts a value where it was not read straight to."""
     if isinstance(there, np.ndarray):
         if not isinstance(value, np.ndarray) or value.ctypes.data != there.ctypes.data:
-            np.copyto(there, value)
+            np.copyto(there, np.asarray(value))
         return
     if isinstance(value, OnDevice):
         return
+    assert _is_tensor(there)
     plain = there.detach()
     if isinstance(value, np.ndarray):
         if plain.device.type == "cpu" and plain.data_ptr() == value.ctypes.data:
             return
         value = adapters.arrays("torch", [value])[0]
+    assert _is_tensor(value)
     plain.copy_(value)

@@ -14,10 +14,12 @@ import datetime
 import decimal
 import enum
 import fractions
+import operator
 import os
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -30,28 +32,33 @@ from .registry import StoredEnum, is_namedtuple_class, of_class, of_name, stored
 from .shards import FlatShard, LocalShard, Segments
 from .specs import PER_RANK, ArraySpec, ObjectSpec, PerRank, Replicated, _AsStored, to_dtype
 
-Pairs: TypeAlias = list[tuple[Any, Any]]
+Pairs: TypeAlias = Sequence[tuple[object, object]]
+#: The plain parts of a stored object, of the types that its name implies. A file may have others:
+#: then what puts it together raises.
+_PlainParts: TypeAlias = Any
 Description: TypeAlias = (
-    tuple[Literal["plain"], Any]  # an equal value of the exact built-in types
-    | tuple[Literal["extension"], str, Any]  # an object: its name and plain parts
+    tuple[Literal["plain"], object]  # an equal value of the exact built-in types
+    | tuple[Literal["extension"], str, object]  # an object: its name and plain parts
     | tuple[Literal["scalar"], str, bytes]  # a numpy scalar: dtype, little-endian bytes
-    | tuple[Literal["array"], Any]  # an exact ndarray of a storable dtype
-    | tuple[Literal["same"], Any]  # a wrapper: the value inside
-    | tuple[Literal["first"], Any]  # the same, which may differ between ranks
+    | tuple[Literal["array"], object]  # an exact ndarray of a storable dtype
+    | tuple[Literal["same"], object]  # a wrapper: the value inside
+    | tuple[Literal["first"], object]  # the same, which may differ between ranks
     | tuple[Literal["mapping"], str, Pairs]  # OrderedDict, defaultdict
-    | tuple[Literal["deque"], int | None, list[Any]]
+    | tuple[Literal["deque"], int | None, list[object]]
     | tuple[Literal["fields"], str, str, Pairs]  # namedtuple, dataclass
-    | tuple[Literal["stateful"], str, str, Any]  # type, protocol, the state it gave
+    | tuple[Literal["stateful"], str, str, object]  # type, protocol, the state it gave
     | tuple[Literal["custom"], str, Pairs]
     # dtype, shape, parts, library
-    | tuple[Literal["sharded"], str, list[int], list[Any], str | None]
+    | tuple[Literal["sharded"], str, list[int], list[object], str | None]
+    # values, what identifies them where leaves may share them, library
+    | tuple[Literal["copied"], np.ndarray, str | None, str]
     | tuple[Literal["refuse"], str]
 )
 
 _HINT = "convert it, give it state_dict()/load_state_dict(), or sw.register() its type"
 
 
-def storable_name(dtype: Any) -> str | None:
+def storable_name(dtype: object) -> str | None:
     """Returns the format's name of a dtype whose arrays are stored as they are in memory, or
     ``None``. Works for dtypes that numpy does not know, too."""
     if not isinstance(dtype, np.dtype):
@@ -72,7 +79,7 @@ def _format_names() -> dict[str, str]:
 _FORMAT_NAMES: dict[str, str] = _format_names()
 
 
-def describe(obj: Any) -> Description:
+def describe(obj: object) -> Description:
     """Describes a value for the walk over a state. ``("refuse", why)`` if it cannot be stored."""
     cls = type(obj)
     maker = _EXACT.get(cls)
@@ -85,14 +92,14 @@ def describe(obj: Any) -> Description:
         return _array(obj)
     if is_provider(obj):
         return describe_provider(obj)
-    if cls is LocalShard or cls is FlatShard:
+    if isinstance(obj, (LocalShard, FlatShard)):
         return _parts(obj.parts())
-    if cls is Segments:
+    if isinstance(obj, Segments):
         if not obj.is_named:
             return _parts(obj.parts())
         # Its tensors stand below it.
         return ("mapping", "dict", list(obj.tensors().items()))
-    if cls is layouts.Parts:
+    if isinstance(obj, layouts.Parts):
         return _parts(obj)
     if isinstance(obj, np.generic):
         return _numpy_scalar(obj)
@@ -117,7 +124,7 @@ def describe(obj: Any) -> Description:
             "fields",
             "namedtuple",
             stored_name(cls),
-            [(name, getattr(obj, name)) for name in cls._fields],
+            list(zip(cls._fields, obj, strict=True)),
         )
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         if isinstance(obj, (ArraySpec, ObjectSpec)):
@@ -134,7 +141,7 @@ def describe(obj: Any) -> Description:
     return ("refuse", _why_not(obj))
 
 
-def _why_not(obj: Any) -> str:
+def _why_not(obj: object) -> str:
     if isinstance(obj, _AsStored):
         return "stepwell.AS_STORED belongs into like=, not into a state"
     if isinstance(obj, type):
@@ -164,7 +171,7 @@ def enum_names(member: enum.Enum) -> list[str]:
     return [str(member.name)]
 
 
-def _array(array: np.ndarray[Any, Any]) -> Description:
+def _array(array: np.ndarray) -> Description:
     why = _not_storable(array)
     if why is not None:
         return ("refuse", why)
@@ -178,7 +185,7 @@ def _parts(parts: layouts.Parts) -> Description:
     return layouts.describe(parts)
 
 
-def _not_storable(array: np.ndarray[Any, Any]) -> str | None:
+def _not_storable(array: np.ndarray) -> str | None:
     """Why an array cannot be stored, or ``None``."""
     cls = type(array)
     if isinstance(array, np.ma.MaskedArray):
@@ -200,7 +207,7 @@ def _not_storable(array: np.ndarray[Any, Any]) -> str | None:
     return None
 
 
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _native(dtype: np.dtype) -> np.dtype:
     """The same elements in the byte order of this machine."""
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
@@ -221,7 +228,7 @@ def _numpy_scalar(value: np.generic) -> Description:
     return ("scalar", name, np.asarray(value, dtype=native).tobytes())
 
 
-def _dtype_object(dtype: np.dtype[Any]) -> Description:
+def _dtype_object(dtype: np.dtype) -> Description:
     if storable_name(dtype) is not None:
         return ("extension", "numpy.dtype", dtype.name)
     if dtype.fields is None and dtype.subdtype is None and dtype.type.__module__ == "numpy":
@@ -241,21 +248,21 @@ def _tzinfo(zone: datetime.tzinfo) -> Description:
     return ("refuse", f"the time zone {zone!r} cannot be stored; use datetime.timezone or zoneinfo.ZoneInfo")
 
 
-def _datetime(value: Any) -> Description:
+def _datetime(value: datetime.datetime) -> Description:
     parts = [value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond]
     return ("extension", "datetime.datetime", [parts, value.tzinfo, value.fold])
 
 
-def _time(value: Any) -> Description:
+def _time(value: datetime.time) -> Description:
     parts = [value.hour, value.minute, value.second, value.microsecond]
     return ("extension", "datetime.time", [parts, value.tzinfo, value.fold])
 
 
-def _extension(name: str, parts: Callable[[Any], Any]) -> Callable[[Any], Description]:
+def _extension(name: str, parts: Callable[[Any], object]) -> Callable[[Any], Description]:
     return lambda value: ("extension", name, parts(value))
 
 
-#: Types that are described by their very class.
+#: Types that are described by their very class. Each function takes objects of its key.
 _EXACT: dict[type, Callable[[Any], Description]] = {
     OrderedDict: lambda value: ("mapping", "OrderedDict", list(value.items())),
     defaultdict: lambda value: ("mapping", "defaultdict", list(value.items())),
@@ -283,11 +290,11 @@ class Reviver:
     def __init__(self, classes: Mapping[str, type] | None = None) -> None:
         self.classes: Mapping[str, type] = classes or {}
 
-    def scalar(self, name: str, data: bytes) -> Any:
+    def scalar(self, name: str, data: bytes) -> object:
         """A numpy scalar from its dtype and little-endian bytes."""
         return np.frombuffer(data, dtype=to_dtype(name))[0]
 
-    def extension(self, name: str, parts: Any) -> Any:
+    def extension(self, name: str, parts: _PlainParts) -> object:
         """The object of a stored extension. Called by the engine with plain parts, inner extensions
         revived."""
         if name == "enum":
@@ -297,7 +304,7 @@ class Reviver:
             return make(parts)
         return adapters.revive(name, parts)
 
-    def _enum(self, name: str, names: list[str]) -> Any:
+    def _enum(self, name: str, names: list[str]) -> object:
         cls = self.classes.get(name)
         if cls is None:
             entry = of_name(name)
@@ -309,34 +316,31 @@ class Reviver:
             return StoredEnum(name, tuple(names))
         if len(members) == 1:
             return members[0]
-        combined: Any = cls(0)
-        for member in members:
-            combined |= member
-        return combined
+        return reduce(operator.or_, members)
 
 
-def _revive_datetime(parts: Any) -> datetime.datetime:
+def _revive_datetime(parts: _PlainParts) -> datetime.datetime:
     return datetime.datetime(*parts[0]).replace(tzinfo=parts[1], fold=parts[2])
 
 
-def _revive_time(parts: Any) -> datetime.time:
+def _revive_time(parts: _PlainParts) -> datetime.time:
     return datetime.time(*parts[0]).replace(tzinfo=parts[1], fold=parts[2])
 
 
-def _revive_timezone(parts: Any) -> datetime.timezone:
+def _revive_timezone(parts: _PlainParts) -> datetime.timezone:
     offset, name = parts
     if name is not None:
         return datetime.timezone(offset, name)
     return datetime.UTC if not offset else datetime.timezone(offset)
 
 
-def _revive_zoneinfo(parts: Any) -> datetime.tzinfo:
+def _revive_zoneinfo(parts: _PlainParts) -> datetime.tzinfo:
     import zoneinfo
 
     return zoneinfo.ZoneInfo(parts)
 
 
-_REVIVE: dict[str, Callable[[Any], Any]] = {
+_REVIVE: dict[str, Callable[[_PlainParts], object]] = {
     "collections.Counter": Counter,
     "collections.deque": lambda parts: deque(parts[1], parts[0]),
     "range": lambda parts: range(*parts),

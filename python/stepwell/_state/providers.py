@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import _adapters as adapters
 from .. import _core
 from .._adapters import Target
 from .._checks import listed, sizes
+from .._types import Array, Read
 from ..errors import MisuseError, UnsupportedLeaf
 from .specs import ArraySpec, native_name, to_dtype
 
@@ -29,7 +31,7 @@ class Chunk:
     """A box of a provider's array."""
 
     #: Its values: an array of numpy, torch or JAX, in host memory or on a device.
-    array: Any
+    array: Array
     #: Offset of its first element in the whole; empty: the origin.
     offset: tuple[int, ...] = ()
     #: ``"now"``: copied (on a device: fenced) when ``save`` returns. ``"lazy"``: it is changed in
@@ -40,10 +42,13 @@ class Chunk:
 class StateProvider(Protocol):
     """The interface of an object that gives its bytes in chunks."""
 
-    #: The element type of the whole (a numpy dtype, or its name).
-    dtype: Any
-    #: The shape of the whole.
-    shape: tuple[int, ...]
+    @property
+    def dtype(self) -> npt.DTypeLike:
+        """The element type of the whole (a numpy dtype, or its name)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
 
     def stepwell_chunks(self) -> Iterable[Chunk]:
         """Its chunks, which together are all of it, each element once. They are stored in this
@@ -53,16 +58,16 @@ class StateProvider(Protocol):
         ...
 
 
-def is_provider(obj: Any) -> bool:
+def is_provider(obj: object) -> TypeGuard[StateProvider]:
     """True if an object is one."""
     return hasattr(type(obj), "stepwell_chunks")
 
 
 #: Offset, array, and whether it is lazy.
-_Row: TypeAlias = tuple[tuple[int, ...], Any, bool]
+_Row: TypeAlias = tuple[tuple[int, ...], Array, bool]
 
 
-def _chunks(provider: Any) -> list[_Row]:
+def _chunks(provider: StateProvider) -> list[_Row]:
     """Returns the chunks. An invalid chunk is a :class:`MisuseError`."""
     shape = sizes(provider.shape, "the shape of a provider")
     found: list[_Row] = []
@@ -84,7 +89,7 @@ def _chunks(provider: Any) -> list[_Row]:
     return found
 
 
-def _fault(provider: Any, chunks: list[_Row]) -> str | None:
+def _fault(provider: StateProvider, chunks: list[_Row]) -> str | None:
     """Why the chunks are not the whole array, each element once and in memory of its own; ``None``
     where they are."""
     shape = tuple(provider.shape)
@@ -105,7 +110,7 @@ def _fault(provider: Any, chunks: list[_Row]) -> str | None:
     return None
 
 
-def _dtype(provider: Any) -> np.dtype[Any]:
+def _dtype(provider: StateProvider) -> np.dtype:
     try:
         return to_dtype(provider.dtype)
     except (TypeError, ValueError) as error:
@@ -115,8 +120,8 @@ def _dtype(provider: Any) -> np.dtype[Any]:
 
 
 def describe(
-    provider: Any,
-) -> tuple[Literal["sharded"], str, list[int], list[Any], None] | tuple[Literal["refuse"], str]:
+    provider: StateProvider,
+) -> tuple[Literal["sharded"], str, list[int], list[object], None] | tuple[Literal["refuse"], str]:
     """Its chunks, for the walk over a state."""
     try:
         dtype, chunks = _dtype(provider), _chunks(provider)
@@ -128,11 +133,11 @@ def describe(
     fault = _fault(provider, chunks)
     if fault is not None:
         return ("refuse", fault)
-    held = [(offset, adapters.with_values(array), is_lazy) for offset, array, is_lazy in chunks]
+    held: list[object] = [(offset, adapters.with_values(array), is_lazy) for offset, array, is_lazy in chunks]
     return ("sharded", native_name(dtype), list(provider.shape), held, None)
 
 
-def target(provider: Any) -> Target:
+def target(provider: StateProvider) -> Target:
     """Returns the target of a provider: every chunk is filled; for ``like=``, one array."""
     chunks: list[_Row] = []
     unfillable = None
@@ -143,17 +148,14 @@ def target(provider: Any) -> Target:
     except MisuseError as error:
         raise UnsupportedLeaf(str(error)) from error
 
-    def finish(found: list[tuple[Target, Any]], fill: bool) -> list[Any]:
+    def finish(found: list[tuple[Target, Read]], fill: bool) -> list[object]:
         if not fill:
             return [value for _, value in found]
         for _, value in found:
+            values = np.asarray(value)
             for offset, array, _ in chunks:
-                _fill(
-                    array,
-                    value[
-                        tuple(slice(first, first + n) for first, n in zip(offset, array.shape, strict=True))
-                    ],
-                )
+                box = tuple(slice(first, first + n) for first, n in zip(offset, array.shape, strict=True))
+                _fill(array, values[box])
         return [one.value for one, _ in found]
 
     return Target(spec, finish, provider, unfillable=unfillable)
@@ -169,10 +171,11 @@ def _unwritable(chunks: list[_Row]) -> str | None:
     return None
 
 
-def _fill(array: Any, values: np.ndarray[Any, Any]) -> None:
+def _fill(array: Array, values: np.ndarray) -> None:
     if isinstance(array, np.ndarray):
         np.copyto(array, values)
         return
     # A parameter is one that autograd watches.
     plain = array.detach() if hasattr(array, "detach") else array
+    assert hasattr(plain, "copy_")
     plain.copy_(adapters.arrays("torch", [np.ascontiguousarray(values)])[0])

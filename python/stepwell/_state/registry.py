@@ -7,17 +7,28 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, final
+from typing import Any, Protocol, TypeGuard, TypeVar, final
 
 from .._checks import shown
 from .._public import public
 from ..errors import MisuseError
 
-Flatten = Callable[[Any], Mapping[Any, Any]]
-Unflatten = Callable[[dict[Any, Any]], Any]
+_T = TypeVar("_T")
+
+
+class _NamedTuple(Protocol):
+    _fields: tuple[str, ...]
+
+    @classmethod
+    def _make(cls, values: Iterable[object], /) -> object: ...
+
+
+#: The user's own functions: only they know the types of the children.
+Flatten = Callable[[_T], Mapping[Any, object]]
+Unflatten = Callable[[dict[Any, Any]], _T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +37,8 @@ class Registered:
 
     cls: type
     name: str
-    flatten: Flatten | None
-    unflatten: Unflatten | None
+    flatten: Flatten[Any] | None  # of ``cls``
+    unflatten: Unflatten[Any] | None
 
 
 _by_class: dict[type, Registered] = {}
@@ -41,8 +52,11 @@ def type_name(cls: type) -> str:
 
 @public
 def register(
-    cls: type, flatten: Flatten | None = None, unflatten: Unflatten | None = None, name: str | None = None
-) -> type:
+    cls: type[_T],
+    flatten: Flatten[_T] | None = None,
+    unflatten: Unflatten[_T] | None = None,
+    name: str | None = None,
+) -> type[_T]:
     """Makes ``cls`` known.
 
     With ``flatten`` (object → mapping of children by ``str`` or ``int`` key) and ``unflatten``
@@ -87,7 +101,7 @@ def stored_name(cls: type) -> str:
     return type_name(cls) if entry is None else entry.name
 
 
-def is_namedtuple_class(cls: type) -> bool:
+def is_namedtuple_class(cls: type) -> TypeGuard[type[_NamedTuple]]:
     """True if it is a class made by ``collections.namedtuple`` or ``typing.NamedTuple``."""
     fields = getattr(cls, "_fields", None)
     return (
@@ -122,7 +136,7 @@ def synthetic_namedtuple(name: str, fields: tuple[str, ...]) -> type:
 @lru_cache(maxsize=1024)
 def synthetic_dataclass(name: str, fields: tuple[str, ...]) -> type:
     """A dataclass for a stored one whose class is not known here."""
-    made = type(_identifier(name, "Dataclass"), (), {"__annotations__": dict.fromkeys(fields, Any)})
+    made = type(_identifier(name, "Dataclass"), (), {"__annotations__": dict.fromkeys(fields, object)})
     if not all(field.isidentifier() for field in fields):
         raise ValueError(f"stored dataclass {name!r} has fields that are no identifiers: {fields}")
     return dataclasses.dataclass(made)

@@ -5,16 +5,21 @@ parameter)."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
-from typing import Any, final
+from types import EllipsisType
+from typing import SupportsIndex, TypeAlias, cast, final
 
 from .. import _core
 from .._checks import MAX_SIZE, listed, shape_of, shown, sizes, text, whole
+from .._types import Array
 from ..errors import MisuseError
-from .layouts import Parts, Piece, Strided, filled, is_in_one_piece
+from .layouts import Local, Parts, Piece, Strided, filled, is_in_one_piece
 from .specs import ArraySpec
+
+#: A basic index of numpy.
+Index: TypeAlias = "SupportsIndex | slice | EllipsisType | tuple[SupportsIndex | slice | EllipsisType, ...]"
 
 
 @final
@@ -35,7 +40,7 @@ class LocalShard:
 
     def __init__(
         self,
-        local: Any,
+        local: Local,
         global_shape: Sequence[int],
         offset: Sequence[int],
         replica: tuple[int, int] = (0, 1),
@@ -57,29 +62,38 @@ class LocalShard:
 
     def parts(self) -> Parts:
         """See :class:`Parts`."""
-        extent = tuple(self.local.shape)
+        extent = _extent(self.local)
         place = tuple(slice(0, n) for n in extent)
         pieces = [] if 0 in extent else [Piece(self.offset, extent, place, self.replica)]
         return Parts(self.local, self.global_shape, pieces, self._with, self)
 
-    def _with(self, local: Any) -> LocalShard:
+    def _with(self, local: Local) -> LocalShard:
         if local is self.local:
             return self
         return LocalShard(local, self.global_shape, self.offset, self.replica)
 
     def __repr__(self) -> str:
-        extent = tuple(self.local.shape)
+        extent = _extent(self.local)
         box = ", ".join(f"{first}:{first + n}" for first, n in zip(self.offset, extent, strict=True))
         return f"LocalShard([{box}] of {self.global_shape})"
 
 
-def _replica(replica: Any) -> tuple[int, int]:
+def _replica(replica: tuple[int, int]) -> tuple[int, int]:
     try:
         index, count = replica
     except (TypeError, ValueError) as error:
         raise MisuseError(f"replica is (index, count), not {shown(replica)}") from error
     count = whole(count, "the count of a replica", 1, 2**31)
     return whole(index, "the index of a replica", 0, count - 1), count
+
+
+def _extent(local: Local) -> tuple[int, ...]:
+    """The shape of a checked array."""
+    return tuple(local.shape or ())
+
+
+#: What a process has of a parameter, without its data: a shape, or a part of a tensor.
+Parameter: TypeAlias = "Iterable[SupportsIndex] | Array | ArraySpec | LocalShard | Segments"
 
 
 @final
@@ -119,7 +133,7 @@ class Segment:
         offset: Sequence[int],
         extent: Sequence[int] | None = None,
         *,
-        into: Any = ...,
+        into: Index = ...,
         shape: Sequence[int] | None = None,
         view: Sequence[int] | None = None,
         into_shape: Sequence[int] | None = None,
@@ -137,13 +151,13 @@ class Segment:
         self.replica = _replica(replica)
         #: The part of a flattened parameter: what that is, its first element, how many, and where
         #: they begin in the array.
-        self.flat: tuple[Any, int, int, int] | None = None
+        self.flat: tuple[Parameter, int, int, int] | None = None
 
     @classmethod
     def of_flat(
         cls,
         name: str | None,
-        of: Any,
+        of: Parameter,
         start: int,
         length: int,
         *,
@@ -166,7 +180,7 @@ class Segment:
         made = cls(name, (), replica=replica)
         numbers = ((start, "start"), (length, "length"), (at, "at"))
         least = [whole(one, what, 0, MAX_SIZE) for one, what in numbers]
-        made.flat = (of, *least)
+        made.flat = (of, least[0], least[1], least[2])
         return made
 
     def pieces(self, local_shape: tuple[int, ...]) -> tuple[tuple[int, ...] | None, list[Piece]]:
@@ -249,7 +263,7 @@ class Segments:
 
     __slots__ = ("local", "segments")
 
-    def __init__(self, local: Any, segments: Sequence[Segment]) -> None:
+    def __init__(self, local: Local, segments: Sequence[Segment]) -> None:
         self.local = local
         self.segments = tuple(listed(segments, "segments is a list of sw.sharding.Segment(…)"))
         wrong = [one for one in self.segments if type(one) is not Segment]
@@ -270,7 +284,7 @@ class Segments:
 
     def tensors(self) -> dict[str | None, Parts]:
         """Returns its parts of each tensor."""
-        shape = tuple(self.local.shape)
+        shape = _extent(self.local)
         found: dict[str | None, Parts] = {}
         for segment in self.segments:
             whole_shape, pieces = segment.pieces(shape)
@@ -301,17 +315,18 @@ class Segments:
         only.rebuild = lambda local: self if local is self.local else Segments(local, self.segments)
         return only
 
-    def put_together(self, values: dict[str | None, Any], fill: bool) -> Segments:
+    def put_together(self, values: Mapping[str | None, object], fill: bool) -> Segments:
         """The same with these values of each tensor's pieces."""
-        found = []
+        found: list[tuple[Piece, Array]] = []
         for name, parts in self.tensors().items():
-            if name in values and isinstance(values[name], list):
-                found += list(zip(parts.pieces, values[name], strict=True))
+            read = values.get(name)
+            if isinstance(read, list):
+                found += list(zip(parts.pieces, read, strict=True))
         local = filled(self.local, found, fill)
         return self if local is self.local else Segments(local, self.segments)
 
     def __repr__(self) -> str:
-        return f"Segments({len(self.segments)} of {tuple(self.local.shape)})"
+        return f"Segments({len(self.segments)} of {_extent(self.local)})"
 
 
 @final
@@ -327,7 +342,7 @@ class FlatShard:
 
     __slots__ = ("local", "of", "replica", "start")
 
-    def __init__(self, local: Any, of: Any, start: int, replica: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, local: Local, of: Parameter, start: int, replica: tuple[int, int] = (0, 1)) -> None:
         if len(shape_of(local, "a FlatShard")) != 1:
             raise MisuseError(f"a FlatShard is a 1-d array, not {shown(local)}")
         self.local = local
@@ -339,7 +354,7 @@ class FlatShard:
     def parts(self) -> Parts:
         """See :class:`Parts`."""
         _, own, _ = _own_parameter(self.of)
-        length = max(0, min(self.local.shape[0], prod(own) - self.start))
+        length = max(0, min(_extent(self.local)[0], prod(own) - self.start))
         start = min(self.start, prod(own))
         segment = Segment.of_flat(None, self.of, start, length, replica=self.replica)
         parts = Segments(self.local, [segment]).parts()
@@ -349,10 +364,10 @@ class FlatShard:
         return parts
 
     def __repr__(self) -> str:
-        return f"FlatShard({self.local.shape[0]} from {self.start} of {self.of!r})"
+        return f"FlatShard({_extent(self.local)[0]} from {self.start} of {self.of!r})"
 
 
-def _own_parameter(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
+def _own_parameter(of: Parameter) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
     """Returns a process's part of a parameter: the tensor's shape, that of its own array, and the
     pieces in it."""
     shape, own, pieces = _described(of)
@@ -361,17 +376,17 @@ def _own_parameter(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], li
     return shape, own, pieces
 
 
-def _described(of: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
+def _described(of: Parameter) -> tuple[tuple[int, ...] | None, tuple[int, ...], list[Piece]]:
     if isinstance(of, LocalShard):
-        shape = tuple(of.local.shape)
+        shape = _extent(of.local)
         piece = Piece(of.offset, shape, Strided(0, tuple(_steps(shape))))
         return of.global_shape, shape, [] if 0 in shape else [piece]
     if isinstance(of, Segments):
         if of.is_named:
             raise MisuseError("of= is what the process has of one tensor; segments with names are several")
         parts = of.parts()
-        return parts.global_shape, tuple(of.local.shape), parts.pieces
-    shape = sizes(getattr(of, "shape", of), "of")
+        return parts.global_shape, _extent(of.local), parts.pieces
+    shape = sizes(cast(Iterable[SupportsIndex], getattr(of, "shape", of)), "of")
     piece = Piece((0,) * len(shape), shape, Strided(0, tuple(_steps(shape))))
     return shape, shape, [] if 0 in shape else [piece]
 
@@ -384,7 +399,7 @@ def _steps(shape: Sequence[int]) -> list[int]:
     return steps
 
 
-def _indexed(shape: Sequence[int], index: Any) -> tuple[int, list[int], list[int]]:
+def _indexed(shape: Sequence[int], index: Index) -> tuple[int, list[int], list[int]]:
     """First element, shape and steps of what an index takes of a row-major array."""
     entries = list(index) if isinstance(index, tuple) else [index]
     # By identity: an array in its place is compared with each of its elements.
@@ -410,7 +425,7 @@ def _indexed(shape: Sequence[int], index: Any) -> tuple[int, list[int], list[int
             steps.append(stride * step)
             continue
         try:
-            number = operator.index(entry)
+            number = operator.index(cast(SupportsIndex, entry))
         except TypeError as error:
             raise MisuseError(f"into={index!r} has integers, slices and `...`, not {shown(entry)}") from error
         if not -size <= number < size:

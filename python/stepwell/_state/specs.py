@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Generic, TypeVar, final
+from typing import Final, Generic, SupportsIndex, TypeAlias, TypeVar, cast, final
 
 import ml_dtypes
 import numpy as np
@@ -18,29 +18,32 @@ from .._public import public
 from ..errors import MisuseError
 
 T = TypeVar("T")
+#: A shape as a caller gives it: numbers, or one of them.
+Sizes: TypeAlias = SupportsIndex | Iterable[SupportsIndex]
 
 
 @lru_cache(maxsize=256)
-def _named_dtype(name: str) -> np.dtype[Any]:
+def _named_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def to_dtype(name: Any) -> np.dtype[Any]:
+def to_dtype(name: object) -> np.dtype:
     """A numpy dtype from a name (``ml_dtypes`` names too), a type or a dtype."""
-    return _named_dtype(name) if type(name) is str else np.dtype(name)
+    return _named_dtype(name) if type(name) is str else np.dtype(cast(npt.DTypeLike, name))
 
 
 @lru_cache(maxsize=256)
-def native_name(dtype: np.dtype[Any]) -> str:
+def native_name(dtype: np.dtype) -> str:
     """The name of a dtype's elements in the byte order of this machine."""
     return dtype.newbyteorder("=").name
 
 
-def _shape(shape: Any) -> tuple[int, ...]:
-    return sizes((shape,) if hasattr(shape, "__index__") else shape, "the shape of an ArraySpec")
+def _shape(shape: Sizes) -> tuple[int, ...]:
+    numbers = (shape,) if isinstance(shape, SupportsIndex) else shape
+    return sizes(numbers, "the shape of an ArraySpec")
 
 
-def _dtype(dtype: Any) -> np.dtype[Any]:
+def _dtype(dtype: npt.DTypeLike) -> np.dtype:
     try:
         return to_dtype(dtype)
     except (TypeError, ValueError) as error:
@@ -62,9 +65,9 @@ class ArraySpec:
     """
 
     shape: tuple[int, ...] | None
-    dtype: np.dtype[Any] | None
+    dtype: np.dtype | None
 
-    def __init__(self, shape: Any = None, dtype: npt.DTypeLike | str | None = None) -> None:
+    def __init__(self, shape: Sizes | None = None, dtype: npt.DTypeLike | str | None = None) -> None:
         object.__setattr__(self, "shape", None if shape is None else _shape(shape))
         object.__setattr__(self, "dtype", None if dtype is None else _dtype(dtype))
 
@@ -144,7 +147,7 @@ class PerRank(Generic[T]):
 
     value: T
     key: str | None = None
-    resize: Callable[[list[Any], int, int], Any] | None = None
+    resize: Callable[[list[T], int, int], T] | None = None
 
     def stored_key(self) -> str:
         """The key under which this process's value is stored."""

@@ -13,13 +13,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
 from .._paths import named
 from ..errors import LoadFailed, StepwellError
 from .registry import type_name
+
+#: A state, of a file or of an object. Its parts have no types before the object takes it.
+_State: TypeAlias = Any
+#: An object of the protocol, which has its methods.
+_Owner: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,48 +34,48 @@ class Protocol:
     nothing."""
 
     name: str
-    get: Callable[[Any], Any]
-    set: Callable[[Any, Any], None]
-    make: Callable[[Any, Any], Any] | None = None
-    trial: Callable[[Any, Any], Any] | None = None
+    get: Callable[[_Owner], object]
+    set: Callable[[_Owner, _State], None]
+    make: Callable[[_Owner | None, _State], object] | None = None
+    trial: Callable[[_Owner | None, _State], object] | None = None
 
 
-def _random_get(generator: Any) -> dict[str, Any]:
+def _random_get(generator: random.Random) -> dict[str, object]:
     version, words, gauss = generator.getstate()
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss_next": gauss}
 
 
-def _random_set(generator: Any, state: Any) -> None:
+def _random_set(generator: random.Random, state: _State) -> None:
     generator.setstate((state["version"], tuple(int(word) for word in state["words"]), state["gauss_next"]))
 
 
-def _random_make(_like: Any, state: Any) -> random.Random:
+def _random_make(_like: object, state: _State) -> random.Random:
     made = random.Random()
     _random_set(made, state)
     return made
 
 
-def _bits_get(bits: Any) -> Any:
+def _bits_get(bits: np.random.BitGenerator) -> object:
     return bits.state
 
 
-def _bits_set(bits: Any, state: Any) -> None:
+def _bits_set(bits: np.random.BitGenerator, state: _State) -> None:
     bits.state = state
 
 
 #: numpy's own bit generators, by the name that their states hold.
-_BIT_GENERATORS: dict[str, Any] = {
+_BIT_GENERATORS: dict[str, Callable[[], np.random.BitGenerator]] = {
     name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 }
 #: Positions in a buffer, which numpy takes over unchecked and reads at: their places in a state, by
 #: bit generator, and their limits.
-_PLACES: dict[str, tuple[Callable[[Any], Any], int]] = {
+_PLACES: dict[str, tuple[Callable[[_State], int], int]] = {
     "MT19937": (lambda state: state["state"]["pos"], 624),
     "Philox": (lambda state: state["buffer_pos"], 4),
 }
 
 
-def _bits_make(like: Any, state: Any) -> Any:
+def _bits_make(like: np.random.BitGenerator | None, state: _State) -> np.random.BitGenerator:
     """Returns a bit generator like ``like``, or else the numpy one that the state names."""
     made = _BIT_GENERATORS[state["bit_generator"]]() if like is None else type(like)()
     if state["bit_generator"] in _PLACES:
@@ -81,15 +86,15 @@ def _bits_make(like: Any, state: Any) -> Any:
     return made
 
 
-def _generator_set(generator: Any, state: Any) -> None:
+def _generator_set(generator: np.random.Generator, state: _State) -> None:
     generator.bit_generator.state = state
 
 
-def _generator_make(like: Any, state: Any) -> Any:
+def _generator_make(like: np.random.Generator | None, state: _State) -> np.random.Generator:
     return np.random.Generator(_bits_make(None if like is None else like.bit_generator, state))
 
 
-def _random_state_make(like: Any, state: Any) -> Any:
+def _random_state_make(like: _Owner | None, state: _State) -> np.random.RandomState:
     made = np.random.RandomState(_bits_make(None if like is None else like._bit_generator, state))
     made.set_state(state)
     return made
@@ -124,7 +129,7 @@ _MODULE_NUMPY = Protocol(
 _MODULES = {random: _MODULE_RANDOM, np.random: _MODULE_NUMPY}
 
 
-def _state_dict_of(owner: Any) -> Any:
+def _state_dict_of(owner: _Owner) -> object:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(owner, torch.nn.Module):
         from .._adapters import torch as adapter
@@ -142,7 +147,7 @@ _GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.s
 _BUILT_IN = {one.name: one for one in (_RANDOM, _BITS, _GENERATOR, _RANDOM_STATE)}
 
 
-def rebuilt(type_name: str, protocol: str, state: Any) -> Any:
+def rebuilt(type_name: str, protocol: str, state: object) -> object:
     """Rebuilds a stored generator of Python or numpy. Imports nothing: other types, and invalid
     states, come back as the stored state."""
     known = _BUILT_IN.get(protocol)
@@ -154,7 +159,7 @@ def rebuilt(type_name: str, protocol: str, state: Any) -> Any:
         return state
 
 
-def give(path: str, owner: Any, protocol: Protocol, state: Any) -> None:
+def give(path: str, owner: object, protocol: Protocol, state: object) -> None:
     """Gives an object of the caller's its state."""
     try:
         protocol.set(owner, state)
@@ -170,7 +175,7 @@ def give(path: str, owner: Any, protocol: Protocol, state: Any) -> None:
         raise failed from failure
 
 
-def protocol_of(obj: Any) -> Protocol | None:
+def protocol_of(obj: object) -> Protocol | None:
     """How to take the state out of an object, or ``None`` where it has none."""
     if isinstance(obj, type):
         return None
@@ -196,6 +201,6 @@ def is_callable_state(state: object) -> TypeGuard[Callable[[], object]]:
     return callable(state) and not isinstance(state, type) and protocol_of(state) is None
 
 
-def name_of(obj: Any) -> str:
+def name_of(obj: object) -> str:
     """The stored type name of a stateful object."""
     return obj.__name__ if isinstance(obj, ModuleType) else type_name(type(obj))

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, final
 
 import numpy as np
+import numpy.typing as npt
 
 from .._checks import instance, listed, one_of, shown, sizes, text, whole
 from .._paths import named
@@ -17,6 +18,10 @@ from .._restore import template
 from .._state.shards import LocalShard
 from .._state.specs import AS_STORED, ArraySpec, ObjectSpec
 from ..errors import MismatchError, MisuseError
+
+if TYPE_CHECKING:
+    import jax
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: The axes that cut a dimension of a tensor: none, one, or several (the first one outermost).
 Axes: TypeAlias = "str | tuple[str, ...] | None"
@@ -38,7 +43,7 @@ class RankMesh:
 
     __slots__ = ("_places", "_table", "axes")
 
-    def __init__(self, ranks: Any = None, /, **axes: int) -> None:
+    def __init__(self, ranks: npt.ArrayLike | None = None, /, **axes: int) -> None:
         if not axes:
             raise MisuseError("a RankMesh has axes, such as RankMesh(dp=2, tp=4)")
         self.axes = {
@@ -67,7 +72,7 @@ class RankMesh:
             raise MisuseError("the grid of ranks names a rank twice")
 
     @classmethod
-    def of(cls, mesh: Any) -> RankMesh:
+    def of(cls, mesh: DeviceMesh | jax.sharding.Mesh) -> RankMesh:
         """From a ``DeviceMesh`` of torch with names, or a ``jax.sharding.Mesh`` whose devices are
         each another process's."""
         names = getattr(mesh, "mesh_dim_names", None) or getattr(mesh, "axis_names", None)
@@ -77,7 +82,8 @@ class RankMesh:
             )
         grid = getattr(mesh, "mesh", None)
         if grid is None:
-            grid = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+            devices = cast("jax.sharding.Mesh", mesh).devices
+            grid = np.vectorize(lambda device: device.process_index, otypes=[int])(devices)
         grid = np.asarray(grid)
         return cls(grid, **dict(zip(map(str, names), grid.shape, strict=True)))
 
@@ -161,7 +167,7 @@ class Rules:
 
     def shard(
         self,
-        state: Any,
+        state: object,
         mesh: RankMesh,
         rank: int,
         shapes: Mapping[str, Sequence[int]] | Callable[[str], Sequence[int]] | None = None,
@@ -200,7 +206,7 @@ class Rules:
             leaf.result = LocalShard(array, shape, offset, self._replica(leaf.path, axes, mesh, rank, stage))
         return template.finish(part, False)
 
-    def abstract_state(self, metadata: Any, mesh: RankMesh, rank: int) -> Any:
+    def abstract_state(self, metadata: object, mesh: RankMesh, rank: int) -> Any:
         """Returns this rank's part of a stored state (``manager.metadata(step)``, or a tree of
         :class:`~stepwell.ArraySpec`), for ``like=``. Each tensor is a :class:`LocalShard` over a
         spec. Leaves of other stages are left out (``...``)."""
@@ -287,7 +293,7 @@ class Rules:
         return same.index(rank), len(same)
 
 
-def _axes(axes: Any) -> tuple[str, ...]:
+def _axes(axes: object) -> tuple[str, ...]:
     if axes is None:
         return ()
     if isinstance(axes, str):

@@ -1,0 +1,107 @@
+"""The steps of a root, without numpy: a listing must not pay for its import."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import dataclass
+from typing import TypedDict, final
+
+from . import _core
+from ._locations import Path, absolute, explaining
+from ._options import reader_json
+from ._public import public
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ItemInfo:
+    """An item of a step."""
+
+    #: Its name, the bytes of its data files, and the number of its leaves.
+    name: str
+    nbytes: int
+    leaves: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """A directory with a step's name."""
+
+    #: Its number; ``None`` if it is not a step.
+    step: int | None
+    #: Name of the directory.
+    name: str
+    #: Bytes of the data files.
+    nbytes: int
+    items: tuple[ItemInfo, ...]
+    #: Names of the items that were thinned away.
+    dropped: tuple[str, ...]
+    #: Its metrics, with those that were added later.
+    metrics: dict[str, float]
+    #: The first keys of its metadata.
+    metadata_keys: tuple[str, ...]
+    #: When its save began, and when it was committed, in UTC.
+    started: datetime.datetime
+    committed: datetime.datetime
+    #: Why it cannot be restored, or ``None``. Only :func:`stepwell.verify` reads every byte.
+    damage: str | None
+
+
+def utc(unix_ns: int) -> datetime.datetime:
+    """Returns a time of a manifest."""
+    seconds, ns = divmod(int(unix_ns), 1_000_000_000)
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(microsecond=ns // 1000)
+
+
+class _Item(TypedDict):
+    name: str
+    bytes: int
+    leaves: int
+
+
+class _Row(TypedDict):
+    step: int | None
+    name: str
+    bytes: int
+    items: list[_Item]
+    dropped: list[str]
+    metrics: dict[str, float | str]
+    metadata_keys: list[str]
+    started_unix_ns: int
+    committed_unix_ns: int
+    damage: str | None
+
+
+def steps(report: str) -> list[StepInfo]:
+    """The engine's report on a root."""
+    rows: list[_Row] = json.loads(report)
+    return [
+        StepInfo(
+            row["step"],
+            row["name"],
+            row["bytes"],
+            tuple(ItemInfo(item["name"], item["bytes"], item["leaves"]) for item in row["items"]),
+            tuple(row["dropped"]),
+            {name: float(value) for name, value in row["metrics"].items()},
+            tuple(row["metadata_keys"]),
+            utc(row["started_unix_ns"]),
+            utc(row["committed_unix_ns"]),
+            row["damage"],
+        )
+        for row in rows
+    ]
+
+
+@public
+def inspect(root: Path) -> list[StepInfo]:
+    """Returns facts about every directory of a root with a step's name, whole, damaged, or not a
+    step, in order. Imports no framework and no numpy."""
+    path = absolute(root, "the root")
+    with explaining(path):
+        core = _core.Manager(path, reader_json())
+    try:
+        return steps(core.report())
+    finally:
+        core.close(None)

@@ -1,0 +1,53 @@
+"""Counts the lines of the package that use ``Any``, which switches type checks off.
+
+    python tests/lint/any_types.py             # the figure, and an error if it is above the limit
+    python tests/lint/any_types.py --list      # the lines
+
+Part of ``make lint``. Use ``object`` for a value that is only handed on, a type variable for one
+that comes back, and a type alias with a reason for values without a type of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "python" / "stepwell"
+
+#: The most lines with ``Any``. It may only fall.
+LIMIT = 211
+
+
+def lines_with_any(source: str) -> Iterator[int]:
+    """Yields the numbers of the lines of code that use ``Any``, without imports."""
+    seen = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        number = token.start[0]
+        is_name = token.type == tokenize.NAME and token.string == "Any"
+        if is_name and number != seen and "import " not in token.line:
+            seen = number
+            yield number
+
+
+def found() -> list[tuple[Path, int]]:
+    """Returns file and number of each line."""
+    files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".pyi"))
+    return [(path, number) for path in files for number in lines_with_any(path.read_text(encoding="utf-8"))]
+
+
+def main() -> int:
+    """Prints the figure."""
+    lines = found()
+    if "--list" in sys.argv:
+        for path, number in lines:
+            text = path.read_text(encoding="utf-8").splitlines()[number - 1].strip()
+            print(f"{path.relative_to(PACKAGE.parents[1])}:{number}: {text}")
+    print(f"lines with Any: {len(lines)} (at most {LIMIT})")
+    return int(len(lines) > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
