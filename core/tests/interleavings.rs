@@ -17,7 +17,7 @@ use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
 use stepwell_core::leaf_path::Component;
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::save::{ChunkPlan, ItemPlan, LeafPlan, SaveOptions, prepare};
 use stepwell_core::staging::{Filled, Filling, Slot, StagingPool};
@@ -50,9 +50,9 @@ fn acquire(pool: &StagingPool) -> Result<Slot<stepwell_core::staging::Free>> {
 }
 
 fn full(slot: Slot<stepwell_core::staging::Free>) -> Slot<stepwell_core::staging::Full> {
-    match slot.begin().finish(Vec::new()) {
+    match slot.begin().finish() {
         Filled::Full(slot) => slot,
-        Filled::Pending(_) => panic!("no fence, nothing pending"),
+        Filled::Pending(_) => panic!("no device copies into it"),
     }
 }
 
@@ -175,14 +175,14 @@ struct Watched {
 }
 
 impl StateProvider for Watched {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         for fill in fills {
             assert!(self.alive.load(Ordering::SeqCst), "a source was read after the capture had returned");
             thread::yield_now();
             slot.part(fill.at, fill.len)?.fill(self.value);
             self.captured.fetch_add(fill.len, Ordering::SeqCst);
         }
-        if self.fails { Err(Error::Misuse("it broke".into())) } else { Ok(Ticket::Done) }
+        if self.fails { Err(Error::Misuse("it broke".into())) } else { Ok(()) }
     }
 }
 

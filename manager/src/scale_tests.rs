@@ -19,7 +19,7 @@ use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_core::limits::{COMPARED_RANKS, MAX_MANIFEST_BYTES};
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::save::{ItemPlan, LeafPlan};
 use stepwell_core::staging::{Filling, Slot};
@@ -44,8 +44,8 @@ const VOCABULARY: u64 = 128_256;
 struct Nothing;
 
 impl StateProvider for Nothing {
-    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
-        Ok(Ticket::Done)
+    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<()> {
+        Ok(())
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use common::*;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::Component;
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::{Error, LeafSource, Options, Outcome, SaveRequest, StateSource, singular};
@@ -23,13 +23,13 @@ struct Slow {
 }
 
 impl StateProvider for Slow {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         for fill in fills {
             slot.part(fill.at, fill.len)?.fill(7);
         }
         std::thread::sleep(Duration::from_millis(5));
         self.calls.fetch_add(1, Ordering::SeqCst);
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use common::*;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::limits;
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::{Error, LeafSource, SaveRequest, StateSource, singular};
@@ -20,12 +20,12 @@ use stepwell_manager::{Error, LeafSource, SaveRequest, StateSource, singular};
 struct Counted(AtomicU64);
 
 impl StateProvider for Counted {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         self.0.fetch_add(1, Ordering::SeqCst);
         for fill in fills {
             slot.part(fill.at, fill.len)?.fill(7);
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 

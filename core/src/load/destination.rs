@@ -1,6 +1,6 @@
 //! Destinations of verified bytes: host memory, or a device that copies asynchronously.
 //!
-//! A [`DeviceTarget`] receives a [`Piece`] and returns a [`Ticket`]. It is the counterpart of the
+//! A [`DeviceTarget`] receives a [`Piece`] and returns a [`Fence`]. It is the counterpart of the
 //! save side's state providers. A piece holds its read buffer: the memory is neither reused nor
 //! freed until the last clone is dropped, even if the restore fails. A target keeps the piece until
 //! its copies are complete. A copy that never ends costs only its buffer.
@@ -10,8 +10,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::deadline::deadline_after;
-use crate::provider::Ticket;
-use crate::staging::Fence;
 use crate::sys::{DeviceCopies, DeviceMemory, Elsewhere, HostTarget, Piece};
 use crate::{Error, Result};
 
@@ -41,10 +39,17 @@ pub trait DeviceTarget: Send + Sync + fmt::Debug {
     /// Returns the length in bytes.
     fn bytes(&self) -> u64;
 
-    /// Copies a piece to its place, or starts to. The restore returns once every ticket's fence has
-    /// passed. Called from several threads, in any order, with every byte once. An error here or
-    /// from a fence ends the restore.
-    fn put(&self, piece: Piece) -> Result<Ticket>;
+    /// Starts to copy a piece to its place. The restore returns once every fence has passed. Called
+    /// from several threads, in any order, with every byte once. An error here or from a fence ends
+    /// the restore.
+    fn put(&self, piece: Piece) -> Result<Box<dyn Fence>>;
+}
+
+/// A point in a queue of copies.
+pub trait Fence: Send {
+    /// Waits on this thread. [`crate::Error::Timeout`] at the deadline; it may be asked again. Any
+    /// other error says that the copies failed, and that nothing is on its way any more.
+    fn host_wait(&self, deadline: Instant) -> Result<()>;
 }
 
 impl DeviceTarget for DeviceMemory {
@@ -52,8 +57,8 @@ impl DeviceTarget for DeviceMemory {
         self.len()
     }
 
-    fn put(&self, piece: Piece) -> Result<Ticket> {
-        Ok(Ticket::Event(Box::new(self.copy_from(piece)?)))
+    fn put(&self, piece: Piece) -> Result<Box<dyn Fence>> {
+        Ok(Box::new(self.copy_from(piece)?))
     }
 }
 
@@ -72,12 +77,6 @@ pub(crate) struct Started {
 impl Started {
     pub(crate) fn new(stall_timeout: Duration) -> Self {
         Self { fences: Vec::new(), stall_timeout }
-    }
-
-    pub(crate) fn add(&mut self, ticket: Ticket) {
-        if let Ticket::Event(fence) = ticket {
-            self.fences.push(fence);
-        }
     }
 
     /// Waits until all copies have ended, even after an error, and returns the first error. The
@@ -109,7 +108,7 @@ impl Elsewhere for ToDevices<'_> {
         let device = self.devices.get(dst as usize).and_then(Option::as_ref).ok_or_else(|| {
             Error::internal("a device for each target without an address", format!("none for target {dst}"))
         })?;
-        self.started.add(device.put(piece)?);
+        self.started.fences.push(device.put(piece)?);
         Ok(())
     }
 

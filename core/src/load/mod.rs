@@ -41,7 +41,7 @@ mod tests;
 mod verify;
 
 pub use buffers::ReadBuffers;
-pub use destination::{Destination, DeviceTarget};
+pub use destination::{Destination, DeviceTarget, Fence};
 pub use execute::{FileReads, execute, execute_while, plan};
 pub use file_set::FileSet;
 pub use footer_index::index_in_footer;

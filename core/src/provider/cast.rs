@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{Fill, Haste, StateProvider, Ticket};
+use super::{Fill, Haste, StateProvider};
 use crate::dtype::Dtype;
 use crate::region::Region;
 use crate::staging::{Filling, Slot};
@@ -67,13 +67,13 @@ impl CastProvider {
 }
 
 impl StateProvider for CastProvider {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         for fill in fills {
             if !self.cast(fill.local, fill.from, slot.part(fill.at, fill.len)?)? {
                 return Err(Error::internal("a leaf in host memory to cast", "none"));
             }
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 
     fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {

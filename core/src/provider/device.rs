@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Fill, Haste, StateProvider, Ticket};
+use super::{Fill, Haste, StateProvider};
 use crate::Result;
 use crate::region::Region;
 use crate::staging::{CopyQueue, Filling, Slot};
@@ -25,12 +25,11 @@ impl DeviceProvider {
 }
 
 impl StateProvider for DeviceProvider {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         for fill in fills {
             slot.receive(&self.source, fill.local, fill.from, fill.len, fill.at)?;
         }
-        // The slot itself knows when they are there.
-        Ok(Ticket::Done)
+        Ok(())
     }
 
     fn haste(&self) -> Haste {

@@ -1,6 +1,6 @@
 //! Leaves in host memory: numpy arrays, torch CPU tensors, any strided buffer.
 
-use super::{Fill, Haste, StateProvider, Ticket};
+use super::{Fill, Haste, StateProvider};
 use crate::Result;
 use crate::region::Region;
 use crate::staging::{Filling, Slot};
@@ -42,11 +42,11 @@ impl<O: Send + Sync> HostProvider<O> {
 }
 
 impl<O: Send + Sync> StateProvider for HostProvider<O> {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         for fill in fills {
             self.source.copy(fill.local, fill.from, slot.part(fill.at, fill.len)?)?;
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 
     fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {

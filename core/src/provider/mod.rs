@@ -1,7 +1,7 @@
 //! State providers: what turns a leaf into bytes in a slot.
 //!
 //! Capture calls a provider with the parts of its leaf that one slot holds; the provider copies
-//! them, or starts a copy that a [`Fence`] will report. Objects and headers are bytes that the plan
+//! them, or has a device copy them ([`Slot::receive`]). Objects and headers are bytes that the plan
 //! holds itself and need no provider.
 
 mod cast;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::region::Region;
-use crate::staging::{CopyQueue, Fence, Filling, Slot};
+use crate::staging::{CopyQueue, Filling, Slot};
 
 pub use cast::CastProvider;
 pub use device::DeviceProvider;
@@ -22,10 +22,9 @@ pub use sharded::ShardedProvider;
 
 /// A leaf's bytes, from wherever they are.
 pub trait StateProvider: Send + Sync {
-    /// Puts the fills into the slot. All fills are of this provider's leaf and of one slot. On an
-    /// error nothing may still be on its way into the slot but what that knows of itself
-    /// ([`Slot::receive`]).
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket>;
+    /// Copies the fills into the slot, or starts copies of a device ([`Slot::receive`]), which the
+    /// slot waits for. All fills are of this provider's leaf and of one slot.
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()>;
 
     /// Copies some of the row-major bytes of a region, from `from` on, here and now: for a look at
     /// values that should be the same elsewhere. `false`: it cannot (they are not in host memory).
@@ -76,14 +75,6 @@ pub struct Fill<'a> {
     pub len: u64,
     /// Its offset in the slot, in bytes.
     pub at: u64,
-}
-
-/// The answer of a provider.
-pub enum Ticket {
-    /// The bytes are in the slot.
-    Done,
-    /// They will be when the fence is passed; until then the slot is [`crate::staging::Pending`].
-    Event(Box<dyn Fence>),
 }
 
 /// True if an array of that shape and element size can give that region.

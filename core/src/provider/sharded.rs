@@ -1,11 +1,10 @@
 //! A leaf in several arrays, each a box of it: one process's shards of an array on several devices.
 
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::Arc;
 
-use super::{Fill, Haste, StateProvider, Ticket};
+use super::{Fill, Haste, StateProvider};
 use crate::region::Region;
-use crate::staging::{CopyQueue, Fence, Filling, Slot};
+use crate::staging::{CopyQueue, Filling, Slot};
 use crate::{Error, Result};
 
 /// Providers of boxes of one array. No fill may reach over the border of one.
@@ -33,29 +32,14 @@ impl ShardedProvider {
 }
 
 impl StateProvider for ShardedProvider {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
-        let mut fences = Vec::new();
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         for fill in fills {
-            let captured = match self.shard(fill.local) {
-                Some((provider, own)) => provider.capture(&[Fill { local: &own, ..*fill }], slot),
-                None => Err(Error::internal(
-                    "a shard that holds the region",
-                    format!("none that holds {:?}", fill.local),
-                )),
-            };
-            match captured {
-                Ok(Ticket::Done) => {}
-                Ok(Ticket::Event(fence)) => fences.push(fence),
-                Err(error) if fences.is_empty() => return Err(error),
-                Err(error) => {
-                    // What other shards were asked for may still be on its way into the slot: told
-                    // when it has arrived.
-                    fences.push(Box::new(Failed(Mutex::new(Some(error)))));
-                    break;
-                }
-            }
+            let (provider, own) = self.shard(fill.local).ok_or_else(|| {
+                Error::internal("a shard that holds the region", format!("none that holds {:?}", fill.local))
+            })?;
+            provider.capture(&[Fill { local: &own, ..*fill }], slot)?;
         }
-        Ok(if fences.is_empty() { Ticket::Done } else { Ticket::Event(Box::new(All(fences))) })
+        Ok(())
     }
 
     fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {
@@ -78,33 +62,5 @@ impl StateProvider for ShardedProvider {
             Some((provider, own)) => provider.check(&own, itemsize),
             None => Err(format!("no shard holds region {:?} + {:?}", local.offset, local.extent)),
         }
-    }
-}
-
-/// Several fences as one.
-struct All(Vec<Box<dyn Fence>>);
-
-impl Fence for All {
-    fn host_wait(&self, deadline: Instant) -> Result<()> {
-        let mut failed = Ok(());
-        for fence in &self.0 {
-            match fence.host_wait(deadline) {
-                // Nothing may be on its way any more when another error is told.
-                Err(timeout @ Error::Timeout { .. }) => return Err(timeout),
-                Err(error) if failed.is_ok() => failed = Err(error),
-                _ => {}
-            }
-        }
-        failed
-    }
-}
-
-/// A copy that was never begun.
-struct Failed(Mutex<Option<Error>>);
-
-impl Fence for Failed {
-    fn host_wait(&self, _deadline: Instant) -> Result<()> {
-        let error = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        Err(error.unwrap_or_else(|| Error::Cancelled("the copy of another shard has failed".into())))
     }
 }

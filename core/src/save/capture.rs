@@ -24,7 +24,7 @@ use super::torn::FirstReading;
 use super::windows::{Leaf, Part, Source, Windows};
 use crate::deadline::deadline_after;
 use crate::format::index::Index;
-use crate::provider::{Fill, Haste, Ticket};
+use crate::provider::{Fill, Haste};
 use crate::staging::{
     CopyQueue, Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited,
 };
@@ -138,7 +138,7 @@ impl Capture {
         for due in self.soon.iter().chain(&self.later).filter(|due| due.haste < Haste::Captured) {
             let (slot, _) = parts.pool.acquire(stall, parts.link.patience(), || parts.link.unwanted())?;
             let window = due.window as usize;
-            let (filled, _) = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
+            let filled = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
             let slot = match filled {
                 Filled::Full(slot) => slot,
                 Filled::Pending(slot) => slot.wait(deadline_after(stall))?,
@@ -335,14 +335,11 @@ impl CaptureWorker<'_> {
             }
             let slot = self.slot()?;
             let window = due.window as usize;
-            let (filled, urgent) = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
+            let filled = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
             self.job.starts.one();
             match filled {
                 Filled::Full(slot) => self.hand_on(due.window, slot)?,
-                Filled::Pending(slot) => {
-                    let haste = if urgent { Haste::Captured } else { due.haste };
-                    self.pending.push_back((Due { haste, ..due }, slot));
-                }
+                Filled::Pending(slot) => self.pending.push_back((due, slot)),
             }
         }
         while self.pending.iter().any(|(due, _)| due.haste == Haste::Captured) {
@@ -419,20 +416,17 @@ impl CaptureWorker<'_> {
     }
 }
 
-/// Fills a window: every part in order, zeros between them. And whether a provider that is to be
-/// captured has only started a copy that no device of the capture makes.
+/// Fills a window: every part in order, zeros between them.
 fn fill(
     all: &Windows,
     window: usize,
     mut slot: Slot<Filling>,
     indexes: &[Index],
     link: &Link,
-) -> Result<(Filled, bool)> {
+) -> Result<Filled> {
     let missing = || Error::internal("a window of the plan", format!("window {window}"));
     let window = all.list.get(window).ok_or_else(missing)?;
     let parts = all.parts.get(window.parts.clone()).ok_or_else(missing)?;
-    let mut fences = Vec::new();
-    let mut urgent = false;
     let mut fills: Vec<Fill<'_>> = Vec::new();
     let mut end = 0_u64;
     let mut filled = || -> Result<()> {
@@ -461,21 +455,14 @@ fn fill(
                 parts.next();
             }
             let leaf = all.leaves.get(owner as usize).ok_or_else(missing)?;
-            match leaf.provider.capture(&fills, &mut slot) {
-                Ok(Ticket::Done) => {}
-                Ok(Ticket::Event(fence)) => {
-                    urgent |= leaf.provider.haste() == Haste::Captured;
-                    fences.push(fence);
-                }
-                Err(error) => return Err(named(error, leaf, indexes)),
-            }
+            leaf.provider.capture(&fills, &mut slot).map_err(|error| named(error, leaf, indexes))?;
         }
         zero(&mut slot, end, window.len)
     };
     let filled = filled();
     // Also after an error: what devices were asked to copy may still arrive.
-    let slot = slot.finish(fences);
-    filled.map(|()| (slot, urgent))
+    let slot = slot.finish();
+    filled.map(|()| slot)
 }
 
 /// The part as a fill, with its leaf's number; `None` if it is no chunk's.

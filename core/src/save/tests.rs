@@ -1,8 +1,8 @@
 //! Promises of the save pipeline, on the simulated disk.
 
 mod content;
-mod devices;
 mod failures;
+mod helpers;
 mod lazy;
 mod refusals;
 

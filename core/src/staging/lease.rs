@@ -1,11 +1,9 @@
 //! Memory of the pool on loan to a slot.
 
 use std::collections::VecDeque;
-use std::mem;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use super::fence::Fence;
 use crate::Error;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::sys::Buffer;
@@ -21,7 +19,7 @@ pub(super) struct PoolState {
     /// The last one given back is lent first: its addresses are still in the translation caches.
     pub(super) free: Vec<Buffer>,
     /// Given back while a device may still write to them.
-    pub(super) parked: Vec<(Buffer, Vec<Box<dyn Fence>>)>,
+    pub(super) parked: Vec<Buffer>,
     pub(super) total: usize,
     /// Those who wait, in the order in which they came.
     pub(super) queue: VecDeque<u64>,
@@ -31,17 +29,15 @@ pub(super) struct PoolState {
 }
 
 impl PoolState {
-    /// Frees parked buffers whose fences have been passed.
+    /// Frees parked buffers whose copies have ended.
     pub(super) fn reclaim(&mut self) {
         let mut i = 0;
-        while let Some((buffer, fences)) = self.parked.get_mut(i) {
-            let now = Instant::now();
-            fences.retain(|fence| matches!(fence.host_wait(now), Err(Error::Timeout { .. })));
-            if fences.is_empty() && !matches!(buffer.settle(now), Err(Error::Timeout { .. })) {
-                self.free.push(self.parked.swap_remove(i).0);
-                self.releases += 1;
-            } else {
+        while let Some(buffer) = self.parked.get_mut(i) {
+            if matches!(buffer.settle(Instant::now()), Err(Error::Timeout { .. })) {
                 i += 1;
+            } else {
+                self.free.push(self.parked.swap_remove(i));
+                self.releases += 1;
             }
         }
     }
@@ -59,13 +55,13 @@ impl SharedPool {
         state.total = state.total.saturating_sub(1);
     }
 
-    fn give_back(&self, buffer: Buffer, fences: Vec<Box<dyn Fence>>) {
+    fn give_back(&self, buffer: Buffer) {
         let mut state = self.lock();
-        if fences.is_empty() && !buffer.is_arriving() {
+        if buffer.is_arriving() {
+            state.parked.push(buffer);
+        } else {
             state.free.push(buffer);
             state.releases += 1;
-        } else {
-            state.parked.push((buffer, fences));
         }
         let waited_for = !state.queue.is_empty();
         drop(state);
@@ -78,14 +74,12 @@ impl SharedPool {
 /// Memory lent by the pool; given back when dropped.
 pub(super) struct Lease {
     pub(super) buffer: Option<Buffer>,
-    /// Copies that may still write to the buffer; none but in [`Pending`].
-    pub(super) fences: Vec<Box<dyn Fence>>,
     pub(super) pool: Arc<SharedPool>,
 }
 
 impl Lease {
     pub(super) fn new(buffer: Buffer, pool: Arc<SharedPool>) -> Self {
-        Self { buffer: Some(buffer), fences: Vec::new(), pool }
+        Self { buffer: Some(buffer), pool }
     }
 
     pub(super) fn bytes(&self) -> &[u8] {
@@ -104,7 +98,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         match self.buffer.take() {
-            Some(buffer) => self.pool.give_back(buffer, mem::take(&mut self.fences)),
+            Some(buffer) => self.pool.give_back(buffer),
             None => self.pool.lose(),
         }
     }

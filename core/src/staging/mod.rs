@@ -5,13 +5,13 @@
 //! with them; dropping a slot in any state gives its memory back. Backpressure is the number of
 //! slots: who needs one waits, with a deadline on lack of progress.
 
-mod fence;
+mod copy_queue;
 mod helpers;
 mod lease;
 mod pool;
 mod slot;
 
-pub use fence::{CopyQueue, Fence};
+pub use copy_queue::CopyQueue;
 pub use pool::{DEFAULT_SLOT_BYTES, StagingPool, Waited};
 pub use slot::{Filled, Filling, Flushing, Free, Full, Pending, Slot, Written};
 

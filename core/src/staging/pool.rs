@@ -216,7 +216,7 @@ impl StagingPool {
                 });
             }
             waited = true;
-            // Parked slots come back by asking their fences, which nobody announces.
+            // Nothing announces the end of a device's copies: parked slots are polled.
             let left = left.min(patience);
             let left = if state.parked.is_empty() { left } else { left.min(Duration::from_millis(1)) };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;

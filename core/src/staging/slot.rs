@@ -7,7 +7,7 @@
 //!
 //! Only a `Filling` slot can be written to, only a `Full` one launched, and only once. Memory in
 //! flight is not reachable. A dropped slot returns to the pool, with two exceptions. A slot that a
-//! device may still write to returns when its fence has passed. A slot that a queue never returned
+//! device may still write to returns when its copies have ended. A slot that a queue never returned
 //! is lost, and the pool is notified.
 //!
 //! Misuse does not compile. A slot that is not being filled cannot be written to:
@@ -24,7 +24,7 @@
 //! ```compile_fail,E0382
 //! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
 //! let mut slot = pool.try_acquire()?.unwrap().begin();
-//! let filled = slot.finish(Vec::new());
+//! let filled = slot.finish();
 //! slot.part(0, 1)?;
 //! # Ok::<(), stepwell_core::Error>(())
 //! ```
@@ -45,7 +45,7 @@
 //! use stepwell_core::staging::Filled;
 //! let mut slot = pool.try_acquire()?.unwrap().begin();
 //! slot.part(0, 3)?.copy_from_slice(b"abc");
-//! let Filled::Full(slot) = slot.finish(Vec::new()) else { panic!("no fence, nothing pending") };
+//! let Filled::Full(slot) = slot.finish() else { panic!("no device copies into it") };
 //! let (buffer, slot) = slot.launch()?;
 //! // … a queue writes `buffer` and gives it back …
 //! let slot = slot.land(buffer)?;
@@ -55,7 +55,6 @@
 
 use std::time::Instant;
 
-use super::fence::Fence;
 use super::lease::Lease;
 use crate::region::Region;
 use crate::sys::{Buffer, DeviceSource};
@@ -127,16 +126,16 @@ impl Slot<Filling> {
         source.start(region, from, len, buffer, at)
     }
 
-    /// Ends the filling. `fences` are those of copies into it that were only started.
-    pub fn finish(mut self, fences: Vec<Box<dyn Fence>>) -> Filled {
+    /// Ends the filling, and starts the copies that devices were asked for.
+    pub fn finish(mut self) -> Filled {
         if let Some(buffer) = &mut self.lease.buffer {
             buffer.close();
         }
-        if fences.is_empty() && !self.lease.is_arriving() {
-            return Filled::Full(Slot { lease: self.lease, state: Full(()) });
+        if self.lease.is_arriving() {
+            Filled::Pending(Slot { lease: self.lease, state: Pending(()) })
+        } else {
+            Filled::Full(Slot { lease: self.lease, state: Full(()) })
         }
-        self.lease.fences = fences;
-        Filled::Pending(Slot { lease: self.lease, state: Pending(()) })
     }
 }
 
@@ -144,13 +143,6 @@ impl Slot<Pending> {
     /// Waits until all is there. On an error the memory goes back to the pool as soon as nothing
     /// writes to it any more.
     pub fn wait(mut self, deadline: Instant) -> Result<Slot<Full>> {
-        while let Some(fence) = self.lease.fences.last() {
-            let passed = fence.host_wait(deadline);
-            if !matches!(passed, Err(Error::Timeout { .. })) {
-                self.lease.fences.pop();
-            }
-            passed?;
-        }
         if let Some(buffer) = &mut self.lease.buffer {
             buffer.settle(deadline)?;
         }

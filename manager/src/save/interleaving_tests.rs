@@ -14,7 +14,7 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
 use stepwell_core::leaf_path::Component;
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::save::Progress;
 use stepwell_core::staging::{Filling, Slot, StagingPool};
 use stepwell_core::sync::shuttle::{self, thread};
@@ -132,7 +132,7 @@ struct Bytes {
 }
 
 impl StateProvider for Bytes {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         for fill in fills {
             assert!(!self.returned.load(Ordering::SeqCst), "a source was read after save() had returned");
             thread::yield_now();
@@ -141,7 +141,7 @@ impl StateProvider for Bytes {
         if self.breaks {
             return Err(stepwell_core::Error::Misuse("it broke".to_owned()));
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 

@@ -1,4 +1,4 @@
-use stepwell_core::provider::{Fill, Ticket};
+use stepwell_core::provider::Fill;
 use stepwell_core::region::Region;
 use stepwell_core::staging::{Filling, Slot};
 
@@ -7,8 +7,8 @@ use super::*;
 struct Nothing;
 
 impl StateProvider for Nothing {
-    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
-        Ok(Ticket::Done)
+    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<()> {
+        Ok(())
     }
 }
 

@@ -13,7 +13,7 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::{OperationKind, SimDisk};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::LoadOptions;
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::staging::{DEFAULT_SLOT_BYTES, Filling, Slot, StagingPool};
 use stepwell_core::sys::HostTarget;
 use stepwell_core::tree::{ContainerKind, Tree};
@@ -141,12 +141,12 @@ pub fn keeping(retention: Retention) -> Options {
 struct Bytes(Vec<u8>);
 
 impl StateProvider for Bytes {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         for fill in fills {
             let from = (fill.local.offset[0] + fill.from) as usize;
             slot.part(fill.at, fill.len)?.copy_from_slice(&self.0[from..from + fill.len as usize]);
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 
@@ -154,7 +154,7 @@ impl StateProvider for Bytes {
 pub struct Broken;
 
 impl StateProvider for Broken {
-    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         Err(stepwell_core::Error::Leaf { leaf: "params/w".into(), what: "it broke".into() })
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::Component;
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
@@ -111,14 +111,14 @@ impl Places {
 }
 
 impl StateProvider for Places {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         for fill in fills {
             let width = fill.local.extent[1];
             for (n, byte) in (fill.from..).zip(slot.part(fill.at, fill.len)?) {
                 *byte = self.at(fill.local.offset[0] + n / width, fill.local.offset[1] + n % width);
             }
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 
@@ -182,11 +182,11 @@ pub fn one_leaf(leaf: LeafSource) -> StateSource {
 pub struct Filled(pub u8);
 
 impl StateProvider for Filled {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         for fill in fills {
             slot.part(fill.at, fill.len)?.fill(self.0);
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 
     fn peek(&self, _: &Region, _: u64, into: &mut [u8]) -> stepwell_core::Result<bool> {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 
 use stepwell_core::load::Destination;
-use stepwell_core::provider::{DeviceProvider, Fill, Haste, HostProvider, StateProvider, Ticket};
+use stepwell_core::provider::{DeviceProvider, Fill, Haste, HostProvider, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::staging::{CopyQueue, Filling, Slot};
 use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, HostSource, HostTarget, UserStream, driver};
@@ -67,7 +67,7 @@ fn given_back() -> Error {
 }
 
 impl StateProvider for Returnable {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         let _share = self.loan.share().ok_or_else(given_back)?;
         self.inner.capture(fills, slot)
     }
@@ -103,7 +103,7 @@ impl ReturnableOnDevice {
 }
 
 impl StateProvider for ReturnableOnDevice {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         self.inner()?.capture(fills, slot)
     }
 

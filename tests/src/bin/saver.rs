@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::io::{Engine, open_disk};
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_manager::{
     Environment, Error, LeafSource, Manager, Options, Outcome, Retention, SaveRequest, singular,
@@ -100,7 +100,7 @@ fn run(root: &Path, first: u64, steps: u64) {
 struct Endless;
 
 impl StateProvider for Endless {
-    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         say("captures");
         loop {
             std::thread::park();

@@ -100,6 +100,7 @@ fn a_silent_device_ends_the_save_at_the_deadline() {
     let Some(Outcome::NotCommitted(error)) = save.wait(Some(LONG)).unwrap() else { panic!("committed") };
     assert!(error.to_string().contains("waited"), "{error}");
     drop(arrays);
+    assert!(world.ring.free_slots() < 6, "the device still writes to its slots");
     fake.stall(false);
     world.assert_idle();
 }

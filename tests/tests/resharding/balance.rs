@@ -5,7 +5,7 @@ use std::sync::Arc;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::Component;
-use stepwell_core::provider::{Fill, StateProvider, Ticket};
+use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::staging::{Filling, Slot};
 use stepwell_core::tree::{ContainerKind, Tree};
@@ -24,11 +24,11 @@ const MUCH: u64 = 4 << 20;
 struct Zeros;
 
 impl StateProvider for Zeros {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         for fill in fills {
             slot.part(fill.at, fill.len)?.fill(0);
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 

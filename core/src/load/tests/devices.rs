@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::super::testing::{FILE, TestItem, flat, options, pattern};
 use super::super::{Destination, DeviceTarget, LoadOptions, execute};
-use crate::provider::Ticket;
+use crate::load::Fence;
 use crate::read_plan::BoxCopy;
-use crate::staging::Fence;
 use crate::sys::{HostTarget, Piece};
 use crate::{Error, Result};
 
@@ -100,13 +99,13 @@ impl DeviceTarget for CardTarget {
         self.0.len
     }
 
-    fn put(&self, piece: Piece) -> Result<Ticket> {
+    fn put(&self, piece: Piece) -> Result<Box<dyn Fence>> {
         let number = self.0.taken.fetch_add(1, Ordering::SeqCst);
         if self.0.temper == Temper::Refuses(number) {
             return Err(Error::Misuse("the card takes no more".into()));
         }
         self.0.waiting.lock().unwrap().push((number, piece));
-        Ok(Ticket::Event(Box::new(Copied { card: Arc::clone(&self.0), number })))
+        Ok(Box::new(Copied { card: Arc::clone(&self.0), number }))
     }
 }
 

@@ -448,7 +448,7 @@ impl Writer<'_> {
         if let Some(slot) = self.parts.pool.try_acquire()? {
             let mut slot = slot.begin();
             slot.part(0, bytes.len() as u64)?.copy_from_slice(bytes);
-            if let Filled::Full(slot) = slot.finish(Vec::new()) {
+            if let Filled::Full(slot) = slot.finish() {
                 return Ok(WriteBuffer::Slot(slot));
             }
         }

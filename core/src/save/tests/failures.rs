@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::*;
 use crate::Error;
 use crate::io::simulated::{Action, Fault, OperationKind};
-use crate::provider::{Fill, Ticket};
+use crate::provider::Fill;
 use crate::staging::{Filling, Slot};
 
 fn big() -> Vec<ItemPlan> {
@@ -124,12 +124,12 @@ fn a_save_cancelled_after_its_last_copy_completes() {
     struct Last(Arc<AtomicBool>);
 
     impl StateProvider for Last {
-        fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+        fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
             for fill in fills {
                 slot.part(fill.at, fill.len)?.fill(7);
             }
             self.0.store(true, Ordering::SeqCst);
-            Ok(Ticket::Done)
+            Ok(())
         }
     }
 
@@ -209,7 +209,7 @@ struct Failing {
 }
 
 impl StateProvider for Failing {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         if self.calls.fetch_add(1, Ordering::Relaxed) == 2 {
             assert!(!self.panics, "a defect");
             return Err(Error::Misuse("the device is gone".into()));
@@ -217,7 +217,7 @@ impl StateProvider for Failing {
         for fill in fills {
             slot.part(fill.at, fill.len)?.fill(1);
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 
@@ -258,13 +258,13 @@ fn providers_are_kept_from_capture_to_flush() {
         dropped: Arc<AtomicBool>,
     }
     impl StateProvider for Watched {
-        fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+        fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
             for fill in fills {
                 slot.part(fill.at, fill.len)?.fill(1);
                 std::thread::sleep(Duration::from_micros(200));
             }
             assert!(!self.over.load(Ordering::SeqCst), "read after the capture had returned");
-            Ok(Ticket::Done)
+            Ok(())
         }
     }
     impl Drop for Watched {
@@ -301,14 +301,14 @@ struct CancelsItself {
 }
 
 impl StateProvider for CancelsItself {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<Ticket> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
         for fill in fills {
             slot.part(fill.at, fill.len)?.fill(1);
         }
         if self.calls.fetch_add(1, Ordering::SeqCst) + 1 == self.after {
             self.flag.store(true, Ordering::SeqCst);
         }
-        Ok(Ticket::Done)
+        Ok(())
     }
 }
 

@@ -55,10 +55,10 @@ fn a_slot_dropped_in_any_state_comes_back() {
     let take = || pool.try_acquire().unwrap().expect("it has come back");
     drop(take());
     drop(take().begin());
-    drop(take().begin().finish(Vec::new()));
-    let full = |slot: Slot<Free>| match slot.begin().finish(Vec::new()) {
+    drop(take().begin().finish());
+    let full = |slot: Slot<Free>| match slot.begin().finish() {
         Filled::Full(slot) => slot,
-        Filled::Pending(_) => panic!("no fence"),
+        Filled::Pending(_) => panic!("no device copies into it"),
     };
     drop(full(take()));
     let (buffer, flushing) = full(take()).launch().unwrap();
@@ -71,9 +71,9 @@ fn a_slot_dropped_in_any_state_comes_back() {
 #[test]
 fn memory_of_another_slot_is_not_taken_for_this_one() {
     let pool = StagingPool::of_slots(2, SLOT).unwrap();
-    let launch = || match pool.try_acquire().unwrap().unwrap().begin().finish(Vec::new()) {
+    let launch = || match pool.try_acquire().unwrap().unwrap().begin().finish() {
         Filled::Full(slot) => slot.launch().unwrap(),
-        Filled::Pending(_) => panic!("no fence"),
+        Filled::Pending(_) => panic!("no device copies into it"),
     };
     let (_one, first) = launch();
     let (two, _second) = launch();

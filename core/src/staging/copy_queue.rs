@@ -1,17 +1,9 @@
-//! Fences: waits for copies that were started and are not complete yet.
+//! The queue in which a device copies to the host.
 
 use std::fmt;
-use std::time::Instant;
 
 use crate::Result;
 use crate::sys::{Device, UserStream};
-
-/// A point in a queue of copies.
-pub trait Fence: Send {
-    /// Waits on this thread. [`crate::Error::Timeout`] at the deadline; it may be asked again. Any
-    /// other error says that the copies failed, and that nothing is on its way any more.
-    fn host_wait(&self, deadline: Instant) -> Result<()>;
-}
 
 /// A device's queue of copies to the host, and its order relative to other work on that device.
 /// Neither call blocks its thread.
