@@ -398,6 +398,15 @@ impl Error {
         }
     }
 
+    /// The ranks that did not answer, where the error says that some did not.
+    pub fn missing(&self) -> Option<&[u32]> {
+        match self {
+            Self::CoordinationTimeout { missing, .. } | Self::SessionLost { missing, .. } => Some(missing),
+            Self::Relayed(relayed) => relayed.missing.as_deref(),
+            _ => None,
+        }
+    }
+
     /// The errno of the failed file operation underneath, where there is one.
     pub fn errno(&self) -> Option<i32> {
         if let Self::Relayed(relayed) = self {
@@ -474,13 +483,6 @@ impl Relayed {
             Error::Relayed(relayed) => relayed.rank,
             _ => None,
         };
-        let missing = match error {
-            Error::CoordinationTimeout { missing, .. } | Error::SessionLost { missing, .. } => {
-                Some(missing.clone())
-            }
-            Error::Relayed(relayed) => relayed.missing.clone(),
-            _ => None,
-        };
         Self {
             kind: error.kind().to_owned(),
             text: error.to_string(),
@@ -488,7 +490,7 @@ impl Relayed {
             advice: error.advice(),
             step,
             rank,
-            missing,
+            missing: error.missing().map(<[u32]>::to_vec),
         }
     }
 

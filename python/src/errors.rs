@@ -45,16 +45,13 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
         ManagerError::Earlier { source, .. } => source,
         error => error,
     };
+    if let Some(missing) = told.missing() {
+        attributes.set_item("missing", missing.to_vec())?;
+    }
     match told {
         ManagerError::RankFailed { rank, .. } => attributes.set_item("rank", rank)?,
-        ManagerError::Relayed(relayed) => {
-            attributes.set_item("rank", relayed.rank)?;
-            attributes.set_item("missing", relayed.missing.clone())?;
-        }
+        ManagerError::Relayed(relayed) => attributes.set_item("rank", relayed.rank)?,
         ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,
-        ManagerError::CoordinationTimeout { missing, .. } | ManagerError::SessionLost { missing, .. } => {
-            attributes.set_item("missing", missing.clone())?;
-        }
         // This rank was: it has missed nobody.
         ManagerError::GivenUpOn { .. } => attributes.set_item("missing", Vec::<u32>::new())?,
         ManagerError::StepExists { step, .. }

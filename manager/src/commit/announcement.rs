@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::coordination::LEADER;
-use crate::error::{Advice, Error, Result};
+use crate::error::{Error, Relayed, Result};
 
 /// How a commit ended.
 #[derive(Debug)]
@@ -22,35 +22,11 @@ pub enum Verdict {
 
 /// How a commit ended, for the other ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "verdict", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Announcement {
     /// The step survives a power cut.
     Committed,
-    /// Nothing is visible: a rank failed, usually the leader itself.
-    RankFailed {
-        /// The rank.
-        rank: u32,
-        /// Its report.
-        cause: String,
-    },
-    /// Nothing is visible: the ranks' parts do not fit together.
-    Layout {
-        /// The leaf.
-        leaf: String,
-        /// Which ranks, and which regions.
-        what: String,
-        /// A remedy.
-        advice: Option<Advice>,
-    },
-    /// Nothing is visible: ranks did not answer in time.
-    RanksMissing {
-        /// The ranks.
-        missing: Vec<u32>,
-        /// The awaited answer.
-        waited_for: String,
-        /// For how long, in seconds.
-        seconds: f64,
-    },
+    /// Nothing is visible.
+    NotCommitted(Relayed),
     /// The step has its name, but may not survive a power cut.
     Uncertain {
         /// The failure on the leader.
@@ -70,30 +46,30 @@ pub struct Heard {
     pub beat: u64,
 }
 
+/// A rank's report of a failed save: the leader's to all, another rank's in its vote. A failure of
+/// this rank alone names it.
+pub fn failure(rank: u32, error: &Error) -> Relayed {
+    let named = match error {
+        Error::RankFailed { .. }
+        | Error::CoordinationTimeout { .. }
+        | Error::Layout { .. }
+        | Error::Relayed(_) => return Relayed::of(error),
+        Error::GivenUpOn { step, seconds } => Error::CoordinationTimeout {
+            missing: vec![LEADER],
+            waited_for: format!("to decide on step {step}"),
+            seconds: *seconds,
+        },
+        error => Error::RankFailed { rank, cause: error.to_string() },
+    };
+    Relayed::of(&named)
+}
+
 impl Announcement {
-    /// A rank's report of its verdict: the leader's to all, another rank's in its vote.
-    pub fn of(verdict: &Verdict, rank: u32) -> Self {
+    /// The leader's announcement of its verdict.
+    pub fn of(verdict: &Verdict) -> Self {
         match verdict {
             Verdict::Committed { .. } => Self::Committed,
-            Verdict::NotCommitted(Error::RankFailed { rank, cause }) => {
-                Self::RankFailed { rank: *rank, cause: cause.clone() }
-            }
-            Verdict::NotCommitted(Error::CoordinationTimeout { missing, waited_for, seconds }) => {
-                Self::RanksMissing {
-                    missing: missing.clone(),
-                    waited_for: waited_for.clone(),
-                    seconds: *seconds,
-                }
-            }
-            Verdict::NotCommitted(Error::GivenUpOn { step, seconds }) => Self::RanksMissing {
-                missing: vec![LEADER],
-                waited_for: format!("to decide on step {step}"),
-                seconds: *seconds,
-            },
-            Verdict::NotCommitted(Error::Layout { leaf, what, advice }) => {
-                Self::Layout { leaf: leaf.clone(), what: what.clone(), advice: *advice }
-            }
-            Verdict::NotCommitted(error) => Self::RankFailed { rank, cause: error.to_string() },
+            Verdict::NotCommitted(error) => Self::NotCommitted(failure(LEADER, error)),
             Verdict::Uncertain(error) => Self::Uncertain { cause: error.to_string(), errno: error.errno() },
         }
     }
@@ -102,27 +78,11 @@ impl Announcement {
     pub fn verdict(self, target: &std::path::Path) -> Verdict {
         match self {
             Self::Committed => Verdict::Committed { replaced: None },
-            Self::RankFailed { rank, cause } => Verdict::NotCommitted(Error::RankFailed { rank, cause }),
-            Self::Layout { leaf, what, advice } => {
-                Verdict::NotCommitted(Error::Layout { leaf, what, advice })
-            }
-            Self::RanksMissing { missing, waited_for, seconds } => {
-                Verdict::NotCommitted(Error::CoordinationTimeout { missing, waited_for, seconds })
-            }
+            Self::NotCommitted(failure) => Verdict::NotCommitted(Error::Relayed(failure)),
             Self::Uncertain { cause, errno } => {
                 let source =
                     errno.map_or_else(|| std::io::Error::other(cause), std::io::Error::from_raw_os_error);
                 Verdict::Uncertain(stepwell_core::Error::io("the leader's sync", target, source))
-            }
-        }
-    }
-
-    /// The error of a vote without parts. `rank` is its sender.
-    pub fn error(self, rank: u32) -> Error {
-        match self.verdict(std::path::Path::new("")) {
-            Verdict::NotCommitted(error) => error,
-            Verdict::Committed { .. } | Verdict::Uncertain(_) => {
-                Error::RankFailed { rank, cause: "its vote says how the step ended".to_owned() }
             }
         }
     }

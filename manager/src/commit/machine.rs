@@ -21,10 +21,10 @@ use std::time::Duration;
 
 use stepwell_core::format::manifest::Attempt;
 
-use super::announcement::{Announcement, Heard, Verdict};
+use super::announcement::{Announcement, Heard, Verdict, failure};
 use super::records::{self, Draft, Vote};
 use crate::coordination::LEADER;
-use crate::error::Error;
+use crate::error::{Error, Relayed};
 use crate::state::item::ItemPart;
 
 /// How long one look for votes or for the verdict takes at most, so that deadlines are kept.
@@ -402,9 +402,9 @@ impl Machine {
         if self.is_leader() {
             return self.abort(self.late());
         }
-        let verdict = Verdict::NotCommitted(self.late());
-        let vote = self.own_vote(Err(Announcement::of(&verdict, self.plan.rank)));
-        self.to(State::Telling(verdict), Action::SendVote(Box::new(vote)))
+        let error = self.late();
+        let vote = self.own_vote(Err(failure(self.plan.rank, &error)));
+        self.to(State::Telling(Verdict::NotCommitted(error)), Action::SendVote(Box::new(vote)))
     }
 
     /// This rank's data could not be written: the others are told, then it is over here.
@@ -412,15 +412,13 @@ impl Machine {
         if self.is_leader() {
             return self.abort(self.failed(error));
         }
-        let vote = self.own_vote(Err(self.own_cause(&error)));
+        let rank = self.plan.rank;
+        let named = Error::RankFailed { rank, cause: error.to_string() };
+        let vote = self.own_vote(Err(failure(rank, &named)));
         self.to(State::Telling(Verdict::NotCommitted(self.failed(error))), Action::SendVote(Box::new(vote)))
     }
 
-    fn own_cause(&self, error: &stepwell_core::Error) -> Announcement {
-        Announcement::RankFailed { rank: self.plan.rank, cause: error.to_string() }
-    }
-
-    fn own_vote(&self, parts: Result<Vec<ItemPart>, Announcement>) -> Vote {
+    fn own_vote(&self, parts: Result<Vec<ItemPart>, Relayed>) -> Vote {
         let Plan { rank, step, stale, .. } = self.plan;
         Vote {
             rank,
@@ -451,7 +449,7 @@ impl Machine {
                         "it saves step {} where rank {} saves step {}: all ranks make the same calls, in the same order",
                         vote.step, self.plan.rank, self.plan.step
                     );
-                    vote.parts = Err(Announcement::RankFailed { rank: vote.rank, cause });
+                    vote.parts = Err(Relayed::of(&Error::RankFailed { rank: vote.rank, cause }));
                 }
                 self.votes.insert(vote.rank, vote);
             }
@@ -467,10 +465,9 @@ impl Machine {
     }
 
     fn decide(&mut self, now: Now) -> Action {
-        let failed =
-            self.votes.values().find_map(|vote| Some((vote.rank, vote.parts.as_ref().err()?.clone())));
-        if let Some((rank, failure)) = failed {
-            return self.give_up(failure.error(rank));
+        let failed = self.votes.values().find_map(|vote| vote.parts.as_ref().err());
+        if let Some(failure) = failed {
+            return self.give_up(Error::Relayed(failure.clone()));
         }
         if !self.missing.is_empty() {
             let silent = |since: Duration| now.monotonic.saturating_sub(since);
@@ -530,7 +527,7 @@ impl Machine {
         if self.is_leader() {
             return self.abort(error);
         }
-        let vote = self.own_vote(Err(Announcement::of(&Verdict::NotCommitted(error), self.plan.rank)));
+        let vote = self.own_vote(Err(failure(self.plan.rank, &error)));
         self.to(State::Voting, Action::SendVote(Box::new(vote)))
     }
 
@@ -650,9 +647,7 @@ impl Machine {
         if self.plan.world_size == 1 {
             return self.to(State::Removing(error), Action::RemoveTemporary);
         }
-        let verdict = Verdict::NotCommitted(error);
-        let announcement = Announcement::of(&verdict, self.plan.rank);
-        let Verdict::NotCommitted(error) = verdict else { return self.finish(verdict) };
+        let announcement = Announcement::NotCommitted(failure(LEADER, &error));
         self.to(State::Refusing(error), Action::Announce(announcement))
     }
 
@@ -660,7 +655,7 @@ impl Machine {
         if self.plan.world_size == 1 || !self.is_leader() {
             return self.finish(verdict);
         }
-        let announcement = Announcement::of(&verdict, self.plan.rank);
+        let announcement = Announcement::of(&verdict);
         self.to(State::Telling(verdict), Action::Announce(announcement))
     }
 

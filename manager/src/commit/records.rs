@@ -19,10 +19,10 @@ use stepwell_core::limits;
 use stepwell_core::region::Region;
 use stepwell_reshard::tiling::{self, Fault, Slices};
 
-use super::announcement::{Announcement, Verdict};
+use super::announcement::failure;
 use crate::coordination::LEADER;
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
-use crate::error::{Advice, Error, Result};
+use crate::error::{Advice, Error, Relayed, Result};
 use crate::state::claims::Claim;
 use crate::state::item::{DraftItem, ItemPart};
 use crate::state::{MAX_SPLIT_ITEMS, leaf_hashes};
@@ -41,7 +41,7 @@ pub struct Vote {
     /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
     /// Its parts, and those of the ranks that it has gathered; or why there are none.
-    pub parts: Result<Vec<ItemPart>, Announcement>,
+    pub parts: Result<Vec<ItemPart>, Relayed>,
 }
 
 /// The parts of a manifest that are known before the data is written.
@@ -257,7 +257,7 @@ pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> 
     let stale = votes.iter().any(|vote| vote.stale);
     let (claims, parts) = match gather_parts(draft, votes) {
         Ok((claims, parts)) => (claims, Ok(parts)),
-        Err(error) => (Vec::new(), Err(Announcement::of(&Verdict::NotCommitted(error), rank))),
+        Err(error) => (Vec::new(), Err(failure(rank, &error))),
     };
     Vote { rank, step: draft.step, attempt: attempt.clone(), stale, claims, parts }
 }
@@ -313,7 +313,7 @@ impl Gathered {
         }
         for vote in votes {
             claimed.add(&vote.claims);
-            for part in vote.parts.map_err(|failure| failure.error(vote.rank))? {
+            for part in vote.parts.map_err(Error::Relayed)? {
                 gathered.add(vote.rank, part)?;
             }
         }
@@ -596,7 +596,7 @@ struct Head {
     attempt: Attempt,
     stale: bool,
     claims: u64,
-    failure: Option<Announcement>,
+    failure: Option<Relayed>,
     parts: Vec<HeadPart>,
 }
 
@@ -646,7 +646,7 @@ impl Vote {
     }
 
     /// A vote that says no.
-    pub fn failed(rank: u32, step: u64, attempt: Attempt, failure: Announcement) -> Self {
+    pub fn failed(rank: u32, step: u64, attempt: Attempt, failure: Relayed) -> Self {
         Self { rank, step, attempt, stale: false, claims: Vec::new(), parts: Err(failure) }
     }
 

@@ -7,7 +7,7 @@ use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::Rename;
 
 use super::*;
-use crate::error::Error;
+use crate::error::{Error, Relayed};
 use crate::state::Claim;
 
 fn attempt(counter: u64) -> Attempt {
@@ -43,6 +43,19 @@ fn machine(plan: Plan) -> Machine {
 
 fn parts() -> Vec<ItemPart> {
     vec![ItemPart { item: item(), index: Index::default(), tensor_bytes: 0 }]
+}
+
+/// The failure of a rank, as it reports it.
+fn relayed(rank: u32, cause: &str) -> Relayed {
+    Relayed::of(&Error::RankFailed { rank, cause: cause.to_owned() })
+}
+
+/// The failure that the leader announces.
+fn announced(action: &Action) -> &Relayed {
+    match action {
+        Action::Announce(Announcement::NotCommitted(failure)) => failure,
+        other => panic!("{other:?}"),
+    }
 }
 
 fn io(errno: i32) -> Event {
@@ -277,10 +290,7 @@ fn the_leader_waits_for_progress_and_names_the_stuck() {
     assert_eq!(asks_for(&machine_.on(beats(&[(2, 1), (3, 1)]), at(9))), [2, 3]);
     assert_eq!(asks_for(&machine_.on(beats(&[(2, 1), (3, 2)]), at(18))), [2, 3]);
     let told = machine_.on(beats(&[(2, 1), (3, 3)]), at(19));
-    assert!(
-        matches!(&told, Action::Announce(Announcement::RanksMissing { missing, .. }) if missing == &[2]),
-        "{told:?}"
-    );
+    assert_eq!(announced(&told).missing, Some(vec![2]));
     assert!(matches!(machine_.on(Event::Done, at(19)), Action::RemoveTemporary));
     let verdict = finished(machine_.on(Event::Done, at(19)));
     let Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) = verdict else {
@@ -297,10 +307,7 @@ fn the_leader_waits_for_progress_and_names_the_stuck() {
     assert!(matches!(machine_.on(votes(vec![vote(1, 1)]), at(1)), Action::FindFiles(_)));
     // It was the one that the others missed; it has missed none.
     let told = machine_.on(io(2), at(1));
-    assert!(
-        matches!(&told, Action::Announce(Announcement::RanksMissing { missing, .. }) if missing == &[0]),
-        "{told:?}"
-    );
+    assert_eq!(announced(&told).missing, Some(vec![0]));
     machine_.on(Event::Done, at(1));
     let verdict = finished(machine_.on(Event::Done, at(1)));
     assert!(matches!(verdict, Verdict::NotCommitted(Error::GivenUpOn { step: 5, .. })), "{verdict:?}");
@@ -336,14 +343,15 @@ fn the_first_rank_of_a_node_votes_for_all_of_it() {
 
     let mut machine_ = on_nodes(1);
     machine_.on(Event::Data(parts()), at(0));
-    let decided = Announcement::RankFailed { rank: 4, cause: "its disk is full".into() };
+    let decided = Announcement::NotCommitted(relayed(4, "its disk is full"));
     let verdict = finished(machine_.on(Event::Heard(Heard { announcement: Some(decided), beat: 0 }), at(0)));
-    assert!(matches!(verdict, Verdict::NotCommitted(Error::RankFailed { rank: 4, .. })));
+    let Verdict::NotCommitted(Error::Relayed(failure)) = verdict else { panic!("{verdict:?}") };
+    assert_eq!(failure, relayed(4, "its disk is full"));
 }
 
 #[test]
 fn what_goes_wrong_on_a_node_is_told_to_the_leader_as_it_is() {
-    let failed = Announcement::RankFailed { rank: 3, cause: "its disk is full".into() };
+    let failed = relayed(3, "its disk is full");
     let no = Vote { parts: Err(failed.clone()), ..yes(3) };
     let mut machine_ = on_nodes(1);
     machine_.on(Event::Data(parts()), at(0));
@@ -357,15 +365,14 @@ fn what_goes_wrong_on_a_node_is_told_to_the_leader_as_it_is() {
     machine_.on(beats(&[(3, 0)]), at(9));
     machine_.on(silence(1), at(9));
     let Action::SendVote(vote) = machine_.on(beats(&[(3, 0)]), at(10)) else { panic!() };
-    let missing = vote.parts.clone().unwrap_err();
-    assert!(matches!(&missing, Announcement::RanksMissing { missing, .. } if missing == &[3]), "{missing:?}");
+    assert_eq!(vote.parts.clone().unwrap_err().missing, Some(vec![3]));
     // And it waits for the leader's word like everybody.
     assert!(matches!(machine_.on(Event::Done, at(10)), Action::Listen { .. }));
 
     let mut leader = on_nodes(0);
     leader.on(Event::Data(parts()), at(0));
     let told = leader.on(votes(vec![*vote]), at(11));
-    assert!(matches!(&told, Action::Announce(Announcement::RanksMissing { missing, .. }) if missing == &[3]));
+    assert_eq!(announced(&told).missing, Some(vec![3]));
 }
 
 #[test]
@@ -380,11 +387,10 @@ fn a_failing_rank_is_named_on_the_others() {
         attempt: attempt(1),
         stale: false,
         claims: vec![],
-        parts: Err(Announcement::RankFailed { rank: 1, cause: "its disk is full".into() }),
+        parts: Err(relayed(1, "its disk is full")),
     };
-    assert!(
-        matches!(machine_.on(votes(vec![vote]), at(0)), Action::Announce(Announcement::RankFailed { rank: 1, cause }) if cause == "its disk is full")
-    );
+    let told = machine_.on(votes(vec![vote]), at(0));
+    assert_eq!(*announced(&told), relayed(1, "its disk is full"));
     assert!(matches!(machine_.on(Event::Done, at(0)), Action::RemoveTemporary));
 
     let mut machine_ = machine(plan(1, 2));
@@ -419,15 +425,14 @@ fn told(announcement: &Announcement) -> Verdict {
 #[test]
 fn every_rank_ends_with_the_verdict_of_the_leader_and_its_cause() {
     assert!(matches!(told(&Announcement::Committed), Verdict::Committed { replaced: None }));
-    let verdict = told(&Announcement::RankFailed { rank: 2, cause: "its disk is full".into() });
-    let Verdict::NotCommitted(Error::RankFailed { rank: 2, cause }) = verdict else { panic!("{verdict:?}") };
-    assert_eq!(cause, "its disk is full");
-    let missing = Announcement::RanksMissing { missing: vec![2], waited_for: "to vote".into(), seconds: 3.0 };
-    let verdict = told(&missing);
-    assert!(
-        matches!(&verdict, Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) if missing == &[2]),
-        "{verdict:?}"
-    );
+    let verdict = told(&Announcement::NotCommitted(relayed(2, "its disk is full")));
+    let Verdict::NotCommitted(error) = verdict else { panic!("{verdict:?}") };
+    assert_eq!(error.kind(), "rank_failed");
+    assert_eq!(error.to_string(), "rank 2 failed: its disk is full; so it has ended on all ranks");
+    let error = Error::CoordinationTimeout { missing: vec![2], waited_for: "to vote".into(), seconds: 3.0 };
+    let verdict = told(&Announcement::of(&Verdict::NotCommitted(error)));
+    let Verdict::NotCommitted(error) = verdict else { panic!("{verdict:?}") };
+    assert_eq!((error.kind(), error.missing()), ("coordination_timeout", Some(&[2][..])));
 }
 
 #[test]
@@ -530,7 +535,7 @@ fn whoever_comes_to_a_save_that_was_given_up_leaves_it() {
     ));
     let mut leader = machine(plan(0, 3));
     leader.start();
-    assert!(matches!(leader.on(Event::GivenUp, at(0)), Action::Announce(Announcement::RanksMissing { .. })));
+    assert_eq!(announced(&leader.on(Event::GivenUp, at(0))).missing, Some(vec![0]));
     assert!(matches!(leader.on(Event::Done, at(0)), Action::RemoveTemporary));
     assert!(matches!(
         finished(leader.on(Event::Done, at(0))),
@@ -547,8 +552,10 @@ fn a_vote_on_another_step_is_none_on_this_one() {
     let other =
         Vote { rank: 1, step: 6, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
     let told = leader.on(votes(vec![other]), at(1));
-    let Action::Announce(Announcement::RankFailed { rank: 1, cause }) = &told else { panic!("{told:?}") };
-    assert!(cause.contains("step 6") && cause.contains("step 5"), "{cause}");
+    let failure = announced(&told);
+    let text = failure.to_string();
+    assert_eq!(failure.rank, Some(1));
+    assert!(text.contains("step 6") && text.contains("step 5"), "{text}");
 }
 
 #[test]
@@ -582,7 +589,7 @@ fn a_vote_survives_its_journey() {
         attempt: attempt(1),
         stale: false,
         claims: vec![],
-        parts: Err(Announcement::RankFailed { rank: 3, cause: "no".into() }),
+        parts: Err(relayed(3, "no")),
     };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
     for bad in [&b""[..], &[255; 9], &[0; 8]] {

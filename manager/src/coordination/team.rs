@@ -357,12 +357,11 @@ impl Team {
 
     /// Ends the session for this rank, for that reason. Its heartbeat reports it to the others.
     pub fn lose(&self, error: Error) -> Error {
-        let (missing, cause) = match &error {
-            Error::SessionLost { missing, cause } => (missing.clone(), cause.clone()),
-            Error::CoordinationTimeout { missing, .. } => (missing.clone(), error.to_string()),
-            Error::Relayed(relayed) => (relayed.missing.clone().unwrap_or_default(), relayed.to_string()),
-            _ => (Vec::new(), error.to_string()),
+        let cause = match &error {
+            Error::SessionLost { cause, .. } => cause.clone(),
+            _ => error.to_string(),
         };
+        let missing = error.missing().unwrap_or_default().to_vec();
         if self.lost.set(Lost { missing, cause }).is_ok()
             && let Err(error) = self.beat(Beat::LEFT)
         {

@@ -3,9 +3,9 @@
 
 use stepwell_core::format::manifest::Attempt;
 
-use crate::commit::{Announcement, Verdict, Vote};
+use crate::commit::{Announcement, Vote};
 use crate::coordination::team::Team;
-use crate::error::{Error, Result};
+use crate::error::{Error, Relayed, Result};
 use crate::state::Census;
 
 /// Exchanges the plain leaves of all ranks ([`crate::state::plain_leaves`]). A rank that cannot save
@@ -27,13 +27,14 @@ pub(crate) fn abstain_from_exchange(team: &Team, cause: &str) {
 
 /// Announces to the other ranks that this one does not take part in the save with that number.
 pub(crate) fn abstain(team: &Team, counter: u64, step: u64, cause: &str) {
-    let (rank, cause) = (team.rank(), cause.to_owned());
+    let rank = team.rank();
+    let failure = Relayed::of(&Error::RankFailed { rank, cause: cause.to_owned() });
     let announced = if team.leads() {
-        let announcement = Announcement::of(&Verdict::NotCommitted(Error::RankFailed { rank, cause }), rank);
+        let announcement = Announcement::NotCommitted(failure);
         announcement.encode(false).and_then(|verdict| team.send_verdict(counter, &verdict, true))
     } else {
         let attempt = Attempt { session: team.session().to_owned(), counter };
-        let vote = Vote::failed(rank, step, attempt, Announcement::RankFailed { rank, cause });
+        let vote = Vote::failed(rank, step, attempt, failure);
         vote.encode().and_then(|vote| team.send_vote(counter, &vote))
     };
     if let Err(error) = announced {

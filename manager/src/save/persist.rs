@@ -17,7 +17,7 @@ use crate::commit::{self, Announcement, DraftItem, Heard, ItemPart, Machine, Ver
 use crate::coordination::LEADER;
 use crate::coordination::team::Team;
 use crate::environment::Environment;
-use crate::error::{Error, Result};
+use crate::error::{Error, Relayed, Result};
 use crate::guard::guarded;
 use crate::retire::Deleter;
 use crate::root;
@@ -110,7 +110,7 @@ fn commit(
     let result = commit::run(machine, root, &*environment.clock, &mut world);
     if team.leads() && !team.is_alone() {
         let missing = match &result.verdict {
-            Verdict::NotCommitted(Error::CoordinationTimeout { missing, .. }) => missing.as_slice(),
+            Verdict::NotCommitted(error) => error.missing().unwrap_or_default(),
             _ => &[],
         };
         team.has_missed(counter, missing);
@@ -213,10 +213,8 @@ impl World for SaveWorld<'_> {
         let messages = self.team.votes(self.attempt.counter, missing, timeout)?;
         let step = self.save.step();
         let vote = |rank: u32, message: &[u8]| {
-            Vote::decode(rank, message).unwrap_or_else(|error| {
-                let failure = Announcement::of(&Verdict::NotCommitted(error), rank);
-                Vote::failed(rank, step, self.attempt.clone(), failure)
-            })
+            Vote::decode(rank, message)
+                .unwrap_or_else(|error| Vote::failed(rank, step, self.attempt.clone(), Relayed::of(&error)))
         };
         let votes: Vec<Vote> = messages.iter().map(|(rank, message)| vote(*rank, message)).collect();
         self.stale |= votes.iter().any(|vote| vote.stale);

@@ -194,3 +194,12 @@ impl StateProvider for Filled {
         Ok(true)
     }
 }
+
+/// The rank that a failed save names, on any rank.
+pub fn failed_rank(error: &Error) -> Option<u32> {
+    match error {
+        Error::RankFailed { rank, .. } => Some(*rank),
+        Error::Relayed(relayed) if error.kind() == "rank_failed" => relayed.rank,
+        _ => None,
+    }
+}
