@@ -160,10 +160,10 @@ impl PathTicket {
         };
         spawn("stepwell-persist", move || ending.run(job)).map_err(no_thread)?;
         self.used = true;
-        let (save, rest) = capturing.run()?;
+        let (save, rest) = capturing.run_eager()?;
         if let Some(rest) = rest {
             let (options, pool) = (self.options.clone(), Arc::clone(&self.pool));
-            spawn("stepwell-capture", move || rest.run(&pool, &options)).map_err(no_thread)?;
+            spawn("stepwell-capture", move || rest.run_rest(&pool, &options)).map_err(no_thread)?;
         }
         Ok(save)
     }

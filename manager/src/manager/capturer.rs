@@ -13,7 +13,7 @@ use super::Inner;
 use super::saves::Captures;
 use crate::error::Result;
 use crate::guard::guarded;
-use crate::save::job::Rest;
+use crate::save::job::Capturing;
 
 impl Inner {
     /// Hands over what is left of a capture. `first`: it belongs to the save that is being
@@ -21,7 +21,7 @@ impl Inner {
     pub(super) fn capture_later(
         self: &Arc<Self>,
         captures: &mut Captures,
-        rest: Rest,
+        rest: Capturing,
         first: bool,
     ) -> Result<()> {
         if captures.thread.is_none() {
@@ -57,7 +57,7 @@ impl Inner {
                 }
             };
             let pool = self.pool();
-            if let Err(error) = guarded("the capture", || rest.run(&pool, &self.options)) {
+            if let Err(error) = guarded("the capture", || rest.run_rest(&pool, &self.options)) {
                 tracing::warn!(%error, "what was left of a capture failed");
             }
             self.saves.lock().captures.capturing = false;

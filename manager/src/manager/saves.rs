@@ -15,7 +15,7 @@ use stepwell_core::staging::StagingPool;
 
 use crate::error::Error;
 use crate::save::Save;
-use crate::save::job::{Job, Rest};
+use crate::save::job::{Capturing, Job};
 
 /// Progress is looked for so often, by those who wait for it.
 const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -83,7 +83,7 @@ pub(super) struct Captures {
     /// it there.
     pub(super) claimed: bool,
     /// Unfinished captures whose callers have continued, in the order of their saves.
-    pub(super) rests: VecDeque<Rest>,
+    pub(super) rests: VecDeque<Capturing>,
     pub(super) thread: Option<JoinHandle<()>>,
 }
 

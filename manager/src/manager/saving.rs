@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use stepwell_core::limits::MAX_STEP;
@@ -35,8 +35,6 @@ pub enum Decision {
 pub struct Ready {
     ticket: Ticket,
     prepared: Prepared,
-    cancel: Arc<AtomicBool>,
-    begun: Instant,
 }
 
 impl Manager {
@@ -102,10 +100,8 @@ impl Manager {
     /// Plans a save that was decided: all checks of the state, and the whole plan. It waits for
     /// nothing but the processor, and before the first save for the other ranks.
     pub fn plan(&self, mut ticket: Ticket, request: SaveRequest) -> Result<Ready> {
-        let begun = Instant::now();
-        let cancel = Arc::clone(&request.cancel);
-        match self.prepared(&mut ticket, request, begun) {
-            Ok(prepared) => Ok(Ready { ticket, prepared, cancel, begun }),
+        match self.prepared(&mut ticket, request) {
+            Ok(prepared) => Ok(Ready { ticket, prepared }),
             Err(error) => {
                 ticket.fail(&error);
                 Err(error)
@@ -113,7 +109,8 @@ impl Manager {
         }
     }
 
-    fn prepared(&self, ticket: &mut Ticket, request: SaveRequest, begun: Instant) -> Result<Prepared> {
+    fn prepared(&self, ticket: &mut Ticket, request: SaveRequest) -> Result<Prepared> {
+        let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
         let census = inner.census(ticket, &request.state)?;
@@ -136,25 +133,22 @@ impl Manager {
 
     /// Begins a planned save, and captures what its caller may change after the return.
     pub fn begin(&self, ready: Ready) -> Result<Save> {
-        let Ready { mut ticket, mut prepared, cancel, begun } = ready;
+        let Ready { mut ticket, mut prepared } = ready;
         let inner = &self.inner;
         let made = job::make_ready(&mut prepared, &inner.options, &inner.pool());
         let placed = made.and_then(|()| {
-            let turn = inner.wait_for_a_place(ticket.step, begun, &cancel, prepared.has_eager())?;
+            let turn = inner.wait_for_a_place(ticket.step, &prepared)?;
             Ok((turn, inner.enqueue(&mut ticket, prepared)?))
         });
-        let (_turn, enqueued) = match placed {
-            Ok(placed) => placed,
+        let (_turn, save, capturing) = match placed {
+            Ok((turn, (save, capturing))) => (turn, save, capturing),
             Err(error) => {
                 ticket.fail(&error);
                 return Err(error);
             }
         };
-        let capturing = match enqueued {
-            Enqueued::Later(save) => return Ok(save),
-            Enqueued::Now(capturing) => capturing,
-        };
-        let (save, rest) = capturing.run()?;
+        let Some(capturing) = capturing else { return Ok(save) };
+        let (save, rest) = capturing.run_eager()?;
         if let Some(rest) = rest {
             inner.capture_later(&mut inner.saves.lock().captures, rest, true)?;
         }
@@ -309,13 +303,8 @@ impl Inner {
     /// is something to capture `now`, until all earlier saves are captured (two at once would
     /// starve each other: the later one takes slots that only its flush frees, which stands behind
     /// the earlier one's); as long as there is progress. The turn is that of who captures now.
-    fn wait_for_a_place(
-        &self,
-        step: u64,
-        begun: Instant,
-        cancel: &AtomicBool,
-        now: bool,
-    ) -> Result<Option<Turn<'_>>> {
+    fn wait_for_a_place(&self, step: u64, prepared: &Prepared) -> Result<Option<Turn<'_>>> {
+        let (now, is_cancelled) = (prepared.has_eager(), || prepared.cancel.load(Ordering::Acquire));
         let mut told = false;
         // A capture for this call is written first. It may need all of the memory, which only its
         // own writes free.
@@ -323,13 +312,13 @@ impl Inner {
             let blocked = (now && line.captures.are_under_way())
                 || (!now && line.captures.claimed)
                 || line.pending.len() > self.options.max_pending;
-            let waits = blocked && !cancel.load(Ordering::Acquire);
+            let waits = blocked && !is_cancelled();
             if waits && !std::mem::replace(&mut told, true) {
                 tracing::info!(step, "this save waits until an earlier one has ended");
             }
             waits
         });
-        if cancel.load(Ordering::Acquire) {
+        if is_cancelled() {
             let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
             return Err(Error::SaveFailed { step, source });
         }
@@ -338,7 +327,7 @@ impl Inner {
                 Some(first) => format!("the save of step {} to end", first.step()),
                 None => "another save to be planned".to_owned(),
             };
-            return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+            return Err(Error::Timeout { waited_for, waited: prepared.begun.elapsed() });
         };
         if !now {
             return Ok(None);
@@ -348,7 +337,13 @@ impl Inner {
         Ok(Some(Turn(self)))
     }
 
-    fn enqueue(self: &Arc<Self>, ticket: &mut Ticket, prepared: Prepared) -> Result<Enqueued> {
+    /// Gives a save its number and its place in the queue of the persister. Returns the capture if
+    /// the caller is to begin it at once; else the capturer has it.
+    fn enqueue(
+        self: &Arc<Self>,
+        ticket: &mut Ticket,
+        prepared: Prepared,
+    ) -> Result<(Save, Option<Capturing>)> {
         let step = ticket.step;
         let existing = if ticket.replaces { Existing::Replace } else { Existing::Refuse };
         let now = self.environment.clock.monotonic();
@@ -372,16 +367,15 @@ impl Inner {
         let (job, capturing) = prepared.split(&self.environment, &self.options, place);
         let save = job.save.clone();
         let enqueued = if now_in_part {
-            Ok(Enqueued::Now(Box::new(capturing)))
+            Ok(Some(capturing))
         } else {
             // In the order in which they will be written, so under the same lock.
-            let later = self.capture_later(&mut line.captures, capturing.into_rest(), false);
-            later.map(|()| Enqueued::Later(save.clone()))
+            self.capture_later(&mut line.captures, capturing, false).map(|()| None)
         };
         if enqueued.is_err() && existing == Existing::Replace {
             self.usage.replaced(step);
         }
-        let enqueued = enqueued?;
+        let capturing = enqueued?;
         line.counter += 1;
         ticket.used = true;
         self.ranks.raise_highest(step);
@@ -391,14 +385,14 @@ impl Inner {
             done.trail.saving(&save);
         }
         save.stands_behind(&line.pending);
-        line.pending.push(save);
+        line.pending.push(save.clone());
         line.writes.queue.push_back(job);
         if now_in_part {
             line.captures.claimed = false;
         }
         drop(line);
         self.saves.changed.notify_all();
-        Ok(enqueued)
+        Ok((save, capturing))
     }
 
     fn scene<'a>(&'a self, pool: &'a Arc<StagingPool>, census: Option<&'a Census>) -> Scene<'a> {
@@ -409,14 +403,6 @@ impl Inner {
     pub(super) fn pool(&self) -> Arc<StagingPool> {
         Arc::clone(self.saves.lock().pool.get_or_insert_with(|| self.environment.pool()))
     }
-}
-
-/// A save that is in the persister's queue.
-enum Enqueued {
-    /// To be captured by its caller, at once.
-    Now(Box<Capturing>),
-    /// To be captured by the capturer, all of it.
-    Later(Save),
 }
 
 /// The right to capture; one save of a manager has it at a time.

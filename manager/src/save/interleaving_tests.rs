@@ -4,8 +4,7 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
 
-use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -20,13 +19,14 @@ use stepwell_core::staging::{Filling, Slot, StagingPool};
 use stepwell_core::sync::shuttle::{self, thread};
 use stepwell_core::tree::{ContainerKind, Tree};
 
-use super::job::{self, Order, Place};
+use super::job::{self, Place, Scene};
 use super::{Outcome, Save, persist};
 use crate::commit::Existing;
 use crate::coordination::SingleProcess;
 use crate::coordination::team::Team;
 use crate::environment::Environment;
 use crate::error::Error;
+use crate::manager::SaveRequest;
 use crate::options::Options;
 use crate::retire::Deleter;
 use crate::state::{LeafSource, StateSource};
@@ -180,26 +180,26 @@ fn save(trouble: Trouble) {
     };
     let (returned, cancel) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let team = Arc::new(Team::alone("0".repeat(32)));
-    let order = Order {
-        root: PathBuf::from("/step"),
-        step: 7,
-        state: state(trouble == Trouble::Source, &returned),
-        metrics: BTreeMap::new(),
-        custom_metadata: serde_json::Value::Null,
+    let request = SaveRequest {
         cancel: Arc::clone(&cancel),
-        streams: BTreeMap::new(),
-        begun: Instant::now(),
-        team: Arc::clone(&team),
-        census: None,
-        stale: false,
+        ..SaveRequest::new(7, state(trouble == Trouble::Source, &returned))
     };
-    let prepared = job::plan(&environment, &options, &pool, order).unwrap();
+    let scene = Scene {
+        root: Path::new("/step"),
+        environment: &environment,
+        options: &options,
+        pool: &pool,
+        team: &team,
+        census: None,
+    };
+    let prepared = job::plan(&scene, request, Instant::now()).unwrap();
     let place = Place {
         label: "path".to_owned(),
         target: "step".to_owned(),
         existing: Existing::Refuse,
         counter: 0,
         fenced: false,
+        stale: false,
     };
     let (job, capturing) = prepared.split(&environment, &options, place);
     let save = job.save.clone();
@@ -223,7 +223,7 @@ fn save(trouble: Trouble) {
             pool.wake();
         })
     });
-    let captured = capturing.run();
+    let captured = capturing.run_eager();
     returned.store(true, Ordering::SeqCst);
     let outcome = save.wait(Some(LONG)).unwrap().unwrap();
     join([persister]);

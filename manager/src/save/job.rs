@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::limits::COMPARED_RANKS;
@@ -66,9 +66,10 @@ pub(crate) struct Prepared {
     flush: Flush,
     /// Bytes of all tensors as they will be written.
     tensor_bytes: u64,
-    cancel: Arc<AtomicBool>,
+    pub cancel: Arc<AtomicBool>,
     streams: Streams,
-    begun: Instant,
+    /// When the call began.
+    pub begun: Instant,
     team: Arc<Team>,
 }
 
@@ -86,22 +87,14 @@ pub(crate) struct Job {
     pub queued: Instant,
 }
 
-/// A save that is to be captured.
+/// The capture of a save, or the rest of it after the caller continues.
 pub(crate) struct Capturing {
     save: Save,
     capture: Capture,
     streams: Streams,
-    stall_timeout: Duration,
-    /// True if its flush stands behind no other one.
+    /// True if its flush waits for no flush of an earlier save.
     alone: bool,
-    /// Of all tensors as they will be written.
-    bytes: u64,
-}
-
-/// The rest of a capture after the caller continues: leaves that stay unchanged until then.
-pub(crate) struct Rest {
-    save: Save,
-    capture: Capture,
+    /// Bytes of all tensors as they will be written.
     bytes: u64,
 }
 
@@ -237,36 +230,27 @@ impl Prepared {
         let started = save.clone();
         capture.when_started(Box::new(move || started.set_started()));
         save.set_stats(|stats| stats.files = draft.items.len() as u64);
-        let capturing = Capturing {
-            save: save.clone(),
-            capture,
-            streams,
-            stall_timeout,
-            alone: !fenced,
-            bytes: tensor_bytes,
-        };
+        let capturing =
+            Capturing { save: save.clone(), capture, streams, alone: !fenced, bytes: tensor_bytes };
         (Job { save, plan, draft, unwritten, flush, queued: Instant::now() }, capturing)
     }
 }
 
 impl Capturing {
-    /// All of it, for another thread.
-    pub(crate) fn into_rest(self) -> Rest {
-        Rest { save: self.save, capture: self.capture, bytes: self.bytes }
-    }
-
     /// Captures on this thread what the caller may change after the return. The job's flush must
-    /// run, or must start to run. Another thread's [`Rest::run`] does the rest, after all earlier
-    /// captures.
-    pub(crate) fn run(self) -> Result<(Save, Option<Rest>)> {
-        let Self { save, capture, streams, stall_timeout, alone, bytes } = self;
+    /// run, or must start to run. Another thread's [`Capturing::run_rest`] does the rest, after all
+    /// earlier captures.
+    pub(crate) fn run_eager(self) -> Result<(Save, Option<Self>)> {
+        let Self { save, capture, streams, alone, bytes } = self;
         let fenced = capture.is_fenced();
         let captured = capture.run_eager();
         // Also where it failed: what has been started still reads.
         let ordered = if fenced { save.precede(&streams) } else { Ok(()) };
         let captured = captured.and_then(|rest| ordered.map(|()| rest));
         let error = match captured {
-            Ok(Some(capture)) => return Ok((save.clone(), Some(Rest { save, capture, bytes }))),
+            Ok(Some(capture)) => {
+                return Ok((save.clone(), Some(Self { save, capture, streams, alone, bytes })));
+            }
             Ok(None) => {
                 save.set_captured(true);
                 return Ok((save, None));
@@ -283,7 +267,7 @@ impl Capturing {
         // The caller has the cause, here; the flush that was cancelled by it ends by itself. It is
         // not waited for where it stands behind an earlier save's and the caller wants to go.
         let waits = alone || !cancelled;
-        if !waits || save.wait(Some(stall_timeout)).is_err() {
+        if !waits || save.wait(Some(save.stall_timeout())).is_err() {
             save.acknowledge();
         }
         Err(match error.inner() {
@@ -291,13 +275,11 @@ impl Capturing {
             _ => Error::SaveFailed { step: save.step(), source: error },
         })
     }
-}
 
-impl Rest {
-    /// Captures it, on this thread. How it ended is the save's outcome: a capture that fails
+    /// Captures all that is left, on this thread. How it ended is the save's outcome: a capture that fails
     /// cancels its flush, with its reason.
-    pub(crate) fn run(self, pool: &Arc<StagingPool>, options: &Options) {
-        let Self { save, capture, bytes } = self;
+    pub(crate) fn run_rest(self, pool: &Arc<StagingPool>, options: &Options) {
+        let Self { save, capture, bytes, .. } = self;
         if let Err(error) = ensure_memory(pool, options, bytes) {
             // Two slots are there: it takes longer, and is no failed save.
             tracing::warn!(step = save.step(), %error, "the staging ring stays smaller than wanted: this save takes longer");
