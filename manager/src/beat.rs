@@ -17,6 +17,7 @@ use stepwell_core::io::Dir;
 
 use crate::commit::aside::replace_file;
 use crate::control::owner;
+use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{BEAT_PREFIX, CONTROL};
 use crate::environment::Clock;
 use crate::error::{Error, Result};
@@ -113,10 +114,7 @@ pub fn forget_others(root: &dyn Dir, session: &str) -> Result<()> {
         let stale =
             entry.name.trim_start_matches('.').starts_with(BEAT_PREFIX) && !entry.name.contains(session);
         if stale {
-            match control.remove_file(&entry.name) {
-                Err(error) if !error.is_not_found() => return Err(error.into()),
-                _ => {}
-            }
+            ignore_missing(control.remove_file(&entry.name))?;
         }
     }
     Ok(())

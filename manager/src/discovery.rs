@@ -68,12 +68,6 @@ pub struct Quarantined {
     pub has_manifest: bool,
 }
 
-impl Quarantined {
-    fn without_manifest(name: String) -> Self {
-        Self { name, reason: format!("it has no {MANIFEST}"), has_manifest: false }
-    }
-}
-
 /// The result of a listing.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Listing {
@@ -217,37 +211,25 @@ impl Discovery {
 
     /// Inspects these names only.
     fn look_at(&self, root: &dyn Dir, names: &StepName, touched: &[String]) -> Result<Arc<Listing>> {
-        let mut read = Vec::new();
-        let mut quarantined = Vec::new();
+        let mut inspected = Inspected::default();
         for name in touched {
             let Some(step) = names.parse(name) else { continue };
             let Some(stat) = root.stat(name)? else { continue };
-            match self.look_into(root, name, step, stat.kind)? {
-                Read::Step(manifest_stat, manifest) => {
-                    read.push((name.clone(), Known { entry: stat.id.1, stat: manifest_stat, manifest }));
-                }
-                Read::NoStep(reason) => {
-                    let has_manifest = stat.kind == EntryKind::Dir;
-                    quarantined.push(Quarantined { name: name.clone(), reason, has_manifest });
-                }
-                Read::NoManifest => quarantined.push(Quarantined::without_manifest(name.clone())),
-                Read::Gone => {}
-            }
+            inspected.add(name, stat.id.1, self.inspect(root, name, step, stat.kind)?);
         }
         let mut cache = self.lock();
         for name in touched {
             cache.remove(name);
         }
-        quarantined.extend(cache.listing.quarantined.iter().cloned());
-        quarantined.sort_by(|a, b| a.name.cmp(&b.name));
-        cache.remember(names, read, quarantined);
+        inspected.quarantined.extend(cache.listing.quarantined.iter().cloned());
+        cache.remember(names, inspected);
         Ok(Arc::clone(&cache.listing))
     }
 
-    fn look_into(&self, root: &dyn Dir, name: &str, step: u64, kind: EntryKind) -> Result<Read> {
+    fn inspect(&self, root: &dyn Dir, name: &str, step: u64, kind: EntryKind) -> Result<Inspection> {
         match kind {
             EntryKind::Dir => self.read(root, name, step),
-            _ => Ok(Read::NoStep("it is no directory".to_owned())),
+            _ => Ok(Inspection::NotAStep { reason: "it is no directory".to_owned(), has_manifest: false }),
         }
     }
 
@@ -271,32 +253,17 @@ impl Discovery {
             }
             (others, there < cache.known.len())
         };
-        let mut read = Vec::with_capacity(others.len());
-        let mut quarantined = Vec::new();
-        let mut vanished = false;
         let threads = cores().min(others.len() / READ_BY_ONE).max(1);
         let answers = each("stepwell-list", threads, &others, |&(entry, step)| {
-            self.look_into(root, &entry.name, step, entry.kind)
+            self.inspect(root, &entry.name, step, entry.kind)
         });
+        let mut inspected = Inspected::default();
         for (answer, (entry, _)) in answers.into_iter().zip(&others) {
-            let name = entry.name.clone();
-            match answer? {
-                Read::Step(stat, manifest) => read.push((name, Known { entry: entry.inode, stat, manifest })),
-                Read::NoStep(reason) => {
-                    quarantined.push(Quarantined {
-                        name,
-                        reason,
-                        has_manifest: entry.kind == EntryKind::Dir,
-                    });
-                }
-                Read::NoManifest => quarantined.push(Quarantined::without_manifest(name)),
-                Read::Gone => vanished = true,
-            }
+            inspected.add(&entry.name, entry.inode, answer?);
         }
-        quarantined.sort_by(|a, b| a.name.cmp(&b.name));
         let mut cache = self.lock();
-        let known = read.iter().filter(|(name, _)| cache.known.contains_key(name)).count();
-        let new = known < read.len();
+        let known = inspected.steps.iter().filter(|(name, _)| cache.known.contains_key(name)).count();
+        let (new, vanished) = (known < inspected.steps.len(), inspected.vanished);
         if !by_entries {
             lost |= known < cache.known.len();
             cache.known.clear();
@@ -304,39 +271,44 @@ impl Discovery {
             let there: HashSet<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
             cache.known.retain(|name, _| there.contains(name.as_str()));
         }
-        for one in &quarantined {
+        for one in &inspected.quarantined {
             lost |= cache.known.remove(&one.name).is_some();
         }
-        cache.remember(names, read, quarantined);
+        cache.remember(names, inspected);
         Ok(Pass { listing: Arc::clone(&cache.listing), vanished, lost, new })
     }
 
-    fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<Read> {
+    fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<Inspection> {
+        let not_a_step = |reason| Inspection::NotAStep { reason, has_manifest: true };
         let path = format!("{name}/{MANIFEST}");
         let stat = match root.stat(&path) {
             Ok(Some(stat)) => stat,
             Ok(None) => {
                 // Retired between the listing and now, or never a step.
                 let gone = root.stat(name)?.is_none();
-                return Ok(if gone { Read::Gone } else { Read::NoManifest });
+                return Ok(if gone {
+                    Inspection::Gone
+                } else {
+                    Inspection::NotAStep { reason: format!("it has no {MANIFEST}"), has_manifest: false }
+                });
             }
-            Err(error) if error.is_gone() => return Ok(Read::Gone),
-            Err(error) if is_no_step(&error) => return Ok(Read::NoStep(error.to_string())),
+            Err(error) if error.is_gone() => return Ok(Inspection::Gone),
+            Err(error) if is_no_step(&error) => return Ok(not_a_step(error.to_string())),
             Err(error) => return Err(error.into()),
         };
         if let Some(known) = self.lock().known.get(name)
             && known.stat == stat
         {
-            return Ok(Read::Step(stat, Arc::clone(&known.manifest)));
+            return Ok(Inspection::Step(stat, Arc::clone(&known.manifest)));
         }
         match read_manifest(root, name) {
-            Ok(manifest) if manifest.step != step => Ok(Read::NoStep(format!(
+            Ok(manifest) if manifest.step != step => Ok(not_a_step(format!(
                 "its manifest says that it is step {}: a step is not renamed by hand",
                 manifest.step
             ))),
-            Ok(manifest) => Ok(Read::Step(stat, Arc::new(manifest))),
-            Err(error) if error.is_gone() => Ok(Read::Gone),
-            Err(error) if is_no_step(&error) => Ok(Read::NoStep(error.to_string())),
+            Ok(manifest) => Ok(Inspection::Step(stat, Arc::new(manifest))),
+            Err(error) if error.is_gone() => Ok(Inspection::Gone),
+            Err(error) if is_no_step(&error) => Ok(not_a_step(error.to_string())),
             Err(error) => Err(error.into()),
         }
     }
@@ -356,10 +328,12 @@ impl Cache {
     }
 
     /// Takes up what a pass has read: everything that is `known` beside it stands as it stood.
-    fn remember(&mut self, names: &StepName, read: Vec<(String, Known)>, quarantined: Vec<Quarantined>) {
+    fn remember(&mut self, names: &StepName, inspected: Inspected) {
+        let Inspected { steps, mut quarantined, .. } = inspected;
+        quarantined.sort_by(|a, b| a.name.cmp(&b.name));
         let is_odd = !quarantined.is_empty() || !self.listing.quarantined.is_empty();
         let mut added = Vec::new();
-        for (name, known) in read {
+        for (name, known) in steps {
             let step = known.manifest.step;
             let manifest = Arc::clone(&known.manifest);
             let is_listed = self
@@ -407,11 +381,34 @@ pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
     matches!(error, Corrupt { .. } | Format { .. } | Limit { .. }) || error.is_no_file()
 }
 
-enum Read {
+/// The result of inspecting a name.
+enum Inspection {
     Step(Stat, Arc<Manifest>),
-    NoStep(String),
-    NoManifest,
+    NotAStep { reason: String, has_manifest: bool },
     Gone,
+}
+
+/// The names that a pass has inspected.
+#[derive(Default)]
+struct Inspected {
+    steps: Vec<(String, Known)>,
+    quarantined: Vec<Quarantined>,
+    /// Something was gone before it could be inspected.
+    vanished: bool,
+}
+
+impl Inspected {
+    /// Adds a name, with the inode number of its entry.
+    fn add(&mut self, name: &str, entry: u64, inspection: Inspection) {
+        let name = name.to_owned();
+        match inspection {
+            Inspection::Step(stat, manifest) => self.steps.push((name, Known { entry, stat, manifest })),
+            Inspection::NotAStep { reason, has_manifest } => {
+                self.quarantined.push(Quarantined { name, reason, has_manifest });
+            }
+            Inspection::Gone => self.vanished = true,
+        }
+    }
 }
 
 fn add(listing: &mut Listing, names: &StepName, step: u64, found: Found) {

@@ -14,6 +14,7 @@ use stepwell_core::io::Dir;
 use stepwell_core::limits::{MAX_METADATA_BYTES, MAX_METRICS, MAX_NAME_BYTES};
 
 use crate::commit::aside::replace_file;
+use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{self, METRICS, OwnName, control};
 use crate::discovery::{Listing, is_no_step, read_manifest};
 use crate::environment::Environment;
@@ -191,10 +192,8 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &
         {
             continue;
         }
-        match dir.remove_file(&name) {
-            Err(error) if !error.is_not_found() => return Err(error.into()),
-            _ => removed += 1,
-        }
+        ignore_missing(dir.remove_file(&name))?;
+        removed += 1;
     }
     Ok(removed)
 }

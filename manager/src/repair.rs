@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord, Within};
+use stepwell_core::format::index::{Index, LeafRecord};
 use stepwell_core::format::index_v1;
 use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
 use stepwell_core::format::merge::{self, Refusal, Twice};
@@ -25,9 +25,11 @@ use stepwell_core::{Error as CoreError, Result as CoreResult};
 use stepwell_reshard::tiling;
 
 use crate::commit::aside;
+use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{LEASE, MANIFEST, MANIFEST_NEW};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::stored_index::file_record;
 
 /// The temporary name of a rebuilt index, beside it.
 const INDEX_NEW: &str = ".index.new";
@@ -106,10 +108,7 @@ pub fn forget_damaged(path: &Path, environment: &Environment) -> Result<()> {
     for item in &manifest(&*step)?.items {
         let dir = step.open_dir(&item.dir)?;
         for name in [INDEX_DAMAGED, INDEX_NEW] {
-            match dir.remove_file(name) {
-                Err(error) if !error.is_not_found() => return Err(error.into()),
-                _ => {}
-            }
+            ignore_missing(dir.remove_file(name))?;
         }
     }
     Ok(())
@@ -222,14 +221,6 @@ fn rebuild(step: &Arc<dyn Dir>, manifest: &Manifest, item: &Item) -> Result<inde
 
 /// The index in the footer of a data file, which is the one that the manifest names.
 fn part(step: &Arc<dyn Dir>, item: &Item, entry: &FileEntry) -> CoreResult<Index> {
-    let within = entry.within.as_ref();
-    let record = FileRecord {
-        name: entry.path.as_str().into(),
-        length: entry.length,
-        file_id: entry.file_id,
-        trailer_crc: entry.trailer_crc32c,
-        within: within.map(|within| Within { name: within.path.as_str().into(), offset: within.offset }),
-    };
     let name = entry.path.strip_prefix(&format!("{}/", item.dir)).unwrap_or(&entry.path);
-    index_in_footer(&**step, &record, name)
+    index_in_footer(&**step, &file_record(entry), name)
 }

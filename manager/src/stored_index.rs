@@ -336,15 +336,20 @@ pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
     let mut of_item: HashMap<&str, Vec<FileRecord>> = HashMap::new();
     for entry in &manifest.files {
         let dir = entry.path.split('/').next().unwrap_or_default();
-        of_item.entry(dir).or_default().push(FileRecord {
-            name: entry.path.as_str().into(),
-            length: entry.length,
-            file_id: entry.file_id,
-            trailer_crc: entry.trailer_crc32c,
-            within: within(entry),
-        });
+        of_item.entry(dir).or_default().push(file_record(entry));
     }
     manifest.items.iter().flat_map(|item| of_item.remove(item.dir.as_str()).unwrap_or_default()).collect()
+}
+
+/// The record of a data file, with its path below the step.
+pub(crate) fn file_record(entry: &FileEntry) -> FileRecord {
+    FileRecord {
+        name: entry.path.as_str().into(),
+        length: entry.length,
+        file_id: entry.file_id,
+        trailer_crc: entry.trailer_crc32c,
+        within: within(entry),
+    }
 }
 
 /// The container of a data file that is a part of another file.

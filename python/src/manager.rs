@@ -11,6 +11,7 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
+use stepwell_core::deadline::StallTimer;
 use stepwell_core::sys::spawn;
 use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest, Ticket};
 
@@ -23,7 +24,7 @@ use crate::options;
 use crate::save_handle::SaveHandle;
 use crate::snapshot::{OnDevices, Snapshot, source};
 use crate::state::{ChoiceArguments, flatten};
-use crate::wait::{self, Patience};
+use crate::wait;
 
 type Error = stepwell_manager::Error;
 
@@ -418,12 +419,12 @@ impl Manager {
     fn wait_until_finished(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = wait::seconds(timeout);
         let begun = Instant::now();
-        let mut patience = Patience::new(self.moved(), self.stall_timeout);
+        let mut timer = StallTimer::new(self.stall_timeout);
         let mut last = None;
         let answer = wait::poll(py, limit, |slice| match self.inner.wait_until_finished(Some(slice)) {
             Err(Error::Timeout { waited_for, .. }) => {
                 let waited = begun.elapsed();
-                let stalled = limit.is_none() && patience.is_over(self.moved());
+                let stalled = limit.is_none() && timer.left(self.moved()).is_zero();
                 let error = Error::Timeout { waited_for, waited };
                 if stalled {
                     return Some(Err(error));
@@ -467,15 +468,16 @@ impl Manager {
         });
         let begun = Instant::now();
         // The leader waits for the other ranks as long, and says whom it waited for.
-        let patience =
+        let stall_timeout =
             if self.inner.ranks().1 > 1 { self.stall_timeout.saturating_mul(2) } else { self.stall_timeout };
-        let mut patience = Patience::new(self.moved(), patience);
+        let mut timer = StallTimer::new(stall_timeout);
         let timed_out = || {
             let waited_for = self.pending_saves().unwrap_or_else(|| "the close of the manager".to_owned());
             Error::Timeout { waited_for, waited: begun.elapsed() }
         };
         let answer = wait::poll(py, limit, |slice| {
-            let stalled = || (limit.is_none() && patience.is_over(self.moved())).then(|| Err(timed_out()));
+            let stalled =
+                || (limit.is_none() && timer.left(self.moved()).is_zero()).then(|| Err(timed_out()));
             closing.wait(slice).or_else(stalled)
         })?;
         match answer {

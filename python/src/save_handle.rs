@@ -7,11 +7,12 @@ use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use stepwell_core::deadline::StallTimer;
 use stepwell_manager::{Error, Outcome, Save};
 
 use crate::errors::{build, raise_manager};
 use crate::events::Events;
-use crate::wait::{self, Patience};
+use crate::wait;
 
 /// A save that was begun, or refused.
 #[pyclass(frozen, module = "stepwell._core")]
@@ -43,10 +44,10 @@ impl SaveHandle {
     ) -> PyResult<Option<T>> {
         let limit = wait::seconds(timeout);
         let begun = Instant::now();
-        let mut patience = Patience::new(self.save.progress(), self.save.stall_timeout());
+        let mut timer = StallTimer::new(self.save.stall_timeout());
         let answer = wait::poll(py, limit, |slice| match ready(&self.save, slice) {
             Some(answer) => Some(Ok(answer)),
-            None if limit.is_none() && patience.is_over(self.save.progress()) => {
+            None if limit.is_none() && timer.left(self.save.progress()).is_zero() => {
                 let waited_for = format!("{what} of the save of step {}", self.save.step());
                 Some(Err(Error::Timeout { waited_for, waited: begun.elapsed() }))
             }

@@ -35,30 +35,6 @@ pub fn poll<T: Send>(
     }
 }
 
-/// Sees whether anything gets on: for those who wait in slices and have no deadline.
-pub struct Patience<T> {
-    seen: T,
-    since: Instant,
-    limit: Duration,
-}
-
-impl<T: PartialEq> Patience<T> {
-    /// `progress` is something that changes as long as what is waited for gets on; `limit` is how
-    /// long it may stay the same.
-    pub fn new(progress: T, limit: Duration) -> Self {
-        Self { seen: progress, since: Instant::now(), limit }
-    }
-
-    /// True if nothing at all has happened for the limit.
-    pub fn is_over(&mut self, progress: T) -> bool {
-        if progress != self.seen {
-            self.seen = progress;
-            self.since = Instant::now();
-        }
-        self.since.elapsed() >= self.limit
-    }
-}
-
 /// Seconds as the package gives them; what no clock can hold is no deadline.
 pub fn seconds(timeout: Option<f64>) -> Option<Duration> {
     timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use stepwell_core::format::manifest::{Manifest, Others, Tombstone, stored_files};
 use stepwell_core::io::{Dir, LockKind, Rename};
 
-use crate::delete_tree::delete_tree;
+use crate::delete_tree::{delete_tree, ignore_missing};
 use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
 use crate::discovery::read_manifest;
 use crate::error::Result;
@@ -124,10 +124,7 @@ pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Res
 
 /// Rewrites a small file. Either the old or the new one exists at any instant.
 pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> stepwell_core::Result<()> {
-    match dir.remove_file(new_name) {
-        Err(error) if !error.is_not_found() => return Err(error),
-        _ => {}
-    }
+    ignore_missing(dir.remove_file(new_name))?;
     dir.write_file(new_name, bytes)?;
     dir.rename(new_name, name, Rename::Replace)?;
     dir.sync()
@@ -142,16 +139,10 @@ pub fn replace_and_keep(
     kept_name: &str,
     bytes: &[u8],
 ) -> stepwell_core::Result<()> {
-    match dir.remove_file(new_name) {
-        Err(error) if !error.is_not_found() => return Err(error),
-        _ => {}
-    }
+    ignore_missing(dir.remove_file(new_name))?;
     dir.write_file(new_name, bytes)?;
     dir.sync()?;
-    match dir.rename(name, kept_name, Rename::Replace) {
-        Err(error) if !error.is_not_found() => return Err(error),
-        _ => {}
-    }
+    ignore_missing(dir.rename(name, kept_name, Rename::Replace))?;
     dir.rename(new_name, name, Rename::Replace)?;
     dir.sync()
 }

@@ -32,7 +32,7 @@ use stepwell_core::format::checksum::crc32c;
 use stepwell_core::io::{Dir, EntryKind};
 
 use super::{Coordinator, LEADER, Message};
-use crate::delete_tree::delete_tree;
+use crate::delete_tree::{delete_tree, ignore_missing};
 use crate::environment::Rng;
 use crate::error::{Error, Result};
 
@@ -412,10 +412,7 @@ fn read(dir: &dyn Dir, name: &str) -> Result<Option<Message>> {
 }
 
 fn delete(dir: &dyn Dir, name: &str) -> Result<()> {
-    match dir.remove_file(name) {
-        Err(error) if !error.is_not_found() => Err(error.into()),
-        _ => Ok(()),
-    }
+    Ok(ignore_missing(dir.remove_file(name))?)
 }
 
 /// The message of a file, if all of it is there.

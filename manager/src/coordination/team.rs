@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 use stepwell_core::Kind;
-use stepwell_core::deadline::deadline_after;
+use stepwell_core::deadline::{StallTimer, deadline_after};
 
 use super::{Coordinator, LEADER, Message};
 use crate::error::{Error, Relayed, Result};
@@ -616,10 +616,9 @@ impl Board<'_> {
     /// `life`: changes as long as that rank lives.
     fn wait(&self, key: &str, rank: u32, what: &str, life: impl Fn() -> Result<Beat>) -> Result<Message> {
         let begun = Instant::now();
-        let mut deadline = deadline_after(self.patience);
-        let mut last = None;
+        let mut timer = StallTimer::new(self.patience);
+        let mut left = timer.left(None);
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
             if let Some(message) = self.coordinator.get(key, left.min(LOOK))? {
                 return Ok(message);
             }
@@ -628,16 +627,14 @@ impl Board<'_> {
                 let cause = format!("rank {rank} has left it, after a call that had no answer in time");
                 return Err(Error::SessionLost { missing: vec![rank], cause });
             }
-            if last.is_some_and(|last| last != now) {
-                deadline = deadline_after(self.patience);
-            } else if left.is_zero() {
+            left = timer.left(Some(now));
+            if left.is_zero() {
                 return Err(Error::CoordinationTimeout {
                     missing: vec![rank],
                     waited_for: what.to_owned(),
                     seconds: begun.elapsed().as_secs_f64(),
                 });
             }
-            last = Some(now);
         }
     }
 

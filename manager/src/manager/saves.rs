@@ -8,9 +8,9 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use stepwell_core::deadline::deadline_after;
+use stepwell_core::deadline::StallTimer;
 use stepwell_core::staging::StagingPool;
 
 use crate::error::Error;
@@ -128,17 +128,12 @@ impl Saves {
         fixed: bool,
         mut blocked: impl FnMut(&Line) -> bool,
     ) -> Option<MutexGuard<'_, Line>> {
-        let mut deadline = deadline_after(limit);
-        let mut seen = None;
+        let mut timer = StallTimer::new(limit);
         let mut line = self.lock();
         while blocked(&line) {
             let progress =
                 line.pending.first().map(|first| (line.pending.len(), first.step(), first.moved()));
-            if !fixed && progress != seen {
-                seen = progress;
-                deadline = deadline_after(limit);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = timer.left(progress.filter(|_| !fixed));
             if left.is_zero() {
                 return None;
             }

@@ -10,7 +10,7 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use stepwell_core::deadline::deadline_after;
+use stepwell_core::deadline::StallTimer;
 use stepwell_core::save::{Progress, SaveStats};
 use stepwell_core::staging::CopyQueue;
 use stepwell_core::sync::{Condvar, Mutex, MutexGuard};
@@ -169,18 +169,8 @@ impl Save {
         cancel: Arc<AtomicBool>,
         stall_timeout: Duration,
     ) -> Self {
-        Self::of(Shared {
-            step,
-            refusal: None,
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            progress: Some(progress),
-            moves: AtomicU64::new(0),
-            queues,
-            begun,
-            cancel,
-            stall_timeout,
-        })
+        let progress = Some(progress);
+        Self::of(Shared { progress, queues, begun, cancel, stall_timeout, ..Shared::over(step) })
     }
 
     pub(crate) fn refused(step: u64, refusal: Refusal) -> Self {
@@ -350,55 +340,37 @@ impl Save {
             return Ok(());
         }
         let begun = Instant::now();
-        let limit = timeout.unwrap_or(self.shared.stall_timeout);
-        let mut deadline = deadline_after(limit);
-        let mut seen = None;
-        let mut state = self.lock();
-        while !done(&state) {
-            if timeout.is_none() {
-                let ahead: Vec<_> = state.ahead.iter().filter_map(Weak::upgrade).collect();
-                drop(state);
-                let now = Some(self.moves(ahead));
-                state = self.lock();
-                if now != seen {
-                    seen = now;
-                    deadline = deadline_after(limit);
-                }
-                if done(&state) {
-                    break;
-                }
+        let mut timer = StallTimer::new(timeout.unwrap_or(self.shared.stall_timeout));
+        loop {
+            // A timeout of the caller is fixed.
+            let left = timer.left(timeout.is_none().then(|| self.progress()));
+            let state = self.lock();
+            if done(&state) {
+                return Ok(());
             }
-            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 let waited_for = format!("{what} of the save of step {}", self.step());
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
             // Progress of other ranks does not wake this thread.
             let pause = if timeout.is_none() { left.min(LOOK) } else { left };
-            state = self.shared.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+            drop(self.shared.changed.wait_timeout(state, pause));
         }
-        Ok(())
     }
 
     /// Something that changes as long as it gets on, or a save before it does: for one who waits in
     /// slices, and gives up when it has not changed for [`Save::stall_timeout`].
     pub fn progress(&self) -> impl PartialEq + Copy + Send + use<> {
         let ahead: Vec<_> = self.lock().ahead.iter().filter_map(Weak::upgrade).collect();
-        self.moves(ahead)
+        let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
+        let left = ahead.iter().filter(|save| !save.is_done()).count();
+        let bytes = ahead.iter().fold(self.moved(), |bytes, save| bytes.wrapping_add(save.moved()));
+        (left, bytes, self.captured())
     }
 
     /// How long it may make no progress while somebody waits for it without a deadline.
     pub fn stall_timeout(&self) -> Duration {
         self.shared.stall_timeout
-    }
-
-    /// A value that changes while there is progress: captured and written bytes of this save and of
-    /// those before it, and the number of the latter.
-    fn moves(&self, ahead: Vec<Arc<Shared>>) -> (usize, u64, bool) {
-        let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
-        let left = ahead.iter().filter(|save| !save.is_done()).count();
-        let bytes = ahead.iter().fold(self.moved(), |bytes, save| bytes.wrapping_add(save.moved()));
-        (left, bytes, self.captured())
     }
 
     pub(crate) fn set_started(&self) {
