@@ -276,8 +276,8 @@ impl Capturing {
         })
     }
 
-    /// Captures all that is left, on this thread. How it ended is the save's outcome: a capture that fails
-    /// cancels its flush, with its reason.
+    /// Captures all that is left, on this thread. How it ended is the save's outcome: a capture
+    /// that fails cancels its flush, with its reason.
     pub(crate) fn run_rest(self, pool: &Arc<StagingPool>, options: &Options) {
         let Self { save, capture, bytes, .. } = self;
         if let Err(error) = ensure_memory(pool, options, bytes) {
