@@ -33,10 +33,10 @@ use crate::stored_index::{self, StoredIndex};
 
 /// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says
 /// otherwise.
-const PATIENCE: Duration = Duration::from_secs(60);
+const LEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Requests that are worth a thread of their own while a read is planned.
-const PLANNED_BY_ONE: usize = 4096;
+const REQUESTS_PER_THREAD: usize = 4096;
 
 /// A committed step, leased. See the module documentation.
 pub struct Checkpoint {
@@ -102,7 +102,7 @@ impl Checkpoint {
             Err(error) => return Err(error.into()),
         };
         let load_options = Options::default().load_options(false);
-        Self::lease(&parent, name, environment, PATIENCE, load_options)?.ok_or_else(gone)
+        Self::lease(&parent, name, environment, LEASE_TIMEOUT, load_options)?.ok_or_else(gone)
     }
 
     /// Opens and leases a directory below `parent`. `None` if it does not exist.
@@ -110,10 +110,10 @@ impl Checkpoint {
         parent: &Arc<dyn Dir>,
         name: &str,
         environment: &Environment,
-        patience: Duration,
+        timeout: Duration,
         load_options: LoadOptions,
     ) -> Result<Option<Self>> {
-        let Some((dir, lease)) = lease::acquire(&**parent, name, patience)? else {
+        let Some((dir, lease)) = lease::acquire(&**parent, name, timeout)? else {
             return Ok(None);
         };
         let manifest = match dir.read_file(MANIFEST, stepwell_core::limits::MAX_MANIFEST_BYTES) {
@@ -145,11 +145,8 @@ impl Checkpoint {
     /// Opens a checkpoint that has no name of its own yet, below `parent`.
     pub(crate) fn open_in(parent: &Arc<dyn Dir>, name: &str, environment: &Environment) -> Result<Self> {
         let load_options = Options::default().load_options(false);
-        Self::lease(parent, name, environment, PATIENCE, load_options)?.ok_or_else(|| Error::StepNotFound {
-            step: None,
-            root: parent.path().join(name),
-            latest: None,
-        })
+        Self::lease(parent, name, environment, LEASE_TIMEOUT, load_options)?
+            .ok_or_else(|| Error::StepNotFound { step: None, root: parent.path().join(name), latest: None })
     }
 
     /// Its open directory.
@@ -238,7 +235,7 @@ impl Checkpoint {
     /// Returns the copies of requests, and the index that they refer to.
     fn copies(&self, requests: &[Request]) -> Result<(Arc<Index>, Vec<BoxCopy>)> {
         let index = self.index_of(requests.iter().map(|request| request.leaf))?;
-        let threads = cores().min(requests.len() / PLANNED_BY_ONE).max(1);
+        let threads = cores().min(requests.len() / REQUESTS_PER_THREAD).max(1);
         let shares: Vec<&[Request]> = requests.chunks(requests.len().div_ceil(threads).max(1)).collect();
         let planned = each("stepwell-plan", threads, &shares, |share| read_plan::copies(&index, share));
         let mut copies = Vec::new();
@@ -316,7 +313,7 @@ impl Checkpoint {
     /// that it is damaged.
     fn gone_or(&self, error: stepwell_core::Error) -> Error {
         let missing = error.is_gone();
-        if missing && !self.manifest_stands() {
+        if missing && !self.has_manifest() {
             let what = error.file().map_or_else(|| "a file".to_owned(), |file| file.display().to_string());
             return Error::StepGone { path: self.dir.path().to_owned(), what };
         }
@@ -327,7 +324,7 @@ impl Checkpoint {
         error.into()
     }
 
-    fn manifest_stands(&self) -> bool {
+    fn has_manifest(&self) -> bool {
         matches!(self.dir.stat(MANIFEST), Ok(Some(_)))
     }
 }

@@ -22,7 +22,7 @@ const MAX_EPOCH_BYTES: u64 = 64 << 10;
 /// How often the lock is tried, and the pause in between: another manager of the same process may
 /// be just closing.
 const LOCK_TRIES: usize = 20;
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The content of `root.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,9 +57,9 @@ pub struct Epoch {
 
 /// The content of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
+pub enum PathKind {
     /// No directory.
-    Nothing,
+    Absent,
     /// A directory with a manifest: a checkpoint, whole or not.
     Checkpoint,
     /// A directory that says that it is a root.
@@ -70,16 +70,16 @@ pub enum Standing {
 
 /// Inspects a path. A disk error is an error, not absence: a caller that takes it for absence would
 /// start a new run over an existing one.
-pub fn standing(environment: &Environment, path: &Path) -> Result<Standing> {
+pub fn path_kind(environment: &Environment, path: &Path) -> Result<PathKind> {
     let directory = match environment.disk.open_dir(path) {
         Ok(directory) => directory,
-        Err(error) if error.is_not_found() || error.is_no_directory() => return Ok(Standing::Nothing),
+        Err(error) if error.is_not_found() || error.is_no_directory() => return Ok(PathKind::Absent),
         Err(error) => return Err(error.into()),
     };
     if directory.stat(MANIFEST)?.is_some() {
-        return Ok(Standing::Checkpoint);
+        return Ok(PathKind::Checkpoint);
     }
-    Ok(if directory.stat(CONTROL)?.is_some() { Standing::Root } else { Standing::Directory })
+    Ok(if directory.stat(CONTROL)?.is_some() { PathKind::Root } else { PathKind::Directory })
 }
 
 /// Reads `root.json`. `None` if it does not exist (a root copied step by step, or a foreign
@@ -154,14 +154,14 @@ pub fn make_control(root: &dyn Dir) -> Result<()> {
 }
 
 /// Takes the writer's lock. `None`: this file system has none, and the caller may take the root
-/// over once the last writer has been silent ([`crate::beat`]).
+/// over once the last writer has been silent ([`crate::writer_heartbeat`]).
 pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
     let mut tries = LOCK_TRIES;
     loop {
         tries -= 1;
         match root.try_lock(&control(LOCK), LockKind::Exclusive, true) {
             Ok(Some(lock)) => return Ok(Some(lock)),
-            Ok(None) if tries > 0 => std::thread::sleep(LOCK_PAUSE),
+            Ok(None) if tries > 0 => std::thread::sleep(LOCK_POLL_INTERVAL),
             Ok(None) => {
                 let owner = read_epoch(root).ok().flatten().map(|epoch| epoch.owner);
                 return Err(Error::Locked { root: root.path().to_owned(), owner });
@@ -188,7 +188,7 @@ pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
 
 /// The other writer that has taken the root over from this session, if any. Checked before every
 /// rename: without locks, this fence keeps an older writer out.
-pub fn usurper(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
+pub fn other_writer(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
     Ok(read_epoch(root)?.filter(|epoch| epoch.session != session).map(|epoch| epoch.owner))
 }
 

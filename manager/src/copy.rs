@@ -16,7 +16,7 @@ use crate::delete_tree::delete_tree;
 use crate::directory_layout::{self, LEASE, MANIFEST};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::lease::{Owned, own_temporary};
+use crate::lease::{OwnedTemporary, own_temporary};
 use crate::singular;
 
 /// Bytes that are done and bytes in all, of writing and verifying; `false` stops the copy.
@@ -50,7 +50,7 @@ pub(crate) fn into(
     }
     let temporary = directory_layout::temporary(label, &environment.hex_id(), 0);
     // Its held lease says that its writer lives, and becomes that of the copy.
-    let Owned { dir, life } = own_temporary(&**parent, &temporary, false)?;
+    let OwnedTemporary { dir, life } = own_temporary(&**parent, &temporary, false)?;
     let written = write(source, &dir, progress)
         .and_then(|()| verify(parent, &temporary, environment, source, progress))
         .and_then(|()| match aside::publish_copy(&**parent, &temporary, name) {

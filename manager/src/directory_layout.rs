@@ -22,7 +22,7 @@ pub const LOCK: &str = "lock";
 /// The fence: which writer is the current one.
 pub const EPOCH: &str = "epoch";
 /// Signs of life of the writers of a root without locks: one file each, named by the session.
-pub const BEAT_PREFIX: &str = "beat-";
+pub const HEARTBEAT_PREFIX: &str = "beat-";
 /// Sidecars of metrics that came after the commit, keyed by attempt.
 pub const METRICS: &str = "metrics";
 

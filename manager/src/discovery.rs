@@ -17,7 +17,7 @@
 //!
 //! Manifests are cached by file identity and change time, so a repeated [`Discovery::list`] costs
 //! one `stat` per step and reads nothing. The writer of a root is nearly always the only process
-//! that changes it. Its [`Discovery::look`] uses the record of its own changes
+//! that changes it. Its [`Discovery::list_changes`] uses the record of its own changes
 //! ([`stepwell_core::io::change_log`]). If the directory shows a foreign change, it compares names
 //! and inode numbers. So the cost of a save does not grow with the number of steps. Manual changes
 //! inside a step are found when that step is chosen ([`Discovery::is_as_listed`]), and gradually by
@@ -39,14 +39,14 @@ use crate::step_name::StepName;
 
 /// How often a root is listed for one answer, at most: as long as others take steps away while that
 /// is done.
-const PASSES: usize = 32;
+const MAX_PASSES: usize = 32;
 
 /// Manifests that are worth a thread of their own.
-const READ_BY_ONE: usize = 256;
+const MANIFESTS_PER_THREAD: usize = 256;
 
 /// Maximum age of a listing that a writer extends by its change log. Then it reads the directory
 /// again, at a time that delays nobody.
-const FRESH: Duration = Duration::from_secs(10);
+const MAX_LISTING_AGE: Duration = Duration::from_secs(10);
 
 /// A step that a listing found.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,13 +88,13 @@ pub struct Discovery {
 #[derive(Debug, Default)]
 struct Cache {
     /// Everything that was read as a step, by its directory's name.
-    known: HashMap<String, Known>,
+    known: HashMap<String, KnownStep>,
     /// The result of the last pass.
     listing: Arc<Listing>,
 }
 
 #[derive(Clone, Debug)]
-struct Known {
+struct KnownStep {
     /// The inode number of the directory, as its entry in the root has it.
     entry: u64,
     /// The manifest's file.
@@ -146,11 +146,11 @@ impl Discovery {
 
     /// [`Discovery::list`], in which a writer takes for granted what nobody else changes. See the
     /// module documentation.
-    pub fn look(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
+    pub fn list_changes(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
         let Some(changes) = &self.changes else { return self.list(root, names) };
         match changes.since_listed(root.changed()?) {
             Some((touched, at)) => {
-                let listing = self.look_at(root, names, &touched)?;
+                let listing = self.inspect_names(root, names, &touched)?;
                 changes.clear_up_to(at);
                 Ok(listing)
             }
@@ -161,7 +161,9 @@ impl Discovery {
     /// Lists the whole directory where that was not done for a while: a writer's, who has time.
     pub fn refresh(&self, root: &dyn Dir, names: &StepName) -> Result<()> {
         match &self.changes {
-            Some(changes) if changes.is_older_than(FRESH) => self.agree(root, names, true).map(drop),
+            Some(changes) if changes.is_older_than(MAX_LISTING_AGE) => {
+                self.agree(root, names, true).map(drop)
+            }
             _ => Ok(()),
         }
     }
@@ -174,7 +176,7 @@ impl Discovery {
         };
         let is = match root.stat(&format!("{}/{MANIFEST}", found.name)) {
             Ok(stat) => stat == Some(listed),
-            Err(error) if error.is_gone() || is_no_step(&error) => false,
+            Err(error) if error.is_gone() || is_not_a_step(&error) => false,
             Err(error) => return Err(error),
         };
         if !is {
@@ -203,15 +205,15 @@ impl Discovery {
             {
                 changes.listed(begun, shows);
             }
-            if sure || passes == PASSES {
+            if sure || passes == MAX_PASSES {
                 return Ok(listing);
             }
         }
     }
 
     /// Inspects these names only.
-    fn look_at(&self, root: &dyn Dir, names: &StepName, touched: &[String]) -> Result<Arc<Listing>> {
-        let mut inspected = Inspected::default();
+    fn inspect_names(&self, root: &dyn Dir, names: &StepName, touched: &[String]) -> Result<Arc<Listing>> {
+        let mut inspected = InspectedNames::default();
         for name in touched {
             let Some(step) = names.parse(name) else { continue };
             let Some(stat) = root.stat(name)? else { continue };
@@ -226,10 +228,12 @@ impl Discovery {
         Ok(Arc::clone(&cache.listing))
     }
 
-    fn inspect(&self, root: &dyn Dir, name: &str, step: u64, kind: EntryKind) -> Result<Inspection> {
+    fn inspect(&self, root: &dyn Dir, name: &str, step: u64, kind: EntryKind) -> Result<NameInspection> {
         match kind {
             EntryKind::Dir => self.read(root, name, step),
-            _ => Ok(Inspection::NotAStep { reason: "it is no directory".to_owned(), has_manifest: false }),
+            _ => {
+                Ok(NameInspection::NotAStep { reason: "it is no directory".to_owned(), has_manifest: false })
+            }
         }
     }
 
@@ -243,7 +247,7 @@ impl Discovery {
             for entry in &entries {
                 let known = cache.known.get(&entry.name);
                 there += usize::from(known.is_some());
-                let is_same = |known: &Known| known.entry == entry.inode && entry.kind == EntryKind::Dir;
+                let is_same = |known: &KnownStep| known.entry == entry.inode && entry.kind == EntryKind::Dir;
                 if by_entries && known.is_some_and(is_same) {
                     continue;
                 }
@@ -253,11 +257,11 @@ impl Discovery {
             }
             (others, there < cache.known.len())
         };
-        let threads = cores().min(others.len() / READ_BY_ONE).max(1);
+        let threads = cores().min(others.len() / MANIFESTS_PER_THREAD).max(1);
         let answers = each("stepwell-list", threads, &others, |&(entry, step)| {
             self.inspect(root, &entry.name, step, entry.kind)
         });
-        let mut inspected = Inspected::default();
+        let mut inspected = InspectedNames::default();
         for (answer, (entry, _)) in answers.into_iter().zip(&others) {
             inspected.add(&entry.name, entry.inode, answer?);
         }
@@ -278,8 +282,8 @@ impl Discovery {
         Ok(Pass { listing: Arc::clone(&cache.listing), vanished, lost, new })
     }
 
-    fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<Inspection> {
-        let not_a_step = |reason| Inspection::NotAStep { reason, has_manifest: true };
+    fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<NameInspection> {
+        let not_a_step = |reason| NameInspection::NotAStep { reason, has_manifest: true };
         let path = format!("{name}/{MANIFEST}");
         let stat = match root.stat(&path) {
             Ok(Some(stat)) => stat,
@@ -287,28 +291,28 @@ impl Discovery {
                 // Retired between the listing and now, or never a step.
                 let gone = root.stat(name)?.is_none();
                 return Ok(if gone {
-                    Inspection::Gone
+                    NameInspection::Gone
                 } else {
-                    Inspection::NotAStep { reason: format!("it has no {MANIFEST}"), has_manifest: false }
+                    NameInspection::NotAStep { reason: format!("it has no {MANIFEST}"), has_manifest: false }
                 });
             }
-            Err(error) if error.is_gone() => return Ok(Inspection::Gone),
-            Err(error) if is_no_step(&error) => return Ok(not_a_step(error.to_string())),
+            Err(error) if error.is_gone() => return Ok(NameInspection::Gone),
+            Err(error) if is_not_a_step(&error) => return Ok(not_a_step(error.to_string())),
             Err(error) => return Err(error.into()),
         };
         if let Some(known) = self.lock().known.get(name)
             && known.stat == stat
         {
-            return Ok(Inspection::Step(stat, Arc::clone(&known.manifest)));
+            return Ok(NameInspection::Step(stat, Arc::clone(&known.manifest)));
         }
         match read_manifest(root, name) {
             Ok(manifest) if manifest.step != step => Ok(not_a_step(format!(
                 "its manifest says that it is step {}: a step is not renamed by hand",
                 manifest.step
             ))),
-            Ok(manifest) => Ok(Inspection::Step(stat, Arc::new(manifest))),
-            Err(error) if error.is_gone() => Ok(Inspection::Gone),
-            Err(error) if is_no_step(&error) => Ok(not_a_step(error.to_string())),
+            Ok(manifest) => Ok(NameInspection::Step(stat, Arc::new(manifest))),
+            Err(error) if error.is_gone() => Ok(NameInspection::Gone),
+            Err(error) if is_not_a_step(&error) => Ok(not_a_step(error.to_string())),
             Err(error) => Err(error.into()),
         }
     }
@@ -328,8 +332,8 @@ impl Cache {
     }
 
     /// Takes up what a pass has read: everything that is `known` beside it stands as it stood.
-    fn remember(&mut self, names: &StepName, inspected: Inspected) {
-        let Inspected { steps, mut quarantined, .. } = inspected;
+    fn remember(&mut self, names: &StepName, inspected: InspectedNames) {
+        let InspectedNames { steps, mut quarantined, .. } = inspected;
         quarantined.sort_by(|a, b| a.name.cmp(&b.name));
         let is_odd = !quarantined.is_empty() || !self.listing.quarantined.is_empty();
         let mut added = Vec::new();
@@ -376,13 +380,13 @@ impl Cache {
 
 /// True if a read error describes the manifest (damaged, foreign, not a regular file), not the
 /// disk.
-pub(crate) fn is_no_step(error: &stepwell_core::Error) -> bool {
+pub(crate) fn is_not_a_step(error: &stepwell_core::Error) -> bool {
     use stepwell_core::Error::{Corrupt, Format, Limit};
     matches!(error, Corrupt { .. } | Format { .. } | Limit { .. }) || error.is_no_file()
 }
 
 /// The result of inspecting a name.
-enum Inspection {
+enum NameInspection {
     Step(Stat, Arc<Manifest>),
     NotAStep { reason: String, has_manifest: bool },
     Gone,
@@ -390,23 +394,25 @@ enum Inspection {
 
 /// The names that a pass has inspected.
 #[derive(Default)]
-struct Inspected {
-    steps: Vec<(String, Known)>,
+struct InspectedNames {
+    steps: Vec<(String, KnownStep)>,
     quarantined: Vec<Quarantined>,
     /// Something was gone before it could be inspected.
     vanished: bool,
 }
 
-impl Inspected {
+impl InspectedNames {
     /// Adds a name, with the inode number of its entry.
-    fn add(&mut self, name: &str, entry: u64, inspection: Inspection) {
+    fn add(&mut self, name: &str, entry: u64, inspection: NameInspection) {
         let name = name.to_owned();
         match inspection {
-            Inspection::Step(stat, manifest) => self.steps.push((name, Known { entry, stat, manifest })),
-            Inspection::NotAStep { reason, has_manifest } => {
+            NameInspection::Step(stat, manifest) => {
+                self.steps.push((name, KnownStep { entry, stat, manifest }));
+            }
+            NameInspection::NotAStep { reason, has_manifest } => {
                 self.quarantined.push(Quarantined { name, reason, has_manifest });
             }
-            Inspection::Gone => self.vanished = true,
+            NameInspection::Gone => self.vanished = true,
         }
     }
 }
@@ -432,8 +438,8 @@ pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Mani
 }
 
 /// Describes files of a manifest that are missing or have another length. A disk error is not
-/// damage. A caller without the writer's lock checks [`stands`] before it calls a step damaged: the
-/// step may have been retired or replaced meanwhile.
+/// damage. A caller without the writer's lock checks [`is_current`] before it calls a step damaged:
+/// the step may have been retired or replaced meanwhile.
 pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
     damage_by(manifest, |path| parent.stat(&format!("{name}/{path}")))
 }
@@ -454,7 +460,7 @@ pub(crate) fn damage_by(
             Ok(Some(_)) => return Ok(Some(format!("{path} is no regular file"))),
             Ok(None) => return Ok(Some(format!("{path} is missing"))),
             // A directory on the way is missing, or is not a directory.
-            Err(error) if error.is_gone() || is_no_step(&error) => {
+            Err(error) if error.is_gone() || is_not_a_step(&error) => {
                 return Ok(Some(error.to_string()));
             }
             Err(error) => return Err(error),
@@ -464,12 +470,12 @@ pub(crate) fn damage_by(
 }
 
 /// True if a listed step still has its name, as the same attempt.
-pub fn stands(parent: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
+pub fn is_current(parent: &dyn Dir, found: &Found) -> stepwell_core::Result<bool> {
     match read_manifest(parent, &found.name) {
         Ok(manifest) => Ok(manifest.attempt == found.manifest.attempt),
         Err(error) if error.is_gone() => Ok(false),
         // Damage, and nobody's doing.
-        Err(error) if is_no_step(&error) => Ok(true),
+        Err(error) if is_not_a_step(&error) => Ok(true),
         Err(error) => Err(error),
     }
 }

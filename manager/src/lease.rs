@@ -13,13 +13,13 @@ use crate::directory_layout::{LEASE, MANIFEST};
 use crate::error::{Error, Result};
 
 /// How often a step that is replaced while it is opened is looked up again.
-const TRIES: usize = 8;
+const LEASE_TRIES: usize = 8;
 /// Between two looks at a lease that someone holds exclusively while the step stands: a thinning,
 /// which takes milliseconds.
-const PAUSE: Duration = Duration::from_millis(5);
+const LEASE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// How often a temporary is made that others take for a dead one's.
-const OWN_TRIES: usize = 100;
+const TEMPORARY_TRIES: usize = 100;
 
 /// A held lease. Dropping it gives the step free.
 pub struct Lease {
@@ -35,9 +35,9 @@ impl Lease {
 }
 
 /// Opens `parent/name` and leases it. `None`: no such directory.
-pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
+pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
     let start = Instant::now();
-    'looks: for _ in 0..TRIES {
+    'looks: for _ in 0..LEASE_TRIES {
         let dir = match parent.open_dir(name) {
             Ok(dir) => dir,
             Err(error) if error.is_gone() => return Ok(None),
@@ -49,7 +49,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
                 Ok(Some(lock)) => break Some(lock),
                 // Retired meanwhile: who has locked it there keeps it for as long as they like.
                 Ok(None) if parent.stat(name)?.map(|stat| stat.id) != Some(dir.id()?) => continue 'looks,
-                Ok(None) if start.elapsed() < patience => std::thread::sleep(PAUSE),
+                Ok(None) if start.elapsed() < timeout => std::thread::sleep(LEASE_POLL_INTERVAL),
                 Ok(None) => {
                     return Err(Error::Timeout {
                         waited_for: format!(
@@ -88,7 +88,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, patience: Duration) -> Result<Optio
 }
 
 /// A temporary, and what says that its owner lives.
-pub struct Owned {
+pub struct OwnedTemporary {
     /// The directory.
     pub dir: Arc<dyn Dir>,
     /// Its held lease; `None` where there are no locks.
@@ -97,14 +97,14 @@ pub struct Owned {
 
 /// Creates a temporary whose held lease shows that its owner lives, for temporaries outside of the
 /// root's lock. Without locks the lease shows nothing. `shared`: another rank may have created it.
-pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_core::Result<Owned> {
-    let mut tries = OWN_TRIES;
+pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_core::Result<OwnedTemporary> {
+    let mut tries = TEMPORARY_TRIES;
     loop {
         tries -= 1;
         let dir = match parent.create_dir(name) {
             // Another rank created it; or this call did, and a process that took it for a dead
             // one's has not removed it yet.
-            Err(error) if error.already_exists() && (shared || tries < OWN_TRIES - 1) => {
+            Err(error) if error.already_exists() && (shared || tries < TEMPORARY_TRIES - 1) => {
                 parent.open_dir(name)
             }
             made => made,
@@ -116,7 +116,7 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
         // A shared lock, so that readers need not wait right after the rename.
         let lock = match dir.try_lock(LEASE, LockKind::Shared, true) {
             Ok(lock) => lock,
-            Err(error) if error.is_without_locks() => return Ok(Owned { dir, life: None }),
+            Err(error) if error.is_without_locks() => return Ok(OwnedTemporary { dir, life: None }),
             // Taken for a dead one's in the moment before it was locked.
             Err(error) if error.is_not_found() && tries > 0 => continue,
             Err(error) => {
@@ -129,8 +129,8 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
         };
         let stands = parent.stat(name)?.map(|stat| stat.id) == Some(dir.id()?);
         match lock {
-            Some(lock) if stands => return Ok(Owned { dir, life: Some(lock) }),
-            _ if tries > 0 => std::thread::sleep(PAUSE),
+            Some(lock) if stands => return Ok(OwnedTemporary { dir, life: Some(lock) }),
+            _ if tries > 0 => std::thread::sleep(LEASE_POLL_INTERVAL),
             _ => {
                 let why = std::io::Error::other("another process removes it each time");
                 return Err(stepwell_core::Error::io("lock", dir.path(), why));

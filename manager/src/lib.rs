@@ -14,11 +14,10 @@
 //! | [`state`] [`options`] [`environment`] | what goes in |
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: which steps are saved, which stay, how things are called |
 //! | [`commit`] | the commit machine and every rename |
-//! | [`beat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
+//! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
 //! | [`coordination`] | how ranks agree |
 #![forbid(unsafe_code)]
 
-pub mod beat;
 pub mod checkpoint;
 pub mod commit;
 mod control;
@@ -50,6 +49,7 @@ pub mod spares;
 pub mod state;
 pub mod step_name;
 mod stored_index;
+pub mod writer_heartbeat;
 
 pub use checkpoint::{Checkpoint, ReadFailure};
 pub use environment::{Clock, Environment, Rng};

@@ -16,7 +16,7 @@ use stepwell_core::limits::{MAX_METADATA_BYTES, MAX_METRICS, MAX_NAME_BYTES};
 use crate::commit::aside::replace_file;
 use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{self, METRICS, OwnName, control};
-use crate::discovery::{Listing, is_no_step, read_manifest};
+use crate::discovery::{Listing, is_not_a_step, read_manifest};
 use crate::environment::Environment;
 use crate::error::Result;
 use crate::step_name::StepName;
@@ -68,11 +68,11 @@ pub type Later = HashMap<Attempt, BTreeMap<String, f64>>;
 /// Reads sidecars, and remembers them: what is there already costs a name's look.
 #[derive(Debug, Default)]
 pub struct Sidecars {
-    read: Mutex<Read>,
+    read: Mutex<KnownSidecars>,
 }
 
 #[derive(Debug, Default)]
-struct Read {
+struct KnownSidecars {
     /// The files that were looked at, those among them that are no sidecars too.
     files: HashSet<String>,
     /// The sidecars of each attempt, by time and name.
@@ -104,7 +104,7 @@ impl Sidecars {
                 Ok(sidecar) => read.add(attempt, &entry.name, sidecar),
                 // Removed with its step, between the listing and now.
                 Err(error) if error.is_gone() && dir.stat(&entry.name)?.is_none() => continue,
-                Err(error) if is_no_step(&error) => {
+                Err(error) if is_not_a_step(&error) => {
                     tracing::warn!(file = %entry.name, %error, "what is no sidecar of metrics is left out");
                 }
                 Err(error) => return Err(error.into()),
@@ -135,7 +135,7 @@ impl Sidecars {
     }
 }
 
-impl Read {
+impl KnownSidecars {
     fn add(&mut self, attempt: Attempt, name: &str, sidecar: Sidecar) {
         let sidecars = self.sidecars.entry(attempt.clone()).or_default();
         sidecars.push((sidecar.unix_ns, name.to_owned(), sidecar));
@@ -231,7 +231,7 @@ fn alive(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listin
     for (name, number) in others {
         match (read_manifest(root, &name), number) {
             (Ok(manifest), _) => drop(alive.attempts.insert(manifest.attempt)),
-            (Err(error), _) if !error.is_gone() && !is_no_step(&error) => return Err(error.into()),
+            (Err(error), _) if !error.is_gone() && !is_not_a_step(&error) => return Err(error.into()),
             // Damaged, or without a manifest, as while it is being copied.
             (Err(_), Some(number)) => drop(alive.numbers.insert(number)),
             (Err(error), None) if error.is_gone() => {}

@@ -23,9 +23,9 @@ use crate::guard::guarded;
 use crate::spares::Spares;
 
 /// Between two tries of a step that readers hold.
-const RETRY: Duration = Duration::from_millis(500);
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 /// Between two files, so that a save that runs at the same time has the disk.
-const PACE: Duration = Duration::from_millis(1);
+const PAUSE_BETWEEN_FILES: Duration = Duration::from_millis(1);
 /// The result of one try.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Removed {
@@ -89,7 +89,7 @@ struct Trash {
 }
 
 #[derive(Default)]
-struct Queue {
+struct TrashQueue {
     ready: VecDeque<Trash>,
     /// Trash that readers hold, or may hold.
     held: VecDeque<Trash>,
@@ -104,16 +104,16 @@ struct Queue {
     ended: bool,
 }
 
-struct Shared {
+struct DeleterState {
     root: Arc<dyn Dir>,
     clock: Arc<dyn Clock>,
     grace: Duration,
-    queue: Mutex<Queue>,
+    queue: Mutex<TrashQueue>,
     changed: Condvar,
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Queue> {
+impl DeleterState {
+    fn lock(&self) -> MutexGuard<'_, TrashQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -122,7 +122,7 @@ impl Shared {
     }
 
     /// Moves to `ready` what is worth another try.
-    fn retry(&self, queue: &mut Queue) {
+    fn retry(&self, queue: &mut TrashQueue) {
         for trash in std::mem::take(&mut queue.held) {
             let to =
                 if trash.unprotected && !self.is_over(&trash) { &mut queue.held } else { &mut queue.ready };
@@ -133,7 +133,7 @@ impl Shared {
 
 /// The background deleter of one root. Its thread starts with the first thing to delete.
 pub struct Deleter {
-    shared: Arc<Shared>,
+    shared: Arc<DeleterState>,
     spares: Spares,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -152,7 +152,7 @@ impl Deleter {
         from_bytes: Option<u64>,
     ) -> Self {
         let spares = Spares::new(Arc::clone(&root), from_bytes);
-        let shared = Shared { root, clock, grace, queue: Mutex::default(), changed: Condvar::new() };
+        let shared = DeleterState { root, clock, grace, queue: Mutex::default(), changed: Condvar::new() };
         Self { shared: Arc::new(shared), spares, thread: Mutex::new(None) }
     }
 
@@ -266,8 +266,8 @@ impl Deleter {
     }
 }
 
-fn work(shared: &Shared) {
-    let mut next_retry = Instant::now() + RETRY;
+fn work(shared: &DeleterState) {
+    let mut next_retry = Instant::now() + RETRY_INTERVAL;
     loop {
         let trash = {
             let mut queue = shared.lock();
@@ -279,19 +279,19 @@ fn work(shared: &Shared) {
                 }
                 if !queue.held.is_empty() && Instant::now() >= next_retry {
                     shared.retry(&mut queue);
-                    next_retry = Instant::now() + RETRY;
+                    next_retry = Instant::now() + RETRY_INTERVAL;
                 }
                 if let Some(trash) = queue.ready.pop_front() {
                     queue.busy = true;
                     break trash;
                 }
-                let waiting = if queue.held.is_empty() { Duration::from_secs(3600) } else { RETRY };
+                let waiting = if queue.held.is_empty() { Duration::from_secs(3600) } else { RETRY_INTERVAL };
                 queue = shared.changed.wait_timeout(queue, waiting).unwrap_or_else(PoisonError::into_inner).0;
             }
         };
         let mut go_on = || {
             if shared.lock().waiting == 0 {
-                std::thread::sleep(PACE);
+                std::thread::sleep(PAUSE_BETWEEN_FILES);
             }
             !shared.lock().stop
         };
@@ -302,7 +302,7 @@ fn work(shared: &Shared) {
 }
 
 /// In one step: a caller that finds nothing busy must find the result.
-fn finish(shared: &Shared, mut trash: Trash, result: stepwell_core::Result<Removed>) {
+fn finish(shared: &DeleterState, mut trash: Trash, result: stepwell_core::Result<Removed>) {
     let mut queue = shared.lock();
     queue.busy = false;
     match result {

@@ -15,14 +15,15 @@ use stepwell_core::io::{Dir, Lock};
 use stepwell_core::load::LoadOptions;
 
 pub use crate::control::{
-    Epoch, RootInfo, Standing, lock, make_control, make_info, open, read_epoch, read_info, standing,
-    take_epoch, usurper,
+    Epoch, PathKind, RootInfo, lock, make_control, make_info, open, other_writer, path_kind, read_epoch,
+    read_info, take_epoch,
 };
 
-use crate::beat::{self, Heart};
 use crate::checkpoint::Checkpoint;
 use crate::directory_layout;
-use crate::discovery::{Discovery, Found, Listing, Quarantined, damage, is_no_step, read_manifest, stands};
+use crate::discovery::{
+    Discovery, Found, Listing, Quarantined, damage, is_current, is_not_a_step, read_manifest,
+};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::metrics::{self, Sidecars};
@@ -30,14 +31,15 @@ use crate::options::Options;
 use crate::recovery;
 use crate::retire::{self, Deleter};
 use crate::step_name::StepName;
+use crate::writer_heartbeat::{self, WriterHeartbeat};
 
 /// How long a newest step is looked for that is not gone before it is opened: another process would
 /// have to retire one after the other all that time.
-const LOOKING: Duration = Duration::from_secs(5);
+const NEWEST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often the newest step is looked up again because another process has removed a step
 /// meanwhile.
-pub(crate) const LISTINGS: usize = 64;
+pub(crate) const MAX_LISTINGS: usize = 64;
 
 /// How long a file system may take to show one machine what another has made.
 pub(crate) const VISIBLE_WITHIN: Duration = Duration::from_secs(30);
@@ -54,13 +56,13 @@ pub struct Root {
     pub(crate) discovery: Discovery,
     pub(crate) sidecars: Sidecars,
     pub(crate) deleter: Arc<Deleter>,
-    seen: Mutex<Seen>,
-    owned: Mutex<Owned>,
+    findings: Mutex<Findings>,
+    rights: Mutex<WriterRights>,
 }
 
 /// Findings that outlive one listing.
 #[derive(Default)]
-struct Seen {
+struct Findings {
     /// Damage that a warning has reported: the attempt, and the damage.
     reported: BTreeSet<String>,
     /// Steps that have their name and may not be durable.
@@ -71,10 +73,10 @@ struct Seen {
 
 /// The rights of the root's writer.
 #[derive(Default)]
-struct Owned {
+struct WriterRights {
     lock: Option<Box<dyn Lock>>,
     /// The writer's heartbeat, on file systems without locks.
-    heart: Option<Heart>,
+    heartbeat: Option<WriterHeartbeat>,
 }
 
 impl Root {
@@ -112,12 +114,12 @@ impl Root {
             discovery,
             sidecars: Sidecars::default(),
             deleter: Arc::new(deleter),
-            seen: Mutex::default(),
-            owned: Mutex::default(),
+            findings: Mutex::default(),
+            rights: Mutex::default(),
         };
         if is_writer {
             if let Err(error) = root.own(options) {
-                root.let_go();
+                root.release();
                 return Err(error);
             }
         } else if let Some(info) = &root.info {
@@ -151,17 +153,17 @@ impl Root {
         make_control(&**root)?;
         let lock = lock(&**root, options.take_over)?;
         let is_locked = lock.is_some();
-        let owned = self.owned.get_mut().unwrap_or_else(PoisonError::into_inner);
-        owned.lock = lock;
+        let rights = self.rights.get_mut().unwrap_or_else(PoisonError::into_inner);
+        rights.lock = lock;
         if !is_locked {
             tracing::warn!(
                 root = %root.path().display(), grace_seconds = options.grace.as_secs_f64(),
                 "no locks here: readers hold no leases; the files of a retired step are deleted after the grace period"
             );
             // Before the others are looked at: so two that come at once see each other.
-            owned.heart = Some(Heart::start(root, session, options.silence)?);
+            rights.heartbeat = Some(WriterHeartbeat::start(root, session, options.silence)?);
         }
-        beat::wait_for_silence(&**root, session, &*environment.clock, options.silence)?;
+        writer_heartbeat::wait_for_silence(&**root, session, &*environment.clock, options.silence)?;
         root.sync()?;
         self.info = read_info(&**root)?;
         self.names = names(options, self.info.as_ref());
@@ -182,11 +184,11 @@ impl Root {
             }
             taken => drop(taken?),
         }
-        beat::forget_others(&**root, session)?;
+        writer_heartbeat::forget_others(&**root, session)?;
         self.info = Some(make_info(&**root, environment, names, &options.root_metadata)?);
         let mut recovered = recovery::sweep(&**root, session, environment)?;
         let listing = self.discovery.list(&**root, names)?;
-        self.seen.get_mut().unwrap_or_else(PoisonError::into_inner).populated = !listing.steps.is_empty();
+        self.findings.get_mut().unwrap_or_else(PoisonError::into_inner).populated = !listing.steps.is_empty();
         recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace, &mut recovered);
         match metrics::reclaim(&**root, names, &recorded, &listing) {
             Ok(0) => {}
@@ -221,23 +223,23 @@ impl Root {
     }
 
     /// Gives up the rights of the writer. Until then a new writer sees that this one may write.
-    pub fn let_go(&self) {
-        let Owned { heart, .. } =
-            std::mem::take(&mut *self.owned.lock().unwrap_or_else(PoisonError::into_inner));
-        if let Some(heart) = heart {
-            heart.stop(&*self.dir);
+    pub fn release(&self) {
+        let WriterRights { heartbeat, .. } =
+            std::mem::take(&mut *self.rights.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Some(heartbeat) = heartbeat {
+            heartbeat.stop(&*self.dir);
         }
     }
 
     /// True if this file system shows by a lock who writes here.
     pub(crate) fn is_locked(&self) -> bool {
-        self.owned.lock().unwrap_or_else(PoisonError::into_inner).lock.is_some()
+        self.rights.lock().unwrap_or_else(PoisonError::into_inner).lock.is_some()
     }
 
     /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's
     /// current writer does that.
     pub(crate) fn check_fence(&self) -> Result<()> {
-        match usurper(&*self.dir, &self.session)? {
+        match other_writer(&*self.dir, &self.session)? {
             Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),
             None => Ok(()),
         }
@@ -248,36 +250,36 @@ impl Root {
         directory_layout::trash(&directory_layout::label(step), self.environment.rng.next_u128())
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    fn findings(&self) -> MutexGuard<'_, Findings> {
+        self.findings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True if a step was ever seen here: then the root is not empty, and need not be looked at to
     /// know that.
     pub(crate) fn is_populated(&self) -> bool {
-        self.seen().populated
+        self.findings().populated
     }
 
     /// Records whether a step that has its name is known to be durable.
     pub(crate) fn set_uncertain(&self, step: u64, is_uncertain: bool) {
-        let mut seen = self.seen();
+        let mut findings = self.findings();
         if is_uncertain {
-            seen.uncertain.insert(step);
+            findings.uncertain.insert(step);
         } else {
-            seen.uncertain.remove(&step);
+            findings.uncertain.remove(&step);
         }
     }
 
     /// Steps above this one that may not be durable, newest first.
     pub(crate) fn uncertain_above(&self, step: u64) -> Vec<u64> {
-        self.seen().uncertain.range(step + 1..).rev().copied().collect()
+        self.findings().uncertain.range(step + 1..).rev().copied().collect()
     }
 
     /// Asks the disk once more about a step whose rename may not be durable, as the next writer
     /// would: where the root can be synced now, it is committed, and listed from here on. Returns
     /// whether it is still uncertain.
     pub(crate) fn settle_uncertain(&self, step: u64) -> bool {
-        if !self.seen().uncertain.contains(&step) {
+        if !self.findings().uncertain.contains(&step) {
             return false;
         }
         if let Err(error) = self.dir.sync() {
@@ -295,21 +297,21 @@ impl Root {
     }
 
     /// The same, as far as the root's directory shows it: what is chosen is looked at by itself.
-    pub(crate) fn look(&self) -> Result<Arc<Listing>> {
-        Ok(self.counted(self.discovery.look(&*self.dir, &self.names)?))
+    pub(crate) fn list_changes(&self) -> Result<Arc<Listing>> {
+        Ok(self.counted(self.discovery.list_changes(&*self.dir, &self.names)?))
     }
 
     fn counted(&self, mut listing: Arc<Listing>) -> Arc<Listing> {
-        let mut seen = self.seen();
+        let mut findings = self.findings();
         // A reader may look at a copy that is still being made.
         let reported = if self.is_writer { listing.quarantined.as_slice() } else { &[] };
         for quarantined in reported {
-            seen.report_quarantined(quarantined);
+            findings.report_quarantined(quarantined);
         }
-        seen.populated |= !listing.steps.is_empty();
-        if !seen.uncertain.is_empty() {
+        findings.populated |= !listing.steps.is_empty();
+        if !findings.uncertain.is_empty() {
             let steps = &mut Arc::make_mut(&mut listing).steps;
-            steps.retain(|step, _| !seen.uncertain.contains(step));
+            steps.retain(|step, _| !findings.uncertain.contains(step));
         }
         listing
     }
@@ -327,8 +329,8 @@ impl Root {
     /// The newest whole step of those from `first` on.
     pub(crate) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
-        'listing: for _ in 0..LISTINGS {
-            let listing = self.look()?;
+        'listing: for _ in 0..MAX_LISTINGS {
+            let listing = self.list_changes()?;
             self.report_passed_over(&listing);
             for found in listing.steps.range(first..).rev().map(|(_, found)| found) {
                 if !self.discovery.is_as_listed(&*self.dir, found)? {
@@ -337,7 +339,7 @@ impl Root {
                 let Some(damage) = self.damage(found)? else {
                     return Ok(Some(found.clone()));
                 };
-                if !stands(&*self.dir, found)? {
+                if !is_current(&*self.dir, found)? {
                     // Retired or replaced between the listing and now.
                     self.discovery.forget();
                     continue 'listing;
@@ -346,7 +348,7 @@ impl Root {
             }
             return Ok(None);
         }
-        Err(self.restless(begun))
+        Err(self.unstable_listing(begun))
     }
 
     /// Logs invalid directories with a newer step's name, so that nobody takes an older step for
@@ -356,12 +358,12 @@ impl Root {
         for quarantined in &listing.quarantined {
             let is_newer = self.names.parse(&quarantined.name).is_some_and(|step| Some(&step) > newest);
             if is_newer && quarantined.has_manifest {
-                self.seen().report_quarantined(quarantined);
+                self.findings().report_quarantined(quarantined);
             }
         }
     }
 
-    pub(crate) fn restless(&self, begun: Instant) -> Error {
+    pub(crate) fn unstable_listing(&self, begun: Instant) -> Error {
         let waited_for = format!("a listing of {} during which no step is taken away", self.path.display());
         Error::Timeout { waited_for, waited: begun.elapsed() }
     }
@@ -372,16 +374,16 @@ impl Root {
     }
 
     /// The damage of a listed step, and true if it still has its name.
-    pub(crate) fn damage_and_standing(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
+    pub(crate) fn damage_if_current(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
         let damage = self.damage(found)?;
-        let stands = damage.is_none() || stands(&*self.dir, found)?;
-        Ok((damage, stands))
+        let is_current = damage.is_none() || is_current(&*self.dir, found)?;
+        Ok((damage, is_current))
     }
 
     /// Warns of a damaged step, once.
     pub(crate) fn report_damaged(&self, found: &Found, damage: &str) {
         let known = format!("{:?} {damage}", found.manifest.attempt);
-        if self.seen().reported.insert(known) {
+        if self.findings().reported.insert(known) {
             let step = found.manifest.step;
             tracing::warn!(step, %damage, "a damaged step is skipped, and neither counted nor deleted by retention");
         }
@@ -390,14 +392,14 @@ impl Root {
     /// A committed step by its number.
     pub(crate) fn committed(&self, step: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
-        for _ in 0..LISTINGS {
-            let listing = self.look()?;
+        for _ in 0..MAX_LISTINGS {
+            let listing = self.list_changes()?;
             let Some(found) = listing.steps.get(&step) else { return Ok(None) };
             if self.discovery.is_as_listed(&*self.dir, found)? {
                 return Ok(Some(found.clone()));
             }
         }
-        Err(self.restless(begun))
+        Err(self.unstable_listing(begun))
     }
 
     /// A committed step by its number, or the newest.
@@ -414,7 +416,7 @@ impl Root {
         let names = step.map(|step| self.names.names(step)).unwrap_or_default();
         for name in names {
             match read_manifest(&*self.dir, &name) {
-                Err(error) if is_no_step(&error) => return error.into(),
+                Err(error) if is_not_a_step(&error) => return error.into(),
                 _ => {}
             }
         }
@@ -427,12 +429,12 @@ impl Root {
     pub(crate) fn lease(
         &self,
         step: Option<u64>,
-        patience: Duration,
+        timeout: Duration,
         load: &LoadOptions,
     ) -> Result<Checkpoint> {
-        let deadline = deadline_after(LOOKING);
+        let deadline = deadline_after(NEWEST_LOOKUP_TIMEOUT);
         loop {
-            let gone = match self.lease_found(&self.find(step)?, patience, load.clone()) {
+            let gone = match self.lease_found(&self.find(step)?, timeout, load.clone()) {
                 Ok(Some(leased)) => return Ok(leased),
                 Ok(None) => self.not_found(step),
                 Err(error @ Error::StepGone { .. }) => error,
@@ -448,10 +450,10 @@ impl Root {
     pub(crate) fn lease_found(
         &self,
         found: &Found,
-        patience: Duration,
+        timeout: Duration,
         load: LoadOptions,
     ) -> Result<Option<Checkpoint>> {
-        Checkpoint::lease(&self.dir, &found.name, &self.environment, patience, load)
+        Checkpoint::lease(&self.dir, &found.name, &self.environment, timeout, load)
     }
 }
 
@@ -460,7 +462,7 @@ fn names(options: &Options, info: Option<&RootInfo>) -> StepName {
     options.step_name.clone().or_else(|| info.map(|info| info.step_name.clone())).unwrap_or_default()
 }
 
-impl Seen {
+impl Findings {
     /// Warns of an invalid step, once.
     fn report_quarantined(&mut self, Quarantined { name, reason, .. }: &Quarantined) {
         if self.reported.insert(format!("{name} {reason}")) {

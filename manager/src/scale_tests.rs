@@ -229,7 +229,7 @@ fn median(mut times: Vec<f64>) -> (f64, f64) {
     (times[times.len() / 2], times[times.len() - 1])
 }
 
-fn draft(items: &mut state::Items) -> Draft {
+fn draft(items: &mut state::StateItems) -> Draft {
     Draft {
         root: PathBuf::from("/root"),
         step: 1,
@@ -241,7 +241,7 @@ fn draft(items: &mut state::Items) -> Draft {
 }
 
 /// A rank's plan, and the time to make it.
-fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::Items, f64) {
+fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::StateItems, f64) {
     let state = job.state(rank);
     let writing = Writing {
         rank,
@@ -409,18 +409,18 @@ fn what_it_costs_to_ask_who_holds_what() {
                 serde_json::to_vec(&(rank, leaves)).unwrap()
             })
             .collect();
-        let (told, leader) = timed(|| {
+        let (encoded, leader) = timed(|| {
             let said = said.iter().map(|said| serde_json::from_slice(said).unwrap());
-            serde_json::to_vec(&Census::new(&said.collect::<Vec<_>>()).told()).unwrap()
+            serde_json::to_vec(&Census::new(&said.collect::<Vec<_>>()).encoded()).unwrap()
         });
-        let (_, heard) = timed(|| Census::of_told(serde_json::from_slice(&told).unwrap()));
+        let (_, heard) = timed(|| Census::decoded(serde_json::from_slice(&encoded).unwrap()));
         println!(
             "| {} | {parts} | {:.1} | {:.1} | {:.1} | {leader:.0} | {:.0} | {heard:.1} |",
             job.ranks(),
             median(hashing).0,
             said[0].len() as f64 / 1024.0,
             said.iter().map(Vec::len).sum::<usize>() as f64 / f64::from(1 << 20),
-            told.len() as f64 / 1024.0,
+            encoded.len() as f64 / 1024.0,
         );
     }
 }

@@ -18,7 +18,7 @@ use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::spawn;
 
 use crate::commit::{Existing, aside};
-use crate::coordination::team::{Beat, Team};
+use crate::coordination::team::{RankHeartbeat, Team};
 use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
@@ -29,7 +29,7 @@ use crate::options::Options;
 use crate::periodic::Periodic;
 use crate::recovery;
 use crate::retire::Deleter;
-use crate::save::job::{self, Job, Place, Prepared, Scene};
+use crate::save::job::{self, PlanContext, PlannedSave, SaveJob, SaveTarget};
 use crate::save::{Refusal, Save, participation, persist};
 use crate::state::plain_leaves;
 
@@ -122,7 +122,7 @@ impl PathTicket {
         })
     }
 
-    fn plan(&mut self, request: SaveRequest, begun: Instant) -> Result<Prepared> {
+    fn plan(&mut self, request: SaveRequest, begun: Instant) -> Result<PlannedSave> {
         let census = if self.is_alone() {
             None
         } else {
@@ -130,17 +130,17 @@ impl PathTicket {
             Some(participation::exchange_leaves(&self.team, Ok(plain_leaves(&request.state)))?)
         };
         let Self { path, options, environment, team, pool, .. } = self;
-        let scene = Scene { root: path, environment, options, pool, team, census: census.as_ref() };
-        let mut prepared = job::plan(&scene, request, begun)?;
-        job::make_ready(&mut prepared, options, pool)?;
+        let context = PlanContext { root: path, environment, options, pool, team, census: census.as_ref() };
+        let mut prepared = job::plan(&context, request, begun)?;
+        job::allocate_staging(&mut prepared, options, pool)?;
         Ok(prepared)
     }
 
-    fn begin(&mut self, prepared: Prepared) -> Result<Save> {
+    fn begin(&mut self, prepared: PlannedSave) -> Result<Save> {
         let Self { path, parent, name, existing, team, options, environment, .. } = self;
         let no_thread = |error| stepwell_core::Error::io("start a thread for", path.as_path(), error);
         let label = directory_layout::label_of_path(name);
-        let place = Place {
+        let place = SaveTarget {
             label,
             target: name.clone(),
             existing: *existing,
@@ -149,13 +149,13 @@ impl PathTicket {
             stale: false,
         };
         let (job, capturing) = prepared.split(environment, options, place);
-        let life = heartbeat(team, &job.save).map_err(no_thread)?;
+        let heartbeat = heartbeat(team, &job.save).map_err(no_thread)?;
         let ending = Ending {
             parent: Arc::clone(parent),
             team: Arc::clone(team),
             environment: environment.clone(),
             stall_timeout: options.stall_timeout,
-            life,
+            heartbeat,
             path: path.clone(),
         };
         spawn("stepwell-persist", move || ending.run(job)).map_err(no_thread)?;
@@ -208,14 +208,16 @@ fn heartbeat(team: &Arc<Team>, save: &Save) -> std::io::Result<Option<Periodic>>
         return Ok(None);
     }
     let (ranks, save) = (Arc::clone(team), save.clone());
-    let beat = move || {
+    let heartbeat = move || {
         let first_open = u64::from(ranks.has_voted(0));
-        if let Err(error) = ranks.beat(Beat { save: first_open, moved: save.moved() }) {
+        if let Err(error) =
+            ranks.send_heartbeat(RankHeartbeat { save: first_open, progress: save.progress_counter() })
+        {
             tracing::debug!(%error, "the other ranks could not be told that this one lives");
         }
         true
     };
-    Periodic::start("stepwell-heartbeat", team.beat_interval(), beat).map(Some)
+    Periodic::start("stepwell-heartbeat", team.heartbeat_interval(), heartbeat).map(Some)
 }
 
 /// Leaves the other ranks.
@@ -236,13 +238,13 @@ struct Ending {
     team: Arc<Team>,
     environment: Environment,
     stall_timeout: Duration,
-    life: Option<Periodic>,
+    heartbeat: Option<Periodic>,
     path: PathBuf,
 }
 
 impl Ending {
-    fn run(self, job: Job) {
-        let Self { parent, team, environment, stall_timeout, life, path } = self;
+    fn run(self, job: SaveJob) {
+        let Self { parent, team, environment, stall_timeout, heartbeat, path } = self;
         let deleter = Arc::new(Deleter::new(
             Arc::clone(&parent),
             Arc::clone(&environment.clock),
@@ -261,7 +263,7 @@ impl Ending {
             }
         }
         let (save, ended) = persist::run(job, &parent, &environment, &team, &deleter, &|| ());
-        life.into_iter().for_each(Periodic::stop);
+        heartbeat.into_iter().for_each(Periodic::stop);
         let cleaned = guarded("the deleter", || {
             // Late ranks may have written files for a save that was over by then.
             let alone = all_have_left(&team, stall_timeout);

@@ -59,7 +59,7 @@ impl Spares {
     /// Keeps trash whose rename is durable, if some of its `files` are worth it and nobody holds
     /// it, in place of what was kept before. Gives the trash that is to be deleted instead.
     pub fn keep(&self, trash: String, files: &[FileEntry]) -> Option<String> {
-        match self.look(&trash, files) {
+        match self.claim(&trash, files) {
             Ok(Some(kept)) => self.kept().replace(kept).map(|before| before.trash),
             Ok(None) => Some(trash),
             Err(error) => {
@@ -69,7 +69,7 @@ impl Spares {
         }
     }
 
-    fn look(&self, trash: &str, files: &[FileEntry]) -> stepwell_core::Result<Option<Kept>> {
+    fn claim(&self, trash: &str, files: &[FileEntry]) -> stepwell_core::Result<Option<Kept>> {
         let Some(from_bytes) = self.from_bytes else { return Ok(None) };
         // A part of a file is not written over: others have theirs in it.
         let large = files.iter().filter(|file| file.length >= from_bytes && file.within.is_none());

@@ -142,7 +142,7 @@ impl LeafSource {
 }
 
 /// A state, cut into items.
-pub(crate) struct Items {
+pub(crate) struct StateItems {
     /// This rank's data files, one plan for each.
     pub plans: Vec<ItemPlan>,
     /// This rank's tensors of items that others write, so that the leader notices unwritten tensors
@@ -158,7 +158,11 @@ pub(crate) struct Items {
 }
 
 /// Cuts a state into items, and what this rank writes of its tensors into chunks.
-pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &Writing<'_>) -> Result<Items> {
+pub(crate) fn items(
+    state: &StateSource,
+    chunks: &subchunk::Options,
+    writing: &Writing<'_>,
+) -> Result<StateItems> {
     check(state)?;
     let plan_hash = plan_hash(state);
     let shares = Shares::of(state, writing)?;
@@ -174,7 +178,7 @@ pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &W
     };
     for (number, group) in groups.into_iter().enumerate() {
         let dir = writing.dir(number, &group.name);
-        let (tree, origins) = branch(&state.tree, &group.nodes);
+        let (tree, origins) = subtree(&state.tree, &group.nodes);
         let leaves = leaves(state, &origins, chunks, &shares, &mut tensor_bytes)?;
         let unsettled = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_unsettled(holder(**origin)));
         let unsettled = unsettled.map(|(here, _)| here).collect();
@@ -191,7 +195,7 @@ pub(crate) fn items(state: &StateSource, chunks: &subchunk::Options, writing: &W
         }
         drafts.push(draft);
     }
-    Ok(Items { plans, unwritten, drafts, claims: shares.claims(), plan_hash, tensor_bytes })
+    Ok(StateItems { plans, unwritten, drafts, claims: shares.claims(), plan_hash, tensor_bytes })
 }
 
 fn check(state: &StateSource) -> Result<()> {
@@ -237,14 +241,14 @@ fn check(state: &StateSource) -> Result<()> {
     Ok(())
 }
 
-struct Group {
+struct ItemGroup {
     name: String,
     top_level: Vec<TopLevel>,
     /// The top-level nodes of the state that belong to it.
     nodes: BTreeSet<u32>,
 }
 
-fn groups(tree: &Tree) -> Vec<Group> {
+fn groups(tree: &Tree) -> Vec<ItemGroup> {
     let top: Vec<u32> = (1..tree.nodes().len() as u32)
         .filter(|&number| tree.nodes().get(number as usize).is_some_and(|node| node.parent == 0))
         .collect();
@@ -258,14 +262,14 @@ fn groups(tree: &Tree) -> Vec<Group> {
     let containers = top.iter().filter(|&&number| is_container(number)).count();
     if !is_string_keyed(tree) || containers > MAX_SPLIT_ITEMS || containers == 0 {
         let top_level = top.iter().enumerate().map(|(position, &number)| entry(position, number)).collect();
-        return vec![Group { name: LOOSE.to_owned(), top_level, nodes: top.into_iter().collect() }];
+        return vec![ItemGroup { name: LOOSE.to_owned(), top_level, nodes: top.into_iter().collect() }];
     }
-    let mut groups: Vec<Group> = Vec::new();
+    let mut groups: Vec<ItemGroup> = Vec::new();
     let mut loose: Option<usize> = None;
     for (position, &number) in top.iter().enumerate() {
         let entry = entry(position, number);
         let new =
-            |name: String, entry| Group { name, top_level: vec![entry], nodes: BTreeSet::from([number]) };
+            |name: String, entry| ItemGroup { name, top_level: vec![entry], nodes: BTreeSet::from([number]) };
         if is_container(number) {
             // A key `.` would be mistaken for the loose leaves; it is escaped where it is an item's
             // name.
@@ -308,7 +312,7 @@ fn is_string_keyed(tree: &Tree) -> bool {
 
 /// The part of a tree below some top-level nodes, rooted at the state's root, and the state's leaf
 /// number of each of its leaves.
-fn branch(tree: &Tree, top: &BTreeSet<u32>) -> (Tree, Vec<u32>) {
+fn subtree(tree: &Tree, top: &BTreeSet<u32>) -> (Tree, Vec<u32>) {
     let mut out = Tree::new();
     let mut origins = Vec::new();
     // New number of a node of the state, where it is in this part.

@@ -24,9 +24,9 @@ use crate::error::{Error, Result};
 mod tests;
 
 /// Indexes of fewer bytes are not worth a thread.
-const WORTH_A_THREAD: u64 = 128 << 10;
+const MIN_THREAD_BYTES: u64 = 128 << 10;
 /// Of fewer bytes there is no outline, mostly: a few pages.
-const WORTH_AN_OUTLINE: u64 = 4 << 20;
+const MIN_OUTLINE_BYTES: u64 = 4 << 20;
 const THREAD: &str = "stepwell-index";
 
 /// The indexes of all items as one: top-level entries in the order that was saved, files by their
@@ -45,7 +45,7 @@ struct Paged {
     /// By leaf: where its chunks are, as item of `items` and leaf of that, where they are not in
     /// the outline.
     places: Vec<Option<(usize, u32)>>,
-    filled: Mutex<Filled>,
+    filled: Mutex<FilledIndex>,
 }
 
 struct PagedItem {
@@ -55,14 +55,14 @@ struct PagedItem {
     path: PathBuf,
 }
 
-struct Filled {
+struct FilledIndex {
     index: Arc<Index>,
     /// Item and page.
     pages: HashSet<(usize, usize)>,
 }
 
 /// The part of an item that was read.
-enum Read {
+enum ReadIndex {
     Whole(Index),
     Outlined(Index, Outline, Arc<dyn File>),
 }
@@ -71,28 +71,28 @@ impl StoredIndex {
     /// Reads the indexes of a step and compares them with the manifest. Reads a large one by its
     /// outline.
     pub fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Self> {
-        Self::read_outlines(dir, manifest, WORTH_AN_OUTLINE)
+        Self::read_outlines(dir, manifest, MIN_OUTLINE_BYTES)
     }
 
     /// Like [`StoredIndex::read`]. Indexes of fewer than `outline_from` bytes are read as a whole.
     fn read_outlines(dir: &dyn Dir, manifest: &Manifest, outline_from: u64) -> Result<Self> {
         let entries: HashMap<&str, &FileEntry> =
             manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
-        let large = manifest.items.iter().filter(|item| item.index.length >= WORTH_A_THREAD).count();
-        let each_read = each(THREAD, large.min(cores()), &manifest.items, |item| -> Result<Read> {
+        let large = manifest.items.iter().filter(|item| item.index.length >= MIN_THREAD_BYTES).count();
+        let each_read = each(THREAD, large.min(cores()), &manifest.items, |item| -> Result<ReadIndex> {
             let mut read = match outlined(dir, item, outline_from)? {
                 Some(read) => read,
-                None => Read::Whole(whole(dir, item, large < cores())?),
+                None => ReadIndex::Whole(whole(dir, item, large < cores())?),
             };
-            let (Read::Whole(index) | Read::Outlined(index, ..)) = &mut read;
+            let (ReadIndex::Whole(index) | ReadIndex::Outlined(index, ..)) = &mut read;
             name_files(index, item, &entries, &dir.path().join(&item.index.path))?;
             Ok(read)
         });
         let (mut indexes, mut later) = (Vec::new(), Vec::new());
         for (number, read) in each_read.into_iter().enumerate() {
             match read? {
-                Read::Whole(index) => indexes.push(index),
-                Read::Outlined(index, outline, file) => {
+                ReadIndex::Whole(index) => indexes.push(index),
+                ReadIndex::Outlined(index, outline, file) => {
                     later.push((number, outline, file));
                     indexes.push(index);
                 }
@@ -118,7 +118,7 @@ impl StoredIndex {
             }
             items.push(PagedItem { outline: item_outline, numbers, file, path: path.unwrap_or_default() });
         }
-        let filled = Mutex::new(Filled { index: Arc::clone(&outline), pages: HashSet::new() });
+        let filled = Mutex::new(FilledIndex { index: Arc::clone(&outline), pages: HashSet::new() });
         Ok(Self { outline, paged: Some(Paged { items, places, filled }) })
     }
 
@@ -204,18 +204,18 @@ impl PagedItem {
 }
 
 /// The structure of a large index, without its chunks; `None` where it is to be read as a whole.
-fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<Read>> {
+fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<ReadIndex>> {
     if item.index.length < outline_from {
         return Ok(None);
     }
     let path = dir.path().join(&item.index.path);
-    let file = dir.open_file(&item.index.path).map_err(|error| not_there(error, &path))?;
+    let file = dir.open_file(&item.index.path).map_err(|error| missing_index(error, &path))?;
     let header = IndexHeader::decode(&file.read_at(0, INDEX_HEADER_BYTES as usize)?, &path)?;
     if header.outline_length == 0 {
         return Ok(None);
     }
     if header.file_length != item.index.length || file.len()? != item.index.length {
-        return Err(not_its(&path));
+        return Err(other_index(&path));
     }
     let front = file.read_at(0, header.pages_at() as usize)?;
     let outline = Outline::decode(&header, &front, item.index.crc32c, &path)?;
@@ -228,17 +228,17 @@ fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<Read
             return Err(claims_too_much(&index.tree, leaf, tensor, stored, &path));
         }
     }
-    Ok(Some(Read::Outlined(index, outline, file)))
+    Ok(Some(ReadIndex::Outlined(index, outline, file)))
 }
 
-fn not_there(error: stepwell_core::Error, file: &Path) -> Error {
+fn missing_index(error: stepwell_core::Error, file: &Path) -> Error {
     if error.is_not_found() {
         return stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into();
     }
     error.into()
 }
 
-fn not_its(file: &Path) -> Error {
+fn other_index(file: &Path) -> Error {
     stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
 }
 
@@ -250,12 +250,12 @@ fn whole(dir: &dyn Dir, item: &Item, alone: bool) -> Result<Index> {
         Err(stepwell_core::Error::Limit { .. }) => {
             return Err(stepwell_core::Error::corrupt(file, "it is longer than its manifest says").into());
         }
-        Err(error) => return Err(not_there(error, &file)),
+        Err(error) => return Err(missing_index(error, &file)),
     };
-    let apart = item.index.length >= WORTH_A_THREAD && alone;
+    let apart = item.index.length >= MIN_THREAD_BYTES && alone;
     let (crc, opened) = both(THREAD, apart, || crc32c(&bytes), || index_v1::Opened::new(&bytes, &file));
     if bytes.len() as u64 != item.index.length || crc != item.index.crc32c {
-        return Err(not_its(&file));
+        return Err(other_index(&file));
     }
     let opened = opened?;
     let leaves = || {
@@ -359,7 +359,7 @@ fn within(entry: &FileEntry) -> Option<Within> {
 }
 
 /// Nodes `first..end` of an item's tree, at that place in the state.
-struct Branch {
+struct TopLevelNodes {
     position: u64,
     item: usize,
     first: usize,
@@ -368,7 +368,7 @@ struct Branch {
 
 /// All of them as one, and for each how its numbers have changed.
 fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Index, Vec<Numbers>)> {
-    let mut branches = Vec::new();
+    let mut tops_in_order = Vec::new();
     for (number, (item, index)) in manifest.items.iter().zip(&indexes).enumerate() {
         let nodes = index.tree.nodes();
         let tops: Vec<usize> =
@@ -383,11 +383,11 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Ind
         }
         for (at, (&first, entry)) in tops.iter().zip(&item.top_level).enumerate() {
             let end = tops.get(at + 1).copied().unwrap_or(nodes.len());
-            branches.push(Branch { position: entry.position, item: number, first, end });
+            tops_in_order.push(TopLevelNodes { position: entry.position, item: number, first, end });
         }
     }
     let count = |of: &dyn Fn(&Index) -> usize| indexes.iter().map(of).sum::<usize>();
-    branches.sort_unstable_by_key(|branch| (branch.position, branch.item, branch.first));
+    tops_in_order.sort_unstable_by_key(|top| (top.position, top.item, top.first));
 
     let mut out =
         Index { leaves: Vec::with_capacity(count(&|index| index.leaves.len())), ..Index::default() };
@@ -405,17 +405,17 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Ind
         }
         None => {}
     }
-    let mut parts: Vec<Part> = Vec::with_capacity(indexes.len());
+    let mut parts: Vec<RemainingItem> = Vec::with_capacity(indexes.len());
     for index in indexes {
         let first_file = out.files.len() as u32;
         out.files.extend(index.files);
         let numbers = Numbers { first_file, new_leaf: Some(vec![u32::MAX; index.leaves.len()]) };
         let leaves = index.leaves.into_iter().map(Some).collect();
-        parts.push(Part { nodes: index.tree.into_nodes(), leaves, numbers });
+        parts.push(RemainingItem { nodes: index.tree.into_nodes(), leaves, numbers });
     }
     // Which item each leaf came from: a tie is told by the item's numbers, and may point forward.
     let mut origins = Vec::with_capacity(out.leaves.capacity());
-    for Branch { item, first, end, .. } in branches {
+    for TopLevelNodes { item, first, end, .. } in tops_in_order {
         let Some(part) = parts.get_mut(item) else { continue };
         let mut numbers = vec![0_u32; end - first];
         for at in first..end {
@@ -459,7 +459,7 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Ind
 }
 
 /// What is left of an item's index, and how its numbers change.
-struct Part {
+struct RemainingItem {
     nodes: Vec<Node>,
     leaves: Vec<Option<LeafRecord>>,
     numbers: Numbers,

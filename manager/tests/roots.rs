@@ -14,7 +14,7 @@ use stepwell_core::format::manifest::{Manifest, Others};
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, ImageNode, OperationKind};
 use stepwell_core::load::LoadOptions;
-use stepwell_manager::root::{self, Root, Standing};
+use stepwell_manager::root::{self, PathKind, Root};
 use stepwell_manager::{Checkpoint, Error, Mode, Options, Retention, SaveRequest, StepName};
 
 #[test]
@@ -67,7 +67,7 @@ fn two_roots_of_one_process_share_nothing() {
     assert_eq!(one.find(Some(2)).unwrap().manifest, other.find(Some(2)).unwrap().manifest);
     // Each has its own writer.
     assert!(matches!(open("/copy", 'c'), Err(Error::Locked { .. })));
-    one.let_go();
+    one.release();
     assert_eq!(steps(&open(ROOT, 'd').unwrap()), [1, 2]);
     assert!(matches!(open("/copy", 'e'), Err(Error::Locked { .. })));
 }
@@ -651,12 +651,12 @@ fn a_disk_that_does_not_answer_is_no_place_with_nothing_there() {
     commit(&manager, 1);
     manager.close(Some(LONG)).unwrap();
     let environment = world.environment();
-    let at = |path: &str| root::standing(&environment, Path::new(path));
-    assert_eq!(at("/nowhere").unwrap(), Standing::Nothing);
-    assert_eq!(at(ROOT).unwrap(), Standing::Root);
-    assert_eq!(at("/run/step_00000001").unwrap(), Standing::Checkpoint);
-    assert_eq!(at("/run/step_00000001/i0").unwrap(), Standing::Directory);
-    assert_eq!(at("/run/step_00000001/manifest.json").unwrap(), Standing::Nothing);
+    let at = |path: &str| root::path_kind(&environment, Path::new(path));
+    assert_eq!(at("/nowhere").unwrap(), PathKind::Absent);
+    assert_eq!(at(ROOT).unwrap(), PathKind::Root);
+    assert_eq!(at("/run/step_00000001").unwrap(), PathKind::Checkpoint);
+    assert_eq!(at("/run/step_00000001/i0").unwrap(), PathKind::Directory);
+    assert_eq!(at("/run/step_00000001/manifest.json").unwrap(), PathKind::Absent);
     for kind in [OperationKind::OpenDir, OperationKind::Stat] {
         world.disk.inject(Fault::on(kind, Action::Fail(5)));
         assert!(at(ROOT).is_err(), "{kind:?}");

@@ -33,12 +33,13 @@ use stepwell_core::leaf_path::Component;
 use stepwell_core::region::Region;
 use stepwell_core::sys::Buffer;
 use stepwell_core::tree::{ContainerKind, Tree};
-use stepwell_manager::commit::driver::{Polled, World};
+use stepwell_manager::commit::driver::{PolledVotes, World};
 use stepwell_manager::commit::{
-    Announcement, Commit, Draft, DraftItem, Existing, Heard, ItemPart, Machine, Plan, Verdict, Vote,
+    Announcement, Commit, CommitPlan, Draft, DraftItem, Existing, ItemPart, LeaderNews, Machine, Verdict,
+    Vote,
 };
 use stepwell_manager::coordination::SingleProcess;
-use stepwell_manager::coordination::team::Beat;
+use stepwell_manager::coordination::team::RankHeartbeat;
 use stepwell_manager::discovery::{damage, read_manifest};
 use stepwell_manager::{Clock, Environment, directory_layout, recovery, root};
 
@@ -90,7 +91,7 @@ impl Clock for SimClock {
 #[derive(Default)]
 struct Net {
     messages: BTreeMap<String, (Duration, Vec<u8>)>,
-    beats: BTreeMap<u32, Beat>,
+    heartbeats: BTreeMap<u32, RankHeartbeat>,
     /// Ranks, and the saves on which they have voted.
     voted: BTreeSet<(u32, u64)>,
 }
@@ -192,15 +193,15 @@ impl SimWorld<'_> {
         (*arrives <= self.now).then(|| message.clone())
     }
 
-    fn beat(&mut self) {
-        let beat = self.job.net.beats.entry(self.rank).or_default();
+    fn heartbeat(&mut self) {
+        let heartbeat = self.job.net.heartbeats.entry(self.rank).or_default();
         let voted = self.job.net.voted.contains(&(self.rank, self.save));
-        *beat = Beat { save: self.save + u64::from(voted), moved: beat.moved + 1 };
+        *heartbeat = RankHeartbeat { save: self.save + u64::from(voted), progress: heartbeat.progress + 1 };
     }
 
     /// A rank's last sign of life, if it is not through with this save.
-    fn life_of(&self, rank: u32) -> Option<u64> {
-        self.job.net.beats.get(&rank).copied().unwrap_or_default().in_save(self.save)
+    fn heartbeat_in_save(&self, rank: u32) -> Option<u64> {
+        self.job.net.heartbeats.get(&rank).copied().unwrap_or_default().in_save(self.save)
     }
 
     fn unreachable(&mut self) -> bool {
@@ -210,7 +211,7 @@ impl SimWorld<'_> {
 
 impl World for SimWorld<'_> {
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>> {
-        self.beat();
+        self.heartbeat();
         if self.trouble && self.dice.once_in(30) {
             return Err(stepwell_core::Error::io("write", "/data", std::io::Error::from_raw_os_error(28)));
         }
@@ -248,8 +249,8 @@ impl World for SimWorld<'_> {
         false
     }
 
-    fn usurper(&mut self) -> stepwell_core::Result<Option<String>> {
-        root::usurper(&*self.root, &self.job.session)
+    fn other_writer(&mut self) -> stepwell_core::Result<Option<String>> {
+        root::other_writer(&*self.root, &self.job.session)
     }
 
     fn send_vote(&mut self, vote: &Vote) -> stepwell_manager::Result<()> {
@@ -262,8 +263,8 @@ impl World for SimWorld<'_> {
         Ok(())
     }
 
-    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> stepwell_manager::Result<Polled> {
-        self.beat();
+    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> stepwell_manager::Result<PolledVotes> {
+        self.heartbeat();
         self.took = timeout;
         if self.unreachable() {
             return Err(stepwell_manager::Error::Unreachable("the board is gone".into()));
@@ -274,8 +275,9 @@ impl World for SimWorld<'_> {
             .collect();
         let votes: Vec<Vote> =
             found.iter().map(|(rank, message)| Vote::decode(*rank, message)).collect::<Result<_, _>>()?;
-        let beats = missing.iter().filter_map(|&rank| Some((rank, self.life_of(rank)?))).collect();
-        Ok(Polled { votes, beats })
+        let heartbeats =
+            missing.iter().filter_map(|&rank| Some((rank, self.heartbeat_in_save(rank)?))).collect();
+        Ok(PolledVotes { votes, heartbeats })
     }
 
     fn announce(&mut self, announcement: &Announcement) -> stepwell_manager::Result<()> {
@@ -283,8 +285,8 @@ impl World for SimWorld<'_> {
         Ok(())
     }
 
-    fn listen(&mut self, timeout: Duration) -> stepwell_manager::Result<Heard> {
-        self.beat();
+    fn listen(&mut self, timeout: Duration) -> stepwell_manager::Result<LeaderNews> {
+        self.heartbeat();
         self.took = timeout;
         if self.unreachable() {
             return Err(stepwell_manager::Error::Unreachable("the board is gone".into()));
@@ -293,7 +295,7 @@ impl World for SimWorld<'_> {
             Some(message) => Some(Announcement::decode(&message)?.0),
             None => None,
         };
-        Ok(Heard { announcement, beat: self.life_of(0).unwrap_or_default() })
+        Ok(LeaderNews { announcement, heartbeat: self.heartbeat_in_save(0).unwrap_or_default() })
     }
 }
 
@@ -453,7 +455,7 @@ impl History {
         }
         let (save, session) = (rank.save, job.session.clone());
         let target = format!("step_{:08}", save + 10);
-        let plan = Plan {
+        let plan = CommitPlan {
             step: save + 10,
             attempt: Attempt { session: session.clone(), counter: save },
             temporary: directory_layout::temporary(&directory_layout::label(save + 10), &session, save),

@@ -528,7 +528,7 @@ impl Manager {
     fn moved(&self) -> (usize, u64) {
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.retain(|save| !save.is_done());
-        (saves.len(), saves.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.moved())))
+        (saves.len(), saves.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.progress_counter())))
     }
 
     /// Describes the saves that `close` waits for.

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::sys::{Driver, driver};
-use stepwell_manager::root::Standing;
+use stepwell_manager::root::PathKind;
 use stepwell_manager::singular::PathTicket;
 use stepwell_manager::{Environment, Error, Manager as Engined, Options, SaveRequest, metrics, root};
 
@@ -127,12 +127,12 @@ pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str)
     Checkpoint::open(py, move || {
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
         let environment = options::environment(&path, engine, Purpose::Read)?;
-        let is_root = match root::standing(&environment, &path)? {
-            Standing::Nothing => return Err(gone()),
-            Standing::Checkpoint => false,
-            Standing::Root => true,
+        let is_root = match root::path_kind(&environment, &path)? {
+            PathKind::Absent => return Err(gone()),
+            PathKind::Checkpoint => false,
+            PathKind::Root => true,
             // A copy may have lost what says that it is one.
-            Standing::Directory => {
+            PathKind::Directory => {
                 step.is_some() || !reader(&path, environment.clone())?.all_steps()?.is_empty()
             }
         };
@@ -153,7 +153,7 @@ fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
 pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
     call(py, move || {
         let environment = options::environment(&root, Engine::Auto, Purpose::Write)?;
-        if root::standing(&environment, &root)? == Standing::Nothing {
+        if root::path_kind(&environment, &root)? == PathKind::Absent {
             return Err(Error::StepNotFound { step: Some(step), root, latest: None });
         }
         let manifest = reader(&root, environment.clone())?.manifest(Some(step))?;

@@ -38,12 +38,12 @@ pub enum Announcement {
 
 /// The knowledge of a rank that waits for the leader.
 #[derive(Clone, Debug, PartialEq, Default)]
-pub struct Heard {
+pub struct LeaderNews {
     /// The leader's word, if it is there.
     pub announcement: Option<Announcement>,
     /// The leader's last heartbeat. While it changes, the leader makes progress or waits for
     /// others.
-    pub beat: u64,
+    pub heartbeat: u64,
 }
 
 /// A rank's report of a failed save: the leader's to all, another rank's in its vote. A failure of

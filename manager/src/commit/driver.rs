@@ -5,20 +5,20 @@ use std::time::Duration;
 
 use stepwell_core::io::{Dir, Lock, retry_if_full};
 
-use super::announcement::{Announcement, Heard, Verdict};
-use super::machine::{Action, Event, Machine, Now, Stands};
+use super::announcement::{Announcement, LeaderNews, Verdict};
+use super::machine::{Action, Event, Machine, Now, TargetState};
 use super::records::Vote;
 use crate::delete_tree::delete_tree;
 use crate::directory_layout::LEASE;
-use crate::discovery::{damage, is_no_step, read_manifest};
+use crate::discovery::{damage, is_not_a_step, read_manifest};
 use crate::environment::Clock;
 use crate::error::Result;
-use crate::lease::{Owned, own_temporary};
+use crate::lease::{OwnedTemporary, own_temporary};
 use crate::state::item::ItemPart;
 
 /// How a commit ended, and what it cost.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct CommitOutcome {
     /// How it ended.
     pub verdict: Verdict,
     /// Time in the save pipeline.
@@ -29,11 +29,11 @@ pub struct Outcome {
 
 /// The result of reading votes.
 #[derive(Debug, Default)]
-pub struct Polled {
+pub struct PolledVotes {
     /// The votes that have come.
     pub votes: Vec<Vote>,
     /// Of ranks that have not voted: their last signs of life.
-    pub beats: Vec<(u32, u64)>,
+    pub heartbeats: Vec<(u32, u64)>,
 }
 
 /// The driver's needs beside the root directory.
@@ -44,19 +44,19 @@ pub trait World {
     /// then.
     fn reclaim_space(&mut self) -> bool;
     /// The other writer that has taken the root over, if any.
-    fn usurper(&mut self) -> stepwell_core::Result<Option<String>>;
+    fn other_writer(&mut self) -> stepwell_core::Result<Option<String>>;
     /// Publishes this rank's vote.
     fn send_vote(&mut self, vote: &Vote) -> Result<()>;
     /// The votes of these ranks that are there, and the last signs of life of the others.
-    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<Polled>;
+    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<PolledVotes>;
     /// Tells the other ranks.
     fn announce(&mut self, announcement: &Announcement) -> Result<()>;
     /// The leader's announcement, if it is there within that time, and its last sign of life.
-    fn listen(&mut self, timeout: Duration) -> Result<Heard>;
+    fn listen(&mut self, timeout: Duration) -> Result<LeaderNews>;
 }
 
 /// Runs a commit to its end.
-pub fn run(machine: Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> Outcome {
+pub fn run(machine: Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> CommitOutcome {
     let start = clock.monotonic();
     let mut data = Duration::ZERO;
     let mut commit = Commit::begin(machine);
@@ -65,7 +65,7 @@ pub fn run(machine: Machine, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut
         let is_data = commit.is_at_data();
         if let Some(verdict) = commit.step(root, clock, world) {
             let commit = clock.monotonic().saturating_sub(start).saturating_sub(data);
-            return Outcome { verdict, data, commit };
+            return CommitOutcome { verdict, data, commit };
         }
         if is_data {
             data += clock.monotonic().saturating_sub(began);
@@ -155,7 +155,7 @@ fn execute(
         Action::SendVote(vote) => reached(world.send_vote(&vote).map(|()| Event::Done)),
         Action::PollVotes { missing, timeout } => {
             let polled = world.poll_votes(&missing, timeout);
-            reached(polled.map(|Polled { votes, beats }| Event::Votes { votes, beats }))
+            reached(polled.map(|PolledVotes { votes, heartbeats }| Event::Votes { votes, heartbeats }))
         }
         // It is there, empty, and locked.
         Action::WriteFile { path, .. } if path == LEASE && temporary.life.is_some() => Event::Done,
@@ -167,12 +167,12 @@ fn execute(
             opened(temporary)
                 .and_then(|dir| if path.is_empty() { dir.sync() } else { dir.open_dir(&path)?.sync() }),
         ),
-        Action::CheckFence => match world.usurper() {
+        Action::CheckFence => match world.other_writer() {
             Ok(who) => Event::Fence(who),
             Err(error) => Event::Failed(error),
         },
-        Action::Look(name) => match look(root, &name, plan.fenced.then_some(plan.step)) {
-            Ok(stands) => Event::Stands(stands),
+        Action::InspectTarget(name) => match inspect(root, &name, plan.fenced.then_some(plan.step)) {
+            Ok(target) => Event::TargetState(target),
             Err(error) => Event::Failed(error),
         },
         Action::Rename { from, to, how } => done(root.rename(&from, &to, how)),
@@ -192,7 +192,7 @@ fn execute(
             Event::Done
         }
         Action::Announce(announcement) => reached(world.announce(&announcement).map(|()| Event::Done)),
-        Action::Listen { timeout } => reached(world.listen(timeout).map(Event::Heard)),
+        Action::Listen { timeout } => reached(world.listen(timeout).map(Event::LeaderNews)),
         // The caller returns before.
         Action::Finish(_) => Event::Done,
     }
@@ -202,7 +202,7 @@ fn execute(
 fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary> {
     let plan = machine.plan();
     if !plan.fenced {
-        let Owned { dir, life } = own_temporary(root, &plan.temporary, plan.world_size > 1)?;
+        let OwnedTemporary { dir, life } = own_temporary(root, &plan.temporary, plan.world_size > 1)?;
         return Ok(Temporary { dir: Some(dir), life });
     }
     let dir = match root.create_dir(&plan.temporary) {
@@ -236,21 +236,21 @@ fn reached(result: Result<Event>) -> Event {
 
 /// Returns the state of a name, or an error. In a root the name implies the `step` (as a listing
 /// demands). The name of a singular checkpoint implies nothing.
-fn look(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Result<Stands> {
+fn inspect(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Result<TargetState> {
     if root.stat(name)?.is_none() {
-        return Ok(Stands::Nothing);
+        return Ok(TargetState::Absent);
     }
     match read_manifest(&**root, name) {
         Ok(manifest) if step.is_some_and(|step| step != manifest.step) => {
-            Ok(Stands::NoStep(format!("its manifest says that it is step {}", manifest.step)))
+            Ok(TargetState::NotAStep(format!("its manifest says that it is step {}", manifest.step)))
         }
         Ok(manifest) if step.is_some() => Ok(match damage(&**root, name, &manifest)? {
-            Some(damage) => Stands::NoStep(damage),
-            None => Stands::Step(manifest.attempt),
+            Some(damage) => TargetState::NotAStep(damage),
+            None => TargetState::Committed(manifest.attempt),
         }),
-        Ok(manifest) => Ok(Stands::Step(manifest.attempt)),
-        Err(error) if error.is_not_found() => Ok(Stands::NoStep("it has no manifest".to_owned())),
-        Err(error) if is_no_step(&error) => Ok(Stands::NoStep(error.to_string())),
+        Ok(manifest) => Ok(TargetState::Committed(manifest.attempt)),
+        Err(error) if error.is_not_found() => Ok(TargetState::NotAStep("it has no manifest".to_owned())),
+        Err(error) if is_not_a_step(&error) => Ok(TargetState::NotAStep(error.to_string())),
         Err(error) => Err(error),
     }
 }

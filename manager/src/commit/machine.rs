@@ -21,18 +21,18 @@ use std::time::Duration;
 
 use stepwell_core::format::manifest::Attempt;
 
-use super::announcement::{Announcement, Heard, Verdict, failure};
+use super::announcement::{Announcement, LeaderNews, Verdict, failure};
 use super::records::{self, Draft, Vote};
 use crate::coordination::LEADER;
 use crate::error::{Error, Relayed};
 use crate::state::item::ItemPart;
 
 /// How long one look for votes or for the verdict takes at most, so that deadlines are kept.
-const POLL: Duration = Duration::from_millis(250);
+const VOTE_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The task of a commit.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct CommitPlan {
     /// The step, for messages.
     pub step: u64,
     /// The save.
@@ -64,7 +64,7 @@ pub struct Plan {
     pub stale: bool,
 }
 
-impl Plan {
+impl CommitPlan {
     fn node(&self, rank: u32) -> u32 {
         self.nodes.get(rank as usize).copied().unwrap_or(0)
     }
@@ -97,10 +97,10 @@ pub enum Existing {
 /// A request of the machine.
 #[derive(Debug)]
 pub enum Action {
-    /// Make [`Plan::temporary`]; another rank may have made it (world size > 1), or be through with
-    /// it: [`Event::GivenUp`].
+    /// Make [`CommitPlan::temporary`]; another rank may have made it (world size > 1), or be
+    /// through with it: [`Event::GivenUp`].
     CreateTemporary,
-    /// Make [`Plan::given_up`]; another rank may have.
+    /// Make [`CommitPlan::given_up`]; another rank may have.
     GiveUp,
     /// Run the save pipeline into the temporary; answer with [`Event::Data`].
     WriteData,
@@ -127,7 +127,7 @@ pub enum Action {
     /// Read the epoch: is this still the root's writer?
     CheckFence,
     /// Inspect this name.
-    Look(String),
+    InspectTarget(String),
     /// Rename within the root.
     Rename {
         /// From.
@@ -169,27 +169,27 @@ pub enum Event {
         /// They.
         votes: Vec<Vote>,
         /// Of ranks that have not voted: a number that changes as long as they get on.
-        beats: Vec<(u32, u64)>,
+        heartbeats: Vec<(u32, u64)>,
     },
     /// The state of the inspected name.
-    Stands(Stands),
+    TargetState(TargetState),
     /// The fence: `None` if this is still the writer, else who is.
     Fence(Option<String>),
     /// This rank's knowledge of the others.
-    Heard(Heard),
+    LeaderNews(LeaderNews),
     /// Ranks could not be reached.
     Unreachable(Error),
 }
 
 /// The state of a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Stands {
+pub enum TargetState {
     /// Nothing.
-    Nothing,
+    Absent,
     /// A step, of this attempt.
-    Step(Attempt),
+    Committed(Attempt),
     /// An invalid step, with the reason.
-    NoStep(String),
+    NotAStep(String),
 }
 
 /// The time of an event.
@@ -202,22 +202,22 @@ pub struct Now {
 }
 
 #[derive(Debug)]
-enum State {
+enum CommitState {
     Creating,
     Writing,
     Voting,
     Gathering,
     /// Between two looks for votes, whether the leader has decided without them.
-    Overhearing,
+    CheckingVerdict,
     Recording(VecDeque<Action>),
     Fencing,
     /// Looking at the target before the rename (only where a step may be replaced).
-    Before,
+    InspectingTarget,
     Renaming {
         exchange: bool,
     },
     /// A rename has failed: whose attempt is there now?
-    Settling {
+    InspectingAfterRename {
         exchange: bool,
         error: stepwell_core::Error,
     },
@@ -229,29 +229,29 @@ enum State {
     RetiringOld,
     SyncingOld,
     /// The others are told that it is over.
-    Refusing(Error),
+    AnnouncingFailure(Error),
     Removing(Error),
     Awaiting {
         progress: Duration,
         /// The leader's last heartbeat.
-        beat: u64,
+        heartbeat: u64,
     },
     /// The leader is silent: later participants of this save must leave it.
     GivingUp(Error),
     /// Prevents a late rename by the leader.
-    Forestalling(Error),
+    BlockingLeader(Error),
     /// The leader has renamed, or another rank was faster: does the step exist?
-    Inquiring(Error),
-    Telling(Verdict),
+    InspectingBlocked(Error),
+    Announcing(Verdict),
     Finished,
 }
 
 /// See the module documentation.
 #[derive(Debug)]
 pub struct Machine {
-    plan: Plan,
+    plan: CommitPlan,
     draft: Draft,
-    state: State,
+    state: CommitState,
     votes: BTreeMap<u32, Vote>,
     /// Ranks without a vote: the last heartbeat of each, and its time.
     missing: BTreeMap<u32, (u64, Duration)>,
@@ -260,115 +260,115 @@ pub struct Machine {
 
 impl Machine {
     /// A commit that has not begun.
-    pub fn new(plan: Plan, draft: Draft) -> Self {
-        let state = State::Creating;
+    pub fn new(plan: CommitPlan, draft: Draft) -> Self {
+        let state = CommitState::Creating;
         Self { plan, draft, state, votes: BTreeMap::new(), missing: BTreeMap::new(), quarantined: false }
     }
 
     /// Its task.
-    pub fn plan(&self) -> &Plan {
+    pub fn plan(&self) -> &CommitPlan {
         &self.plan
     }
 
     /// The first action.
     pub fn start(&mut self) -> Action {
-        self.state = State::Creating;
+        self.state = CommitState::Creating;
         Action::CreateTemporary
     }
 
     /// Returns the next action after an event.
     pub fn on(&mut self, event: Event, now: Now) -> Action {
-        match (std::mem::replace(&mut self.state, State::Finished), event) {
-            (State::Creating, Event::Done) => self.to(State::Writing, Action::WriteData),
-            (State::Creating, Event::GivenUp) => self.given_up(),
-            (State::Creating | State::Writing, Event::Failed(error)) => self.own_failure(error),
-            (State::Writing, Event::Data(parts)) => {
+        match (std::mem::replace(&mut self.state, CommitState::Finished), event) {
+            (CommitState::Creating, Event::Done) => self.to(CommitState::Writing, Action::WriteData),
+            (CommitState::Creating, Event::GivenUp) => self.given_up(),
+            (CommitState::Creating | CommitState::Writing, Event::Failed(error)) => self.own_failure(error),
+            (CommitState::Writing, Event::Data(parts)) => {
                 let vote = self.own_vote(Ok(parts));
                 self.vote(vote, now)
             }
-            (State::Voting, Event::Done) => {
+            (CommitState::Voting, Event::Done) => {
                 self.to(
-                    State::Awaiting { progress: now.monotonic, beat: 0 },
-                    Action::Listen { timeout: POLL },
+                    CommitState::Awaiting { progress: now.monotonic, heartbeat: 0 },
+                    Action::Listen { timeout: VOTE_POLL_INTERVAL },
                 )
             }
             // Without this rank's vote the step fails. Report the reason to the leader if possible.
-            (State::Gathering | State::Overhearing, Event::Unreachable(error)) => self.give_up(error),
+            (CommitState::Gathering | CommitState::CheckingVerdict, Event::Unreachable(error)) => self.give_up(error),
             // The vote may have come through, and the leader may commit on it.
-            (State::Voting | State::Awaiting { .. }, Event::Unreachable(error)) => self.forestall(error),
-            (State::Gathering, Event::Votes { votes, beats }) => self.gather(votes, &beats, now),
-            (State::Overhearing, Event::Heard(heard)) => match heard.announcement {
-                Some(announcement) => self.told(announcement),
+            (CommitState::Voting | CommitState::Awaiting { .. }, Event::Unreachable(error)) => self.block_leader(error),
+            (CommitState::Gathering, Event::Votes { votes, heartbeats }) => self.gather(votes, &heartbeats, now),
+            (CommitState::CheckingVerdict, Event::LeaderNews(news)) => match news.announcement {
+                Some(announcement) => self.follow_leader(announcement),
                 None => self.poll_votes(),
             },
-            (State::Recording(actions), Event::Done) => self.record(actions),
-            (State::Fencing, Event::Fence(None)) => self.before_rename(),
-            (State::Fencing, Event::Fence(Some(owner))) => {
+            (CommitState::Recording(actions), Event::Done) => self.record(actions),
+            (CommitState::Fencing, Event::Fence(None)) => self.before_rename(),
+            (CommitState::Fencing, Event::Fence(Some(owner))) => {
                 let error = Error::Locked { root: self.draft.root.clone(), owner: Some(owner) };
                 self.abort(error)
             }
-            (State::Before, Event::Stands(stands)) => match stands {
-                Stands::Nothing => self.rename(false),
-                Stands::Step(_) => self.rename(true),
-                Stands::NoStep(_) => self.set_aside(),
+            (CommitState::InspectingTarget, Event::TargetState(target)) => match target {
+                TargetState::Absent => self.rename(false),
+                TargetState::Committed(_) => self.rename(true),
+                TargetState::NotAStep(_) => self.set_aside(),
             },
-            (State::Renaming { exchange }, Event::Done) => self.to(State::Syncing { exchange }, Action::SyncRoot),
-            (State::Renaming { exchange: true }, Event::Failed(error)) if error.is_unknown_request() => {
+            (CommitState::Renaming { exchange }, Event::Done) => self.to(CommitState::Syncing { exchange }, Action::SyncRoot),
+            (CommitState::Renaming { exchange: true }, Event::Failed(error)) if error.is_unknown_request() => {
                 self.abort(Error::Invalid(format!(
                     "{} cannot swap two directories ({error}), so that replacing step {} could lose both; delete it first",
                     self.draft.root.display(),
                     self.plan.step
                 )))
             }
-            (State::Renaming { exchange }, Event::Failed(error)) => {
-                let look = Action::Look(self.plan.target.clone());
-                self.to(State::Settling { exchange, error }, look)
+            (CommitState::Renaming { exchange }, Event::Failed(error)) => {
+                let inspect = Action::InspectTarget(self.plan.target.clone());
+                self.to(CommitState::InspectingAfterRename { exchange, error }, inspect)
             }
-            (State::Settling { exchange, error }, Event::Stands(stands)) => self.settle(exchange, error, stands),
+            (CommitState::InspectingAfterRename { exchange, error }, Event::TargetState(target)) => self.resolve_rename(exchange, error, target),
             // The outcome is unknown, or the step may not be durable: leave everything.
-            (State::Settling { error, .. }, Event::Failed(_)) | (State::Syncing { .. }, Event::Failed(error)) => {
+            (CommitState::InspectingAfterRename { error, .. }, Event::Failed(_)) | (CommitState::Syncing { .. }, Event::Failed(error)) => {
                 self.end(Verdict::Uncertain(error))
             }
             // Durable before the name has another owner: a power cut could keep the second rename
             // without the first, and what was set aside would be nowhere.
-            (State::Quarantining, Event::Done) => self.to(State::SyncingAside, Action::SyncRoot),
+            (CommitState::Quarantining, Event::Done) => self.to(CommitState::SyncingAside, Action::SyncRoot),
             // A sync may take long, so check the owner of the root and the name again.
-            (State::SyncingAside, Event::Done) => self.fence(),
-            (State::Syncing { exchange: false }, Event::Done) => self.end(Verdict::Committed { replaced: None }),
-            (State::Syncing { exchange: true }, Event::Done) => {
+            (CommitState::SyncingAside, Event::Done) => self.fence(),
+            (CommitState::Syncing { exchange: false }, Event::Done) => self.end(Verdict::Committed { replaced: None }),
+            (CommitState::Syncing { exchange: true }, Event::Done) => {
                 let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());
                 let how = stepwell_core::io::Rename::NoReplace;
-                self.to(State::RetiringOld, Action::Rename { from, to, how })
+                self.to(CommitState::RetiringOld, Action::Rename { from, to, how })
             }
-            (State::RetiringOld, Event::Done) => self.to(State::SyncingOld, Action::SyncRoot),
-            (State::SyncingOld, Event::Done) => {
+            (CommitState::RetiringOld, Event::Done) => self.to(CommitState::SyncingOld, Action::SyncRoot),
+            (CommitState::SyncingOld, Event::Done) => {
                 let replaced = Some(self.plan.trash.clone());
                 self.end(Verdict::Committed { replaced })
             }
             // The new step is durable; what is left of the old one is the next writer's.
-            (State::RetiringOld | State::SyncingOld, Event::Failed(_)) => {
+            (CommitState::RetiringOld | CommitState::SyncingOld, Event::Failed(_)) => {
                 self.end(Verdict::Committed { replaced: None })
             }
             // True if or not they could be told.
-            (State::Refusing(error), _) => self.to(State::Removing(error), Action::RemoveTemporary),
-            (State::Removing(error), _) | (State::Forestalling(error), Event::Done) => {
+            (CommitState::AnnouncingFailure(error), _) => self.to(CommitState::Removing(error), Action::RemoveTemporary),
+            (CommitState::Removing(error), _) | (CommitState::BlockingLeader(error), Event::Done) => {
                 self.finish(Verdict::NotCommitted(error))
             }
-            (State::Awaiting { progress, beat }, Event::Heard(heard)) => self.hear(progress, beat, heard, now),
-            (State::GivingUp(error), Event::Done) => {
+            (CommitState::Awaiting { progress, heartbeat }, Event::LeaderNews(news)) => self.await_leader(progress, heartbeat, news, now),
+            (CommitState::GivingUp(error), Event::Done) => {
                 let (from, to) = (self.plan.temporary.clone(), self.plan.trash.clone());
                 let how = stepwell_core::io::Rename::NoReplace;
-                self.to(State::Forestalling(error), Action::Rename { from, to, how })
+                self.to(CommitState::BlockingLeader(error), Action::Rename { from, to, how })
             }
             // If the directory is gone, the leader or another rank was faster. If it may still
             // exist, its fate is unknown.
-            (State::Forestalling(error), Event::Failed(failed)) if failed.is_not_found() => {
-                let look = Action::Look(self.plan.target.clone());
-                self.to(State::Inquiring(error), look)
+            (CommitState::BlockingLeader(error), Event::Failed(failed)) if failed.is_not_found() => {
+                let inspect = Action::InspectTarget(self.plan.target.clone());
+                self.to(CommitState::InspectingBlocked(error), inspect)
             }
-            (State::GivingUp(_) | State::Forestalling(_), Event::Failed(failed)) => self.finish(Verdict::Uncertain(failed)),
-            (State::Inquiring(error), event) => self.inquired(error, &event),
-            (State::Telling(verdict), _) => Action::Finish(Box::new(verdict)),
+            (CommitState::GivingUp(_) | CommitState::BlockingLeader(_), Event::Failed(failed)) => self.finish(Verdict::Uncertain(failed)),
+            (CommitState::InspectingBlocked(error), event) => self.blocked(error, &event),
+            (CommitState::Announcing(verdict), _) => Action::Finish(Box::new(verdict)),
             (_, Event::Failed(error)) => self.abort(self.failed(error)),
             (state, event) => {
                 let expected = format!("an event that the commit machine takes in {state:?}");
@@ -377,7 +377,7 @@ impl Machine {
         }
     }
 
-    fn to(&mut self, state: State, action: Action) -> Action {
+    fn to(&mut self, state: CommitState, action: Action) -> Action {
         self.state = state;
         action
     }
@@ -404,7 +404,7 @@ impl Machine {
         }
         let error = self.late();
         let vote = self.own_vote(Err(failure(self.plan.rank, &error)));
-        self.to(State::Telling(Verdict::NotCommitted(error)), Action::SendVote(Box::new(vote)))
+        self.to(CommitState::Announcing(Verdict::NotCommitted(error)), Action::SendVote(Box::new(vote)))
     }
 
     /// This rank's data could not be written: the others are told, then it is over here.
@@ -415,11 +415,14 @@ impl Machine {
         let rank = self.plan.rank;
         let named = Error::RankFailed { rank, cause: error.to_string() };
         let vote = self.own_vote(Err(failure(rank, &named)));
-        self.to(State::Telling(Verdict::NotCommitted(self.failed(error))), Action::SendVote(Box::new(vote)))
+        self.to(
+            CommitState::Announcing(Verdict::NotCommitted(self.failed(error))),
+            Action::SendVote(Box::new(vote)),
+        )
     }
 
     fn own_vote(&self, parts: Result<Vec<ItemPart>, Relayed>) -> Vote {
-        let Plan { rank, step, stale, .. } = self.plan;
+        let CommitPlan { rank, step, stale, .. } = self.plan;
         Vote {
             rank,
             step,
@@ -433,14 +436,14 @@ impl Machine {
     fn vote(&mut self, vote: Vote, now: Now) -> Action {
         let awaited = self.plan.awaited();
         if !self.is_leader() && awaited.is_empty() {
-            return self.to(State::Voting, Action::SendVote(Box::new(vote)));
+            return self.to(CommitState::Voting, Action::SendVote(Box::new(vote)));
         }
         self.missing = awaited.into_iter().map(|rank| (rank, (0, now.monotonic))).collect();
         self.votes.insert(vote.rank, vote);
         self.decide(now)
     }
 
-    fn gather(&mut self, votes: Vec<Vote>, beats: &[(u32, u64)], now: Now) -> Action {
+    fn gather(&mut self, votes: Vec<Vote>, heartbeats: &[(u32, u64)], now: Now) -> Action {
         for mut vote in votes {
             // A straggler of a dead attempt does not count.
             if vote.attempt == self.plan.attempt && self.missing.remove(&vote.rank).is_some() {
@@ -454,11 +457,11 @@ impl Machine {
                 self.votes.insert(vote.rank, vote);
             }
         }
-        for (rank, beat) in beats {
+        for (rank, heartbeat) in heartbeats {
             if let Some((last, since)) = self.missing.get_mut(rank)
-                && last != beat
+                && last != heartbeat
             {
-                (*last, *since) = (*beat, now.monotonic);
+                (*last, *since) = (*heartbeat, now.monotonic);
             }
         }
         self.decide(now)
@@ -488,12 +491,12 @@ impl Machine {
             if self.is_leader() {
                 return self.poll_votes();
             }
-            return self.to(State::Overhearing, Action::Listen { timeout: Duration::ZERO });
+            return self.to(CommitState::CheckingVerdict, Action::Listen { timeout: Duration::ZERO });
         }
         let votes: Vec<Vote> = std::mem::take(&mut self.votes).into_values().collect();
         if !self.is_leader() {
             let vote = records::gather(&self.draft, &self.plan.attempt, self.plan.rank, votes);
-            return self.to(State::Voting, Action::SendVote(Box::new(vote)));
+            return self.to(CommitState::Voting, Action::SendVote(Box::new(vote)));
         }
         match records::records(&self.draft, &self.plan.attempt, self.plan.world_size, votes, now.unix_ns) {
             Ok((data, files)) => {
@@ -518,7 +521,7 @@ impl Machine {
 
     fn poll_votes(&mut self) -> Action {
         let missing = self.missing.keys().copied().collect();
-        self.to(State::Gathering, Action::PollVotes { missing, timeout: POLL })
+        self.to(CommitState::Gathering, Action::PollVotes { missing, timeout: VOTE_POLL_INTERVAL })
     }
 
     /// Votes that are gathered cannot be had, or one of them says no: the leader is told, and
@@ -528,24 +531,24 @@ impl Machine {
             return self.abort(error);
         }
         let vote = self.own_vote(Err(failure(self.plan.rank, &error)));
-        self.to(State::Voting, Action::SendVote(Box::new(vote)))
+        self.to(CommitState::Voting, Action::SendVote(Box::new(vote)))
     }
 
-    fn told(&mut self, announcement: Announcement) -> Action {
+    fn follow_leader(&mut self, announcement: Announcement) -> Action {
         let target = self.draft.root.join(&self.plan.target);
         self.finish(announcement.verdict(&target))
     }
 
     fn record(&mut self, mut actions: VecDeque<Action>) -> Action {
         match actions.pop_front() {
-            Some(action) => self.to(State::Recording(actions), action),
+            Some(action) => self.to(CommitState::Recording(actions), action),
             None => self.fence(),
         }
     }
 
     fn fence(&mut self) -> Action {
         if self.plan.fenced {
-            return self.to(State::Fencing, Action::CheckFence);
+            return self.to(CommitState::Fencing, Action::CheckFence);
         }
         self.before_rename()
     }
@@ -554,8 +557,8 @@ impl Machine {
         match self.plan.existing {
             Existing::Refuse => self.rename(false),
             Existing::Replace => {
-                let look = Action::Look(self.plan.target.clone());
-                self.to(State::Before, look)
+                let inspect = Action::InspectTarget(self.plan.target.clone());
+                self.to(CommitState::InspectingTarget, inspect)
             }
         }
     }
@@ -564,76 +567,82 @@ impl Machine {
         use stepwell_core::io::Rename;
         let (from, to) = (self.plan.temporary.clone(), self.plan.target.clone());
         let how = if exchange { Rename::Exchange } else { Rename::NoReplace };
-        self.to(State::Renaming { exchange }, Action::Rename { from, to, how })
+        self.to(CommitState::Renaming { exchange }, Action::Rename { from, to, how })
     }
 
     fn set_aside(&mut self) -> Action {
         let (from, to) = (self.plan.target.clone(), self.plan.quarantine.clone());
         self.quarantined = true;
-        self.to(State::Quarantining, Action::Rename { from, to, how: stepwell_core::io::Rename::NoReplace })
+        self.to(
+            CommitState::Quarantining,
+            Action::Rename { from, to, how: stepwell_core::io::Rename::NoReplace },
+        )
     }
 
     /// After a rename that reported an error: the attempt under the name decides, not the errno (a
     /// network file system loses answers).
-    fn settle(&mut self, exchange: bool, error: stepwell_core::Error, stands: Stands) -> Action {
-        match stands {
-            Stands::Step(attempt) if attempt == self.plan.attempt => {
-                self.to(State::Syncing { exchange }, Action::SyncRoot)
+    fn resolve_rename(&mut self, exchange: bool, error: stepwell_core::Error, target: TargetState) -> Action {
+        match target {
+            TargetState::Committed(attempt) if attempt == self.plan.attempt => {
+                self.to(CommitState::Syncing { exchange }, Action::SyncRoot)
             }
-            Stands::Step(_) if error.is_occupied() => {
+            TargetState::Committed(_) if error.is_occupied() => {
                 let root = self.draft.root.clone();
                 self.abort(Error::StepExists { step: self.plan.step, root, latest: None, rewind_to: None })
             }
-            Stands::NoStep(_) if !self.quarantined && error.is_occupied() => self.set_aside(),
+            TargetState::NotAStep(_) if !self.quarantined && error.is_occupied() => self.set_aside(),
             _ => self.abort(self.failed(error)),
         }
     }
 
     /// As long as the leader gives signs of life it is waited for: it writes, or waits for others,
     /// and has a deadline for them.
-    fn hear(&mut self, progress: Duration, beat: u64, heard: Heard, now: Now) -> Action {
-        if let Some(announcement) = heard.announcement {
-            return self.told(announcement);
+    fn await_leader(&mut self, progress: Duration, heartbeat: u64, news: LeaderNews, now: Now) -> Action {
+        if let Some(announcement) = news.announcement {
+            return self.follow_leader(announcement);
         }
-        let progress = if heard.beat == beat { progress } else { now.monotonic };
+        let progress = if news.heartbeat == heartbeat { progress } else { now.monotonic };
         let waited = now.monotonic.saturating_sub(progress);
         if waited < self.plan.stall_timeout {
-            return self.to(State::Awaiting { progress, beat: heard.beat }, Action::Listen { timeout: POLL });
+            return self.to(
+                CommitState::Awaiting { progress, heartbeat: news.heartbeat },
+                Action::Listen { timeout: VOTE_POLL_INTERVAL },
+            );
         }
         let error = Error::CoordinationTimeout {
             missing: vec![LEADER],
             waited_for: format!("to decide on step {}, which was not committed", self.plan.step),
             seconds: waited.as_secs_f64(),
         };
-        self.forestall(error)
+        self.block_leader(error)
     }
 
     /// The leader is silent. First announce that to anyone who recreates the directory, then rename
     /// it aside. If that succeeds, the step will never exist. (Before the leader's rename, all
     /// ranks have created or found the directory, so nobody puts another one in its place.)
-    fn forestall(&mut self, error: Error) -> Action {
+    fn block_leader(&mut self, error: Error) -> Action {
         if self.plan.existing == Existing::Replace {
             // The temporary may be what was replaced by now, which is nobody's to take away before
             // that is durable.
-            return self.unknown("the leader to say what became of the step that is replaced");
+            return self.uncertain("the leader to say what became of the step that is replaced");
         }
-        self.to(State::GivingUp(error), Action::GiveUp)
+        self.to(CommitState::GivingUp(error), Action::GiveUp)
     }
 
     /// The silent leader may have renamed before. If the step exists, its durability is unknown. If
     /// it does not, it never will, because its directory is gone.
-    fn inquired(&mut self, error: Error, event: &Event) -> Action {
+    fn blocked(&mut self, error: Error, event: &Event) -> Action {
         match event {
-            Event::Stands(Stands::Step(attempt)) if *attempt == self.plan.attempt => {
-                self.unknown("the leader to say that it is durable")
+            Event::TargetState(TargetState::Committed(attempt)) if *attempt == self.plan.attempt => {
+                self.uncertain("the leader to say that it is durable")
             }
-            Event::Failed(_) => self.unknown("the step to be looked at"),
+            Event::Failed(_) => self.uncertain("the step to be looked at"),
             _ => self.finish(Verdict::NotCommitted(error)),
         }
     }
 
     /// The leader has fallen silent, and may have committed or commit still.
-    fn unknown(&mut self, waited_for: &str) -> Action {
+    fn uncertain(&mut self, waited_for: &str) -> Action {
         let (waited_for, seconds) = (waited_for.to_owned(), self.plan.stall_timeout.as_secs_f64());
         self.finish(Verdict::Uncertain(stepwell_core::Error::Timeout { waited_for, seconds }))
     }
@@ -645,10 +654,10 @@ impl Machine {
             return self.finish(Verdict::NotCommitted(error));
         }
         if self.plan.world_size == 1 {
-            return self.to(State::Removing(error), Action::RemoveTemporary);
+            return self.to(CommitState::Removing(error), Action::RemoveTemporary);
         }
         let announcement = Announcement::NotCommitted(failure(LEADER, &error));
-        self.to(State::Refusing(error), Action::Announce(announcement))
+        self.to(CommitState::AnnouncingFailure(error), Action::Announce(announcement))
     }
 
     fn end(&mut self, verdict: Verdict) -> Action {
@@ -656,10 +665,10 @@ impl Machine {
             return self.finish(verdict);
         }
         let announcement = Announcement::of(&verdict);
-        self.to(State::Telling(verdict), Action::Announce(announcement))
+        self.to(CommitState::Announcing(verdict), Action::Announce(announcement))
     }
 
     fn finish(&mut self, verdict: Verdict) -> Action {
-        self.to(State::Finished, Action::Finish(Box::new(verdict)))
+        self.to(CommitState::Finished, Action::Finish(Box::new(verdict)))
     }
 }

@@ -19,7 +19,7 @@ pub mod records;
 mod tests;
 
 pub use crate::state::item::{DraftItem, ItemPart};
-pub use announcement::{Announcement, Heard, Verdict};
-pub use driver::{Commit, Outcome, run};
-pub use machine::{Action, Event, Existing, Machine, Now, Plan, Stands};
+pub use announcement::{Announcement, LeaderNews, Verdict};
+pub use driver::{Commit, CommitOutcome, run};
+pub use machine::{Action, CommitPlan, Event, Existing, Machine, Now, TargetState};
 pub use records::{Draft, Vote};

@@ -14,8 +14,8 @@ fn attempt(counter: u64) -> Attempt {
     Attempt { session: "0".repeat(32), counter }
 }
 
-fn plan(rank: u32, world_size: u32) -> Plan {
-    Plan {
+fn plan(rank: u32, world_size: u32) -> CommitPlan {
+    CommitPlan {
         step: 5,
         attempt: attempt(1),
         temporary: "tmp".into(),
@@ -37,7 +37,7 @@ fn item() -> DraftItem {
     DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![], unsettled: vec![] }
 }
 
-fn machine(plan: Plan) -> Machine {
+fn machine(plan: CommitPlan) -> Machine {
     Machine::new(plan, Draft { step: 5, items: vec![item()], ..Draft::default() })
 }
 
@@ -125,18 +125,18 @@ fn a_failed_sync_of_the_root_is_uncertain_and_never_tried_again() {
 
 #[test]
 fn the_attempt_decides_after_an_unclear_rename() {
-    for (errno, stands, committed) in [
-        (5, Stands::Step(attempt(1)), true),
-        (2, Stands::Step(attempt(1)), true),
-        (17, Stands::Step(attempt(1)), true),
-        (5, Stands::Step(attempt(7)), false),
-        (17, Stands::Step(attempt(7)), false),
-        (5, Stands::Nothing, false),
+    for (errno, target, committed) in [
+        (5, TargetState::Committed(attempt(1)), true),
+        (2, TargetState::Committed(attempt(1)), true),
+        (17, TargetState::Committed(attempt(1)), true),
+        (5, TargetState::Committed(attempt(7)), false),
+        (17, TargetState::Committed(attempt(7)), false),
+        (5, TargetState::Absent, false),
     ] {
         let mut machine = machine(plan(0, 1));
         to_rename(&mut machine);
-        assert!(matches!(machine.on(io(errno), at(0)), Action::Look(name) if name == "step"));
-        let next = machine.on(Event::Stands(stands.clone()), at(0));
+        assert!(matches!(machine.on(io(errno), at(0)), Action::InspectTarget(name) if name == "step"));
+        let next = machine.on(Event::TargetState(target.clone()), at(0));
         if committed {
             assert!(matches!(next, Action::SyncRoot));
         } else {
@@ -144,7 +144,7 @@ fn the_attempt_decides_after_an_unclear_rename() {
             let verdict = finished(machine.on(Event::Done, at(0)));
             let Verdict::NotCommitted(error) = verdict else { panic!("{verdict:?}") };
             let kind = if errno == 17 { "step_exists" } else { "save_failed" };
-            assert_eq!(error.kind(), kind, "{errno} {stands:?}");
+            assert_eq!(error.kind(), kind, "{errno} {target:?}");
         }
     }
 }
@@ -160,7 +160,7 @@ fn where_nothing_can_be_learnt_nothing_is_touched() {
 #[test]
 fn what_is_no_step_is_durably_aside_before_its_name_is_taken() {
     for existing in [Existing::Refuse, Existing::Replace] {
-        let mut machine = machine(Plan { existing, ..plan(0, 1) });
+        let mut machine = machine(CommitPlan { existing, ..plan(0, 1) });
         let mut action = machine.start();
         let mut there = true;
         let mut seen = Vec::new();
@@ -168,8 +168,10 @@ fn what_is_no_step_is_durably_aside_before_its_name_is_taken() {
             let event = match &action {
                 Action::WriteData => Event::Data(parts()),
                 Action::CheckFence => Event::Fence(None),
-                Action::Look(_) if there => Event::Stands(Stands::NoStep("no manifest".into())),
-                Action::Look(_) => Event::Stands(Stands::Nothing),
+                Action::InspectTarget(_) if there => {
+                    Event::TargetState(TargetState::NotAStep("no manifest".into()))
+                }
+                Action::InspectTarget(_) => Event::TargetState(TargetState::Absent),
                 Action::Rename { to, .. } if to == "step" && there => io(17),
                 Action::Rename { to, .. } => {
                     there &= to != "quarantine";
@@ -196,7 +198,7 @@ fn a_failed_set_aside_keeps_the_commit_from_its_name() {
     to_rename(&mut machine);
     machine.on(io(17), at(0));
     assert!(matches!(
-        machine.on(Event::Stands(Stands::NoStep("no manifest".into())), at(0)),
+        machine.on(Event::TargetState(TargetState::NotAStep("no manifest".into())), at(0)),
         Action::Rename { to, .. } if to == "quarantine"
     ));
     assert!(matches!(machine.on(Event::Done, at(0)), Action::SyncRoot));
@@ -206,13 +208,13 @@ fn a_failed_set_aside_keeps_the_commit_from_its_name() {
 
 #[test]
 fn a_replaced_step_is_swapped_then_made_durable_then_retired() {
-    let mut machine = machine(Plan { existing: Existing::Replace, ..plan(0, 1) });
+    let mut machine = machine(CommitPlan { existing: Existing::Replace, ..plan(0, 1) });
     let mut action = machine.start();
     let renames = loop {
         let event = match &action {
             Action::WriteData => Event::Data(parts()),
             Action::CheckFence => Event::Fence(None),
-            Action::Look(_) => Event::Stands(Stands::Step(attempt(0))),
+            Action::InspectTarget(_) => Event::TargetState(TargetState::Committed(attempt(0))),
             Action::Rename { how, .. } => break *how,
             _ => Event::Done,
         };
@@ -229,13 +231,13 @@ fn a_replaced_step_is_swapped_then_made_durable_then_retired() {
 
 #[test]
 fn where_two_names_cannot_be_swapped_replacing_is_refused() {
-    let mut machine = machine(Plan { existing: Existing::Replace, ..plan(0, 1) });
+    let mut machine = machine(CommitPlan { existing: Existing::Replace, ..plan(0, 1) });
     let mut action = machine.start();
     while !matches!(action, Action::Rename { .. }) {
         let event = match &action {
             Action::WriteData => Event::Data(parts()),
             Action::CheckFence => Event::Fence(None),
-            Action::Look(_) => Event::Stands(Stands::Step(attempt(0))),
+            Action::InspectTarget(_) => Event::TargetState(TargetState::Committed(attempt(0))),
             _ => Event::Done,
         };
         action = machine.on(event, at(0));
@@ -256,11 +258,11 @@ fn a_failed_temporary_or_write_ends_the_save() {
 }
 
 fn votes(votes: Vec<Vote>) -> Event {
-    Event::Votes { votes, beats: Vec::new() }
+    Event::Votes { votes, heartbeats: Vec::new() }
 }
 
-fn beats(beats: &[(u32, u64)]) -> Event {
-    Event::Votes { votes: Vec::new(), beats: beats.to_vec() }
+fn heartbeats(heartbeats: &[(u32, u64)]) -> Event {
+    Event::Votes { votes: Vec::new(), heartbeats: heartbeats.to_vec() }
 }
 
 fn asks_for(action: &Action) -> &[u32] {
@@ -287,9 +289,9 @@ fn the_leader_waits_for_progress_and_names_the_stuck() {
     // A straggler of a dead attempt is no progress.
     assert_eq!(asks_for(&machine_.on(votes(vec![vote(1, 0)]), at(9))), [1, 2, 3]);
     assert_eq!(asks_for(&machine_.on(votes(vec![vote(1, 1)]), at(9))), [2, 3]);
-    assert_eq!(asks_for(&machine_.on(beats(&[(2, 1), (3, 1)]), at(9))), [2, 3]);
-    assert_eq!(asks_for(&machine_.on(beats(&[(2, 1), (3, 2)]), at(18))), [2, 3]);
-    let told = machine_.on(beats(&[(2, 1), (3, 3)]), at(19));
+    assert_eq!(asks_for(&machine_.on(heartbeats(&[(2, 1), (3, 1)]), at(9))), [2, 3]);
+    assert_eq!(asks_for(&machine_.on(heartbeats(&[(2, 1), (3, 2)]), at(18))), [2, 3]);
+    let told = machine_.on(heartbeats(&[(2, 1), (3, 3)]), at(19));
     assert_eq!(announced(&told).missing, Some(vec![2]));
     assert!(matches!(machine_.on(Event::Done, at(19)), Action::RemoveTemporary));
     let verdict = finished(machine_.on(Event::Done, at(19)));
@@ -315,7 +317,7 @@ fn the_leader_waits_for_progress_and_names_the_stuck() {
 
 /// Six ranks, two on each of three nodes.
 fn on_nodes(rank: u32) -> Machine {
-    let mut machine = machine(Plan { nodes: [0, 1, 0, 1, 2, 2].into(), ..plan(rank, 6) });
+    let mut machine = machine(CommitPlan { nodes: [0, 1, 0, 1, 2, 2].into(), ..plan(rank, 6) });
     machine.start();
     machine.on(Event::Done, at(0));
     machine
@@ -344,7 +346,9 @@ fn the_first_rank_of_a_node_votes_for_all_of_it() {
     let mut machine_ = on_nodes(1);
     machine_.on(Event::Data(parts()), at(0));
     let decided = Announcement::NotCommitted(relayed(4, "its disk is full"));
-    let verdict = finished(machine_.on(Event::Heard(Heard { announcement: Some(decided), beat: 0 }), at(0)));
+    let verdict = finished(
+        machine_.on(Event::LeaderNews(LeaderNews { announcement: Some(decided), heartbeat: 0 }), at(0)),
+    );
     let Verdict::NotCommitted(Error::Relayed(failure)) = verdict else { panic!("{verdict:?}") };
     assert_eq!(failure, relayed(4, "its disk is full"));
 }
@@ -362,9 +366,9 @@ fn what_goes_wrong_on_a_node_is_told_to_the_leader_as_it_is() {
     let mut machine_ = on_nodes(1);
     machine_.on(Event::Data(parts()), at(0));
     machine_.on(silence(1), at(0));
-    machine_.on(beats(&[(3, 0)]), at(9));
+    machine_.on(heartbeats(&[(3, 0)]), at(9));
     machine_.on(silence(1), at(9));
-    let Action::SendVote(vote) = machine_.on(beats(&[(3, 0)]), at(10)) else { panic!() };
+    let Action::SendVote(vote) = machine_.on(heartbeats(&[(3, 0)]), at(10)) else { panic!() };
     assert_eq!(vote.parts.clone().unwrap_err().missing, Some(vec![3]));
     // And it waits for the leader's word like everybody.
     assert!(matches!(machine_.on(Event::Done, at(10)), Action::Listen { .. }));
@@ -411,15 +415,17 @@ fn listening() -> Machine {
     follower
 }
 
-fn silence(beat: u64) -> Event {
-    Event::Heard(Heard { announcement: None, beat })
+fn silence(heartbeat: u64) -> Event {
+    Event::LeaderNews(LeaderNews { announcement: None, heartbeat })
 }
 
 fn told(announcement: &Announcement) -> Verdict {
     let mut follower = listening();
     assert!(matches!(follower.on(silence(1), at(9)), Action::Listen { .. }));
     let (announcement, _) = Announcement::decode(&announcement.encode(false).unwrap()).unwrap();
-    finished(follower.on(Event::Heard(Heard { announcement: Some(announcement), beat: 0 }), at(9)))
+    finished(
+        follower.on(Event::LeaderNews(LeaderNews { announcement: Some(announcement), heartbeat: 0 }), at(9)),
+    )
 }
 
 #[test]
@@ -469,8 +475,8 @@ fn an_unsynced_root_is_uncertain_on_every_rank() {
 #[test]
 fn a_rank_waits_for_a_living_leader_and_then_blocks_it() {
     let mut follower = listening();
-    for (second, beat) in [(9, 1), (18, 2), (27, 2)] {
-        assert!(matches!(follower.on(silence(beat), at(second)), Action::Listen { .. }), "{second}");
+    for (second, heartbeat) in [(9, 1), (18, 2), (27, 2)] {
+        assert!(matches!(follower.on(silence(heartbeat), at(second)), Action::Listen { .. }), "{second}");
     }
     assert!(matches!(follower.on(silence(2), at(28)), Action::GiveUp));
     assert!(
@@ -484,17 +490,17 @@ fn a_rank_waits_for_a_living_leader_and_then_blocks_it() {
 
 #[test]
 fn a_committed_step_survives_a_silent_leader() {
-    for (stands, uncertain) in [
-        (Event::Stands(Stands::Step(attempt(1))), true),
-        (Event::Stands(Stands::Step(attempt(7))), false),
-        (Event::Stands(Stands::NoStep("no manifest".into())), false),
+    for (target, uncertain) in [
+        (Event::TargetState(TargetState::Committed(attempt(1))), true),
+        (Event::TargetState(TargetState::Committed(attempt(7))), false),
+        (Event::TargetState(TargetState::NotAStep("no manifest".into())), false),
         (io(5), true),
     ] {
         let mut follower = listening();
         assert!(matches!(follower.on(silence(0), at(10)), Action::GiveUp));
         assert!(matches!(follower.on(Event::Done, at(10)), Action::Rename { .. }));
-        assert!(matches!(follower.on(io(2), at(10)), Action::Look(_)));
-        let end = finished(follower.on(stands, at(10)));
+        assert!(matches!(follower.on(io(2), at(10)), Action::InspectTarget(_)));
+        let end = finished(follower.on(target, at(10)));
         assert_eq!(matches!(end, Verdict::Uncertain(_)), uncertain, "{end:?}");
     }
     // The same where the ranks cannot reach each other any more: the leader may have committed.
@@ -502,8 +508,8 @@ fn a_committed_step_survives_a_silent_leader() {
     let gone = Event::Unreachable(Error::Unreachable("the store is gone".into()));
     assert!(matches!(follower.on(gone, at(1)), Action::GiveUp));
     assert!(matches!(follower.on(Event::Done, at(1)), Action::Rename { to, .. } if to == "trash"));
-    assert!(matches!(follower.on(io(2), at(1)), Action::Look(_)));
-    let end = finished(follower.on(Event::Stands(Stands::Step(attempt(1))), at(1)));
+    assert!(matches!(follower.on(io(2), at(1)), Action::InspectTarget(_)));
+    let end = finished(follower.on(Event::TargetState(TargetState::Committed(attempt(1))), at(1)));
     assert!(matches!(end, Verdict::Uncertain(_)), "{end:?}");
     // The leader may still rename a directory that could not be moved aside.
     for said in [true, false] {
@@ -515,7 +521,7 @@ fn a_committed_step_survives_a_silent_leader() {
         assert!(matches!(finished(follower.on(io(5), at(10))), Verdict::Uncertain(_)));
     }
     // The swapped directory may be the old step by now.
-    let mut follower = machine(Plan { existing: Existing::Replace, ..plan(1, 2) });
+    let mut follower = machine(CommitPlan { existing: Existing::Replace, ..plan(1, 2) });
     follower.start();
     follower.on(Event::Done, at(0));
     follower.on(Event::Data(parts()), at(0));

@@ -42,8 +42,8 @@ const MAX_MESSAGE_BYTES: u64 = 1 << 30;
 const HEAD_BYTES: usize = 12;
 /// Between two looks for a file: a message that is on its way arrives within the first few, and
 /// nobody waits for one that takes long.
-const FIRST_PAUSE: Duration = Duration::from_micros(500);
-const LAST_PAUSE: Duration = Duration::from_millis(20);
+const MIN_POLL_INTERVAL: Duration = Duration::from_micros(500);
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// The directory of a job is taken away where it is empty, perhaps by another rank while this one
 /// comes: so often it is made again. So often, too, a message that another rank has put in the same
 /// moment is put once more.
@@ -97,7 +97,7 @@ pub struct SharedDirectory {
 }
 
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Hello {
+struct Arrival {
     number: String,
     holds: Vec<String>,
 }
@@ -115,15 +115,18 @@ impl SharedDirectory {
         parent: &Arc<dyn Dir>,
         membership: Membership,
         rng: &dyn Rng,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Self> {
         membership.check()?;
-        let hello = Hello { number: hex(rng), holds: held().clone() };
-        let coming = Coming::new(&**parent, &membership, &hello, patience)?;
-        let (meeting, messages) =
-            if membership.rank == LEADER { coming.convene(rng)? } else { coming.attend(&hello.number)? };
-        let job = Arc::clone(&coming.job);
-        drop(coming);
+        let arrival = Arrival { number: hex(rng), holds: held().clone() };
+        let joining = Joining::new(&**parent, &membership, &arrival, timeout)?;
+        let (meeting, messages) = if membership.rank == LEADER {
+            joining.convene(rng)?
+        } else {
+            joining.attend(&arrival.number)?
+        };
+        let job = Arc::clone(&joining.job);
+        drop(joining);
         held().push(meeting.clone());
         let (parent, namespaces) = (Arc::clone(parent), AtomicU64::new(0));
         Ok(Self { parent, job, membership, meeting, messages, namespaces })
@@ -161,47 +164,47 @@ impl Drop for SharedDirectory {
 }
 
 /// A rank on its way to a meeting. Its messages are removed when it has arrived or given up.
-struct Coming<'a> {
+struct Joining<'a> {
     parent: &'a dyn Dir,
     membership: &'a Membership,
     job: Arc<dyn Dir>,
     deadline: Instant,
-    patience: Duration,
+    timeout: Duration,
     /// Names of the files that this rank has written.
-    said: RefCell<Vec<String>>,
+    written: RefCell<Vec<String>>,
 }
 
-impl<'a> Coming<'a> {
+impl<'a> Joining<'a> {
     fn new(
         parent: &'a dyn Dir,
         membership: &'a Membership,
-        hello: &Hello,
-        patience: Duration,
+        arrival: &Arrival,
+        timeout: Duration,
     ) -> Result<Self> {
         let mut tries = 0;
         loop {
-            let coming = open(parent, &membership.directory()).and_then(|job| {
-                let (deadline, said) = (deadline_after(patience), RefCell::default());
-                let coming = Self { parent, membership, job, deadline, patience, said };
-                coming.say(&format!("hello-{}", membership.rank), hello)?;
-                Ok(coming)
+            let joining = open(parent, &membership.directory()).and_then(|job| {
+                let (deadline, written) = (deadline_after(timeout), RefCell::default());
+                let joining = Self { parent, membership, job, deadline, timeout, written };
+                joining.publish(&format!("hello-{}", membership.rank), arrival)?;
+                Ok(joining)
             });
-            match coming {
+            match joining {
                 // With a hello in it, it stays.
                 Err(Error::Core(error)) if error.is_gone() && tries < TRIES => tries += 1,
-                coming => return coming,
+                joining => return joining,
             }
         }
     }
 
     fn convene(&self, rng: &dyn Rng) -> Result<(String, Arc<dyn Dir>)> {
         let size = self.membership.world_size;
-        let mut known: Vec<Option<Hello>> = vec![None; size as usize];
+        let mut known: Vec<Option<Arrival>> = vec![None; size as usize];
         let mut id = None;
         loop {
             let mut changed = false;
             for (rank, known) in (0..size).zip(&mut known) {
-                let found = self.heard(&format!("hello-{rank}"))?;
+                let found = self.read_message(&format!("hello-{rank}"))?;
                 if found.is_some() && found != *known {
                     *known = found;
                     changed = true;
@@ -209,8 +212,8 @@ impl<'a> Coming<'a> {
             }
             if changed && known.iter().all(Option::is_some) {
                 let new = hex(rng);
-                let numbers = known.iter().flatten().map(|hello| hello.number.clone()).collect();
-                self.say("meeting", &Meeting { id: new.clone(), numbers })?;
+                let numbers = known.iter().flatten().map(|arrival| arrival.number.clone()).collect();
+                self.publish("meeting", &Meeting { id: new.clone(), numbers })?;
                 id = Some(new);
             }
             let missing: Vec<u32> = match &id {
@@ -229,7 +232,7 @@ impl<'a> Coming<'a> {
             };
             if let (Some(id), true) = (&id, missing.is_empty()) {
                 let messages = self.job.create_dir(id)?;
-                let holds = known.iter().flatten().flat_map(|hello| &hello.holds);
+                let holds = known.iter().flatten().flat_map(|arrival| &arrival.holds);
                 self.forget_others(&holds.chain([id]).map(String::as_str).collect())?;
                 return Ok((id.clone(), messages));
             }
@@ -241,7 +244,7 @@ impl<'a> Coming<'a> {
         let Membership { rank, world_size, .. } = *self.membership;
         let mut last: Option<String> = None;
         loop {
-            let meeting: Option<Meeting> = self.heard("meeting")?;
+            let meeting: Option<Meeting> = self.read_message("meeting")?;
             // Looked for after that: what was heard may be the leader's next meeting, which it has
             // begun after this one.
             if let Some(id) = &last {
@@ -255,7 +258,7 @@ impl<'a> Coming<'a> {
                 && numbers.get(rank as usize).is_some_and(|mine| mine == number)
                 && last.as_ref() != Some(&id)
             {
-                self.say(&seen(&id, rank), &())?;
+                self.publish(&seen(&id, rank), &())?;
                 last = Some(id);
             }
             self.wait(|| vec![LEADER])?;
@@ -267,10 +270,10 @@ impl<'a> Coming<'a> {
             return Err(Error::CoordinationTimeout {
                 missing: missing(),
                 waited_for: format!("to come to {}", self.job.path().display()),
-                seconds: self.patience.as_secs_f64(),
+                seconds: self.timeout.as_secs_f64(),
             });
         }
-        std::thread::sleep(LAST_PAUSE / 4);
+        std::thread::sleep(MAX_POLL_INTERVAL / 4);
         Ok(())
     }
 
@@ -294,20 +297,20 @@ impl<'a> Coming<'a> {
         Ok(())
     }
 
-    fn say(&self, name: &str, message: &impl Serialize) -> Result<()> {
+    fn publish(&self, name: &str, message: &impl Serialize) -> Result<()> {
         let message = serde_json::to_vec(message).map_err(|error| crate::error::unencodable(&error))?;
-        self.said.borrow_mut().push(name.to_owned());
+        self.written.borrow_mut().push(name.to_owned());
         write(&*self.job, name, &message)
     }
 
-    fn heard<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
+    fn read_message<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
         Ok(read(&*self.job, name)?.and_then(|bytes| serde_json::from_slice(&bytes).ok()))
     }
 }
 
-impl Drop for Coming<'_> {
+impl Drop for Joining<'_> {
     fn drop(&mut self) {
-        for name in self.said.take() {
+        for name in self.written.take() {
             if let Err(error) = delete(&*self.job, &name) {
                 tracing::debug!(%error, "what this rank has said to meet the others stays for now");
             }
@@ -336,7 +339,7 @@ impl Coordinator for SharedDirectory {
 
     fn get(&self, key: &str, timeout: Duration) -> Result<Option<Message>> {
         let (name, deadline) = (file(key), deadline_after(timeout));
-        let mut pause = FIRST_PAUSE;
+        let mut pause = MIN_POLL_INTERVAL;
         loop {
             if let Some(message) = read(&*self.messages, &name)? {
                 return Ok(Some(message));
@@ -346,7 +349,7 @@ impl Coordinator for SharedDirectory {
                 return Ok(None);
             }
             std::thread::sleep(pause.min(left));
-            pause = (pause * 3 / 2).min(LAST_PAUSE);
+            pause = (pause * 3 / 2).min(MAX_POLL_INTERVAL);
         }
     }
 

@@ -7,15 +7,15 @@
 //! | `<session>/call/<n>` | the leader | its answer to the n-th call that all make |
 //! | `<session>/part/<n>/<rank>` | each | what it has to say in that call, where the leader asks |
 //! | `<session>/vote/<save>/<rank>`, `<session>/verdict/<save>` | each, the leader | the commit |
-//! | `<session>/beat/<rank>` | each | its oldest save, and a number that changes as long as its saves get on ([`Beat`]) |
+//! | `<session>/heartbeat/<rank>` | each | its oldest save, and a number that changes as long as its saves get on ([`RankHeartbeat`]) |
 //! | `<session>/signal` | whoever hears of it | the job is to be preempted |
 //! | `<session>/bye/<rank>` | each | it has closed |
 //!
 //! All ranks make the same calls in the same order; one that makes another is told so. A rank whose
 //! call ends without an answer (a timeout, an unreachable board) does not know what the others do.
 //! So the session is over for it: its later calls raise [`Error::SessionLost`], and its last
-//! heartbeat ([`Beat::LEFT`]) ends the session of each rank that waits for it. The leader takes off
-//! what everybody has read.
+//! heartbeat ([`RankHeartbeat::LEFT`]) ends the session of each rank that waits for it. The leader
+//! takes off what everybody has read.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -33,9 +33,9 @@ use crate::error::{Error, Relayed, Result};
 use crate::runs::repeats;
 
 /// Timeout of one look at the board, so that a waiting rank notices other news.
-const LOOK: Duration = Duration::from_millis(200);
+const BOARD_POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// How long a vote or a verdict that could not be put is tried again.
-const PUT_AGAIN: Duration = Duration::from_secs(10);
+const PUT_RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 /// After so many calls, ranks say how far they have read.
 const CALLS_KEPT: u64 = 64;
 
@@ -69,32 +69,35 @@ type CallReport<T> = std::result::Result<T, String>;
 
 /// A rank's last sign of life.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Beat {
+pub struct RankHeartbeat {
     /// The first save of which it still has something to say: its vote, or as the leader how it has
     /// ended.
     pub save: u64,
     /// Changes as long as it gets on.
-    pub moved: u64,
+    pub progress: u64,
 }
 
-impl Beat {
+impl RankHeartbeat {
     /// The heartbeat of a rank for which the session is over.
-    const LEFT: Self = Self { save: u64::MAX, moved: u64::MAX };
+    const LEFT: Self = Self { save: u64::MAX, progress: u64::MAX };
 
     /// The news for a rank that waits for a report on that save: `None` if the report was already
     /// sent. Without this, two live ranks would wait for each other permanently after a lost
     /// message.
     pub fn in_save(self, save: u64) -> Option<u64> {
-        (self.save <= save).then_some(self.moved)
+        (self.save <= save).then_some(self.progress)
     }
 
     fn encode(self) -> Message {
-        [self.save.to_le_bytes(), self.moved.to_le_bytes()].concat()
+        [self.save.to_le_bytes(), self.progress.to_le_bytes()].concat()
     }
 
     fn decode(message: &[u8]) -> Option<Self> {
-        let (save, moved) = message.split_first_chunk()?;
-        Some(Self { save: u64::from_le_bytes(*save), moved: u64::from_le_bytes(moved.try_into().ok()?) })
+        let (save, progress) = message.split_first_chunk()?;
+        Some(Self {
+            save: u64::from_le_bytes(*save),
+            progress: u64::from_le_bytes(progress.try_into().ok()?),
+        })
     }
 }
 
@@ -105,14 +108,14 @@ pub struct Team {
     namespace: String,
     session: String,
     places: Places,
-    patience: Duration,
+    timeout: Duration,
     /// The number of calls that all ranks have made. Locked during a call: they have one order.
     calls: Mutex<u64>,
     /// Why the session is over for this rank.
-    lost: OnceLock<Lost>,
+    lost: OnceLock<SessionEnd>,
     notes: Mutex<Notes>,
     /// The leader waits for what the others have to say.
-    gathers: AtomicBool,
+    is_gathering: AtomicBool,
 }
 
 /// This rank's notes on the messages of the others.
@@ -127,16 +130,16 @@ struct Notes {
     /// Saves on which this rank has voted.
     voted: BTreeSet<u64>,
     /// The save before which the ranks have told each other their leaves.
-    census_before: u64,
+    census_agreed_at: u64,
     /// The first save since then of which a rank has said that its leaves are others.
-    outdated_by: Option<u64>,
+    census_stale_since: Option<u64>,
     /// The leader's last save, and the ranks that it has waited for in vain, each with its last
     /// heartbeat.
-    missed: (u64, BTreeMap<u32, Beat>),
+    missed: (u64, BTreeMap<u32, RankHeartbeat>),
 }
 
 /// Why a session is over.
-struct Lost {
+struct SessionEnd {
     /// The ranks that did not answer.
     missing: Vec<u32>,
     cause: String,
@@ -154,18 +157,18 @@ impl Team {
         namespace: String,
         session: String,
         places: Places,
-        patience: Duration,
+        timeout: Duration,
     ) -> Self {
         Self {
             coordinator,
             namespace,
             session,
             places,
-            patience,
+            timeout,
             calls: Mutex::default(),
             lost: OnceLock::new(),
             notes: Mutex::default(),
-            gathers: AtomicBool::new(false),
+            is_gathering: AtomicBool::new(false),
         }
     }
 
@@ -176,7 +179,7 @@ impl Team {
         coordinator: &Arc<dyn Coordinator>,
         what: &str,
         agreed: Vec<(String, String)>,
-        patience: Duration,
+        timeout: Duration,
         lead: impl FnOnce() -> Result<String>,
     ) -> Result<Self> {
         let namespace = coordinator.namespace();
@@ -188,7 +191,7 @@ impl Team {
             agreed,
         };
         let (rank, size) = (coordinator.rank(), coordinator.world_size());
-        let board = Board { coordinator, patience };
+        let board = Board { coordinator, timeout };
         let welcome_key = format!("{namespace}/welcome");
         let Welcome { session, places } = if rank == LEADER {
             let places = board.gather_hellos(&namespace, &hello, size);
@@ -199,7 +202,7 @@ impl Team {
             coordinator.put(&format!("{namespace}/hello/{rank}"), &encoded(&hello)?)?;
             board.answer(&welcome_key, "to open")?
         };
-        Ok(Self::new(Arc::clone(coordinator), namespace, session, places, patience))
+        Ok(Self::new(Arc::clone(coordinator), namespace, session, places, timeout))
     }
 
     /// This process.
@@ -245,7 +248,7 @@ impl Team {
     }
 
     fn board(&self) -> Board<'_> {
-        Board { coordinator: &self.coordinator, patience: self.patience }
+        Board { coordinator: &self.coordinator, timeout: self.timeout }
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
@@ -269,10 +272,10 @@ impl Team {
         self.call(|number| {
             if self.leads() {
                 let answer = answer();
-                self.say(number, what, &answer)?;
+                self.put_answer(number, what, &answer)?;
                 return Ok(answer);
             }
-            self.hear(number, what)
+            self.await_answer(number, what)
         })
     }
 
@@ -293,17 +296,17 @@ impl Team {
                 self.put_surely(&self.part_key(number, self.rank()), &encoded(&part)?)?;
                 // Its own failure is told here as it is, and not as the leader has heard of it.
                 return match mine {
-                    Ok(_) => self.hear(number, what),
+                    Ok(_) => self.await_answer(number, what),
                     Err(error) => Ok(Err(error)),
                 };
             }
             let answer = mine.and_then(|mine| {
-                self.gathers.store(true, Ordering::Relaxed);
+                self.is_gathering.store(true, Ordering::Relaxed);
                 let said = self.gather(number, what, mine);
-                self.gathers.store(false, Ordering::Relaxed);
+                self.is_gathering.store(false, Ordering::Relaxed);
                 answer(said?)
             });
-            self.say(number, what, &answer)?;
+            self.put_answer(number, what, &answer)?;
             Ok(answer)
         })
     }
@@ -322,8 +325,8 @@ impl Team {
 
     /// True if the leader waits for what the others have to say: it lives, and will say for whom it
     /// has waited in vain.
-    pub fn gathers(&self) -> bool {
-        self.gathers.load(Ordering::Relaxed)
+    pub fn is_gathering(&self) -> bool {
+        self.is_gathering.load(Ordering::Relaxed)
     }
 
     fn part_key(&self, number: u64, rank: u32) -> String {
@@ -338,17 +341,17 @@ impl Team {
         match make(*calls) {
             Ok(answer) => {
                 *calls += 1;
-                answer.map_err(|error| if is_lost(&error) { self.lose(error) } else { error })
+                answer.map_err(|error| if is_lost(&error) { self.end_session(error) } else { error })
             }
             // A call that the others have not made, and that so is none.
             Err(error @ Error::Invalid(_)) => Err(error),
-            Err(error) => Err(self.lose(error)),
+            Err(error) => Err(self.end_session(error)),
         }
     }
 
     /// Raises [`Error::SessionLost`] once the session is over for this rank.
     pub fn check_session(&self) -> Result<()> {
-        let lost = |Lost { missing, cause }: &Lost| Error::SessionLost {
+        let lost = |SessionEnd { missing, cause }: &SessionEnd| Error::SessionLost {
             missing: missing.clone(),
             cause: cause.clone(),
         };
@@ -356,14 +359,14 @@ impl Team {
     }
 
     /// Ends the session for this rank, for that reason. Its heartbeat reports it to the others.
-    pub fn lose(&self, error: Error) -> Error {
+    pub fn end_session(&self, error: Error) -> Error {
         let cause = match &error {
             Error::SessionLost { cause, .. } => cause.clone(),
             _ => error.to_string(),
         };
         let missing = error.missing().unwrap_or_default().to_vec();
-        if self.lost.set(Lost { missing, cause }).is_ok()
-            && let Err(error) = self.beat(Beat::LEFT)
+        if self.lost.set(SessionEnd { missing, cause }).is_ok()
+            && let Err(error) = self.send_heartbeat(RankHeartbeat::LEFT)
         {
             tracing::debug!(%error, "the other ranks could not be told that this one has left the session");
         }
@@ -371,16 +374,16 @@ impl Team {
     }
 
     /// The job is to be preempted, this rank has heard.
-    pub fn tell_signal(&self) -> Result<()> {
+    pub fn report_preemption(&self) -> Result<()> {
         self.coordinator.put(&self.key("signal"), b"")
     }
 
     /// True if a rank has heard that.
-    pub fn is_told_signal(&self) -> Result<bool> {
+    pub fn is_preemption_reported(&self) -> Result<bool> {
         Ok(!self.is_alone() && self.coordinator.get(&self.key("signal"), Duration::ZERO)?.is_some())
     }
 
-    fn say<T: Serialize>(&self, number: u64, what: &str, answer: &Result<T>) -> Result<()> {
+    fn put_answer<T: Serialize>(&self, number: u64, what: &str, answer: &Result<T>) -> Result<()> {
         let answer = answer.as_ref().map_err(Relayed::of);
         self.put_surely(&self.key(&format!("call/{number}")), &encoded(&(what, answer))?)?;
         if number % CALLS_KEPT == CALLS_KEPT - 1 {
@@ -390,7 +393,7 @@ impl Team {
     }
 
     /// Waits for the leader's answer.
-    fn hear<T: DeserializeOwned>(&self, number: u64, what: &str) -> Result<Result<T>> {
+    fn await_answer<T: DeserializeOwned>(&self, number: u64, what: &str) -> Result<Result<T>> {
         let message = self.wait(&self.key(&format!("call/{number}")), LEADER, what)?;
         // The answer to another call has another type.
         let (called, _): (String, IgnoredAny) = decoded(LEADER, &message)?;
@@ -410,7 +413,7 @@ impl Team {
 
     /// The message of a rank, as long as that gives signs of life.
     fn wait(&self, key: &str, rank: u32, what: &str) -> Result<Message> {
-        self.board().wait(key, rank, &format!("to call {what}"), || self.beat_of(rank))
+        self.board().wait(key, rank, &format!("to call {what}"), || self.heartbeat_of(rank))
     }
 
     /// Takes off the answers that everybody has read.
@@ -455,12 +458,12 @@ impl Team {
 
     /// Puts a message that the others wait for. Retries for a while, because it is sent only once.
     fn put_surely(&self, key: &str, message: &[u8]) -> Result<()> {
-        let deadline = deadline_after((self.patience / 4).min(PUT_AGAIN));
+        let deadline = deadline_after((self.timeout / 4).min(PUT_RETRY_TIMEOUT));
         loop {
             match self.coordinator.put(key, message) {
                 Err(error) if Instant::now() < deadline => {
                     tracing::debug!(%error, key, "retrying to put a message on the board");
-                    std::thread::sleep(LOOK.min(self.patience / 16));
+                    std::thread::sleep(BOARD_POLL_INTERVAL.min(self.timeout / 16));
                 }
                 put => return put,
             }
@@ -492,22 +495,22 @@ impl Team {
 
     /// Records that a rank reported changed leaves in that save. All ranks learn of it with the
     /// verdict. A save that was planned before the last census is ignored.
-    pub fn is_outdated_by(&self, save: u64) {
+    pub fn record_stale_census(&self, save: u64) {
         let mut notes = self.notes();
-        if save >= notes.census_before {
-            notes.outdated_by = Some(notes.outdated_by.map_or(save, |first| first.min(save)));
+        if save >= notes.census_agreed_at {
+            notes.census_stale_since = Some(notes.census_stale_since.map_or(save, |first| first.min(save)));
         }
     }
 
     /// The first save of which that was said since the ranks have told each other.
-    pub fn outdated_by(&self) -> Option<u64> {
-        self.notes().outdated_by
+    pub fn census_stale_since(&self) -> Option<u64> {
+        self.notes().census_stale_since
     }
 
     /// Records that the ranks held a census before that save.
-    pub fn have_told(&self, save: u64) {
+    pub fn record_census(&self, save: u64) {
         let mut notes = self.notes();
-        (notes.census_before, notes.outdated_by) = (save, None);
+        (notes.census_agreed_at, notes.census_stale_since) = (save, None);
     }
 
     /// Takes off the verdicts on saves before that one: everybody has read them.
@@ -530,38 +533,39 @@ impl Team {
     }
 
     /// Says that this rank gets on.
-    pub fn beat(&self, beat: Beat) -> Result<()> {
-        let beat = if self.lost.get().is_some() { Beat::LEFT } else { beat };
-        self.coordinator.put(&self.key(&format!("beat/{}", self.rank())), &beat.encode())
+    pub fn send_heartbeat(&self, heartbeat: RankHeartbeat) -> Result<()> {
+        let heartbeat = if self.lost.get().is_some() { RankHeartbeat::LEFT } else { heartbeat };
+        self.coordinator.put(&self.key(&format!("heartbeat/{}", self.rank())), &heartbeat.encode())
     }
 
     /// Returns a rank's last heartbeat.
-    pub fn beat_of(&self, rank: u32) -> Result<Beat> {
-        let beat = self.coordinator.get(&self.key(&format!("beat/{rank}")), Duration::ZERO)?;
-        Ok(beat.and_then(|message| Beat::decode(&message)).unwrap_or_default())
+    pub fn heartbeat_of(&self, rank: u32) -> Result<RankHeartbeat> {
+        let heartbeat = self.coordinator.get(&self.key(&format!("heartbeat/{rank}")), Duration::ZERO)?;
+        Ok(heartbeat.and_then(|message| RankHeartbeat::decode(&message)).unwrap_or_default())
     }
 
     /// The leader's save has waited for these ranks in vain.
-    pub fn has_missed(&self, save: u64, ranks: &[u32]) {
-        let beats = ranks.iter().map(|&rank| (rank, self.beat_of(rank).unwrap_or_default())).collect();
-        self.notes().missed = (save, beats);
+    pub fn record_missed(&self, save: u64, ranks: &[u32]) {
+        let heartbeats =
+            ranks.iter().map(|&rank| (rank, self.heartbeat_of(rank).unwrap_or_default())).collect();
+        self.notes().missed = (save, heartbeats);
     }
 
     /// True if the last save has missed a rank, and that has given no sign of life since, nor a
     /// vote that came too late.
     fn is_gone(&self, rank: u32) -> Result<bool> {
-        let (save, beat) = {
+        let (save, heartbeat) = {
             let notes = self.notes();
-            let Some(&beat) = notes.missed.1.get(&rank) else { return Ok(false) };
-            (notes.missed.0, beat)
+            let Some(&heartbeat) = notes.missed.1.get(&rank) else { return Ok(false) };
+            (notes.missed.0, heartbeat)
         };
         let vote = self.coordinator.get(&self.key(&format!("vote/{save}/{rank}")), Duration::ZERO)?;
-        Ok(vote.is_none() && self.beat_of(rank)? == beat)
+        Ok(vote.is_none() && self.heartbeat_of(rank)? == heartbeat)
     }
 
     /// How often to beat, so that nobody takes this rank for a silent one.
-    pub fn beat_interval(&self) -> Duration {
-        (self.patience / 8).clamp(Duration::from_millis(10), Duration::from_secs(5))
+    pub fn heartbeat_interval(&self) -> Duration {
+        (self.timeout / 8).clamp(Duration::from_millis(10), Duration::from_secs(5))
     }
 
     /// Leaves the team. The leader waits until no rank needs it, and then clears the board. `saves`
@@ -580,9 +584,11 @@ impl Team {
         let mut missing = Vec::new();
         for rank in 1..self.world_size() {
             let left = deadline.saturating_duration_since(Instant::now());
-            let patience = if self.is_gone(rank)? { Duration::ZERO } else { left };
-            let board = Board { coordinator: &self.coordinator, patience };
-            match board.wait(&self.key(&format!("bye/{rank}")), rank, "to close", || Ok(Beat::default())) {
+            let timeout = if self.is_gone(rank)? { Duration::ZERO } else { left };
+            let board = Board { coordinator: &self.coordinator, timeout };
+            match board
+                .wait(&self.key(&format!("bye/{rank}")), rank, "to close", || Ok(RankHeartbeat::default()))
+            {
                 Err(Error::CoordinationTimeout { .. }) => missing.push(rank),
                 answer => drop(answer?),
             }
@@ -595,7 +601,7 @@ impl Team {
         self.forget_calls(calls)?;
         self.forget_verdicts(saves)?;
         for rank in 0..self.world_size() {
-            for what in ["bye", "beat", "read"] {
+            for what in ["bye", "heartbeat", "read"] {
                 self.coordinator.remove(&self.key(&format!("{what}/{rank}")))?;
             }
             self.coordinator.remove(&format!("{}/hello/{rank}", self.namespace))?;
@@ -609,21 +615,27 @@ impl Team {
 /// Waits on the board, each wait with the same timeout.
 struct Board<'a> {
     coordinator: &'a Arc<dyn Coordinator>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl Board<'_> {
     /// `life`: changes as long as that rank lives.
-    fn wait(&self, key: &str, rank: u32, what: &str, life: impl Fn() -> Result<Beat>) -> Result<Message> {
+    fn wait(
+        &self,
+        key: &str,
+        rank: u32,
+        what: &str,
+        life: impl Fn() -> Result<RankHeartbeat>,
+    ) -> Result<Message> {
         let begun = Instant::now();
-        let mut timer = StallTimer::new(self.patience);
+        let mut timer = StallTimer::new(self.timeout);
         let mut left = timer.left(None);
         loop {
-            if let Some(message) = self.coordinator.get(key, left.min(LOOK))? {
+            if let Some(message) = self.coordinator.get(key, left.min(BOARD_POLL_INTERVAL))? {
                 return Ok(message);
             }
             let now = life()?;
-            if now == Beat::LEFT {
+            if now == RankHeartbeat::LEFT {
                 let cause = format!("rank {rank} has left it, after a call that had no answer in time");
                 return Err(Error::SessionLost { missing: vec![rank], cause });
             }
@@ -639,7 +651,7 @@ impl Board<'_> {
     }
 
     fn answer<T: DeserializeOwned>(&self, key: &str, what: &str) -> Result<T> {
-        let message = self.wait(key, LEADER, what, || Ok(Beat::default()))?;
+        let message = self.wait(key, LEADER, what, || Ok(RankHeartbeat::default()))?;
         decoded::<Answer<T>>(LEADER, &message)?.map_err(Error::Relayed)
     }
 
@@ -649,7 +661,7 @@ impl Board<'_> {
         let mut sockets = Numbered::default();
         nodes.add(own.node.clone());
         sockets.add((own.node.clone(), own.socket));
-        let deadline = deadline_after(self.patience);
+        let deadline = deadline_after(self.timeout);
         let begun = Instant::now();
         for rank in 1..size {
             let key = format!("{namespace}/hello/{rank}");

@@ -9,7 +9,7 @@ use super::{Coordinator, Message};
 use crate::error::Result;
 
 #[derive(Default)]
-struct Board {
+struct Messages {
     messages: Mutex<HashMap<String, Message>>,
     changed: Condvar,
 }
@@ -20,14 +20,14 @@ pub struct InProcess {
     world_size: u32,
     /// Ranks on one pretended machine.
     per_node: u32,
-    board: Arc<Board>,
+    board: Arc<Messages>,
     namespaces: AtomicU64,
 }
 
 impl InProcess {
     /// As many ranks, in order, on machines of `per_node` ranks.
     pub fn ranks(world_size: u32, per_node: u32) -> Vec<Self> {
-        let board = Arc::new(Board::default());
+        let board = Arc::new(Messages::default());
         let rank = |rank| Self {
             rank,
             world_size,

@@ -42,18 +42,18 @@ impl Inner {
     fn capture(self: &Arc<Self>) {
         loop {
             let rest = {
-                let mut line = self.saves.lock();
+                let mut queued = self.saves.lock();
                 loop {
-                    if !line.captures.capturing
-                        && let Some(rest) = line.captures.rests.pop_front()
+                    if !queued.captures.capturing
+                        && let Some(rest) = queued.captures.rests.pop_front()
                     {
-                        line.captures.capturing = true;
+                        queued.captures.capturing = true;
                         break rest;
                     }
-                    if line.end.stop && line.captures.rests.is_empty() {
+                    if queued.end.stop && queued.captures.rests.is_empty() {
                         return;
                     }
-                    line = self.saves.wait(line, Duration::from_secs(60));
+                    queued = self.saves.wait(queued, Duration::from_secs(60));
                 }
             };
             let pool = self.pool();

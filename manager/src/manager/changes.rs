@@ -184,7 +184,7 @@ impl Manager {
     pub fn apply_retention(&self) -> Result<Vec<u64>> {
         self.inner.check_writable("apply retention")?;
         self.inner.drain(None)?;
-        self.inner.look_into_all();
+        self.inner.reinspect_all();
         self.inner.apply_retention()
     }
 

@@ -8,10 +8,10 @@ use crate::save::Save;
 
 /// See the module documentation.
 #[derive(Default)]
-pub(super) struct History(Mutex<Done>);
+pub(super) struct History(Mutex<HistoryState>);
 
 #[derive(Default)]
-pub(super) struct Done {
+pub(super) struct HistoryState {
     /// The saved and restored steps, in order.
     pub(super) trail: Trail,
     /// When the last save began.
@@ -24,12 +24,12 @@ pub(super) struct Done {
 }
 
 impl History {
-    pub(super) fn lock(&self) -> MutexGuard<'_, Done> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HistoryState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Done {
+impl HistoryState {
     /// True if the job counts as preempted at `step`; from `first` on where nobody has known it
     /// yet.
     pub(super) fn is_preempted(&mut self, step: u64, first: u64) -> bool {

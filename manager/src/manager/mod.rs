@@ -145,8 +145,8 @@ impl Inner {
     }
 
     /// Raises after `close` was called.
-    fn check_open(&self, line: &saves::Line) -> Result<()> {
-        if line.end.closed { Err(Error::Closed { root: self.root.path.clone() }) } else { Ok(()) }
+    fn check_open(&self, queued: &saves::QueuedSaves) -> Result<()> {
+        if queued.end.closed { Err(Error::Closed { root: self.root.path.clone() }) } else { Ok(()) }
     }
 }
 

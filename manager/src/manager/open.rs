@@ -13,7 +13,7 @@ use super::saves::Saves;
 use super::together::Ranks;
 use super::usage::Usage;
 use super::{Inner, Manager};
-use crate::coordination::team::{Beat, Team};
+use crate::coordination::team::{RankHeartbeat, Team};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::options::{OnSaveError, Options};
@@ -37,8 +37,8 @@ impl Manager {
             lead().map(Team::alone)
         } else {
             let what = path.display().to_string();
-            let patience = options.stall_timeout;
-            Team::meet(&environment.coordinator, &what, agreed(&options), patience, lead)
+            let timeout = options.stall_timeout;
+            Team::meet(&environment.coordinator, &what, agreed(&options), timeout, lead)
         };
         let (team, root) = match (team, led) {
             (Ok(team), Some(root)) => (team, root),
@@ -49,7 +49,7 @@ impl Manager {
             (Err(error), led) => {
                 // The other ranks have not come: nobody writes here.
                 if let Some(root) = led {
-                    root.let_go();
+                    root.release();
                     root.deleter.stop(Duration::from_millis(100));
                 }
                 return Err(error);
@@ -151,38 +151,39 @@ impl Inner {
         let inner = Arc::downgrade(self);
         let mut looks = 0;
         let mut life = move |inner: &Self| {
-            let line = inner.saves.lock();
-            let save = line.first_open(|save| inner.team.has_voted(save));
-            if inner.ranks.is_restoring() || inner.team.gathers() {
+            let queued = inner.saves.lock();
+            let save = queued.first_open(|save| inner.team.has_voted(save));
+            if inner.ranks.is_restoring() || inner.team.is_gathering() {
                 looks += 1;
-                return Some(Beat { save, moved: looks });
+                return Some(RankHeartbeat { save, progress: looks });
             }
-            if line.pending.is_empty() {
+            if queued.pending.is_empty() {
                 return None;
             }
-            let moved = line.pending.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.moved()));
-            let moved = moved.wrapping_add(line.counter.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            Some(Beat { save, moved })
+            let moved =
+                queued.pending.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.progress_counter()));
+            let moved = moved.wrapping_add(queued.counter.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            Some(RankHeartbeat { save, progress: moved })
         };
         let (team, mut last) = (Arc::clone(&self.team), None);
         // A rank that writes for long is none that is lost.
-        let beat = move || {
+        let heartbeat = move || {
             let Some(inner) = inner.upgrade() else { return false };
             let now = life(&inner);
             drop(inner);
-            if let Some(beat) = now
+            if let Some(heartbeat) = now
                 && now != last
             {
                 last = now;
-                if let Err(error) = team.beat(beat) {
+                if let Err(error) = team.send_heartbeat(heartbeat) {
                     tracing::debug!(%error, "the other ranks could not be told that this one lives");
                 }
             }
             true
         };
-        let pulse = Periodic::start("stepwell-pulse", self.team.beat_interval(), beat)
+        let heartbeat = Periodic::start("stepwell-heartbeat", self.team.heartbeat_interval(), heartbeat)
             .map_err(|error| stepwell_core::Error::io("start a thread for", &self.root.path, error))?;
-        self.ranks.begin(newest, pulse);
+        self.ranks.begin(newest, heartbeat);
         Ok(())
     }
 
@@ -190,14 +191,14 @@ impl Inner {
     pub(super) fn drain(&self, timeout: Option<Duration>) -> Result<()> {
         let begun = Instant::now();
         let limit = timeout.unwrap_or(self.options.stall_timeout);
-        let drained = self.saves.wait_while(limit, timeout.is_some(), |line| !line.pending.is_empty());
+        let drained = self.saves.wait_while(limit, timeout.is_some(), |queued| !queued.pending.is_empty());
         if drained.is_some() {
             return Ok(());
         }
         let waited_for = {
-            let line = self.saves.lock();
-            let Some(first) = line.pending.first() else { return Ok(()) };
-            format!("{} save(s), the oldest of step {}", line.pending.len(), first.step())
+            let queued = self.saves.lock();
+            let Some(first) = queued.pending.first() else { return Ok(()) };
+            format!("{} save(s), the oldest of step {}", queued.pending.len(), first.step())
         };
         Err(Error::Timeout { waited_for, waited: begun.elapsed() })
     }
@@ -208,20 +209,20 @@ impl Inner {
         let begun = Instant::now();
         self.saves.lock().end.closed = true;
         let left = deadline.saturating_duration_since(begun);
-        let Some(mut line) = self.saves.wait_while(left, true, |line| line.end.closing) else {
+        let Some(mut queued) = self.saves.wait_while(left, true, |queued| queued.end.closing) else {
             let waited_for = "another close of this manager".to_owned();
             return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
         };
-        if line.end.ended {
+        if queued.end.ended {
             return Ok(None);
         }
-        line.end.closing = true;
+        queued.end.closing = true;
         Ok(Some(Closing(self)))
     }
 
     pub(super) fn raise_unseen(&self, unsaved: Option<u64>) -> Result<()> {
-        let mut line = self.saves.lock();
-        while let Some(save) = line.endings.take() {
+        let mut queued = self.saves.lock();
+        while let Some(save) = queued.endings.take() {
             let Some(error) = save.take_unseen() else { continue };
             if self.options.on_save_error == OnSaveError::Warn {
                 tracing::warn!(step = save.step(), %error, "a save failed; training goes on");
@@ -241,9 +242,9 @@ impl Inner {
         self.saves.changed.notify_all();
         if drained.is_ok() {
             let threads = {
-                let mut line = self.saves.lock();
-                let mut threads = std::mem::take(&mut line.writes.threads);
-                threads.extend(line.captures.thread.take());
+                let mut queued = self.saves.lock();
+                let mut threads = std::mem::take(&mut queued.writes.threads);
+                threads.extend(queued.captures.thread.take());
                 threads
             };
             for thread in threads {
@@ -257,7 +258,7 @@ impl Inner {
         let stopped = self.root.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {
             // Keep it otherwise, so that a new writer sees that this one still writes.
-            self.root.let_go();
+            self.root.release();
             // Given back here and not with the last handle: a program may keep one to its end.
             let pool = self.saves.lock().pool.take();
             drop(pool);

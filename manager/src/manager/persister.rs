@@ -13,16 +13,16 @@ use std::time::Duration;
 use stepwell_core::sys::spawn;
 
 use super::Inner;
-use super::saves::{Line, Writes};
+use super::saves::{QueuedSaves, Writes};
 use crate::commit::Existing;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
 use crate::save::Outcome;
-use crate::save::job::Job;
-use crate::save::persist::{self, Ended};
+use crate::save::job::SaveJob;
+use crate::save::persist::{self, SaveEnd};
 
 /// How often it is looked whether somebody waits for staging memory, while a commit goes on.
-const LOOK: Duration = Duration::from_millis(5);
+const STARVATION_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl Inner {
     /// Has a thread there for one more save, where the others may be busy with commits.
@@ -57,7 +57,7 @@ impl Inner {
             );
             // A save that was not written.
             self.wait_for_turn(turn);
-            let Ended { outcome, replaced } = ended;
+            let SaveEnd { outcome, replaced } = ended;
             self.forget_verdicts(counter);
             // A failure to clean up is no failure of the save, nor is a defect: it is settled in
             // any case.
@@ -68,14 +68,14 @@ impl Inner {
             let callbacks = {
                 // In one step: a caller that sees the outcome must not find the save pending, and
                 // one that finds nothing pending must find the failure.
-                let mut line = self.saves.lock();
-                line.pending.retain(|pending| !pending.is(&save));
+                let mut queued = self.saves.lock();
+                queued.pending.retain(|pending| !pending.is(&save));
                 let failed = outcome.error().is_some();
                 let callbacks = save.settle(outcome);
-                line.endings.add(counter, &save, failed);
-                line.writes.ended += 1;
+                queued.endings.add(counter, &save, failed);
+                queued.writes.ended += 1;
                 // It failed before or during the write.
-                line.writes.has_been_written(turn);
+                queued.writes.has_been_written(turn);
                 callbacks
             };
             if replaces {
@@ -89,10 +89,10 @@ impl Inner {
     }
 
     /// The next save to be written, once it may be; `None` when there will be none.
-    fn next_job(&self) -> Option<(Job, u64)> {
-        let mut line = self.saves.lock();
+    fn next_job(&self) -> Option<(SaveJob, u64)> {
+        let mut queued = self.saves.lock();
         loop {
-            let Line { writes, pool, end, .. } = &mut *line;
+            let QueuedSaves { writes, pool, end, .. } = &mut *queued;
             let starved = || pool.as_ref().is_some_and(|pool| pool.is_starved());
             let may = writes.written == writes.taken && (writes.ended == writes.taken || starved());
             if may && let Some(job) = writes.queue.pop_front() {
@@ -103,15 +103,17 @@ impl Inner {
                 return None;
             }
             let is_idle = writes.queue.is_empty() || writes.written < writes.taken;
-            line = self.saves.wait(line, if is_idle { Duration::from_secs(60) } else { LOOK });
+            queued = self
+                .saves
+                .wait(queued, if is_idle { Duration::from_secs(60) } else { STARVATION_POLL_INTERVAL });
         }
     }
 
     /// Waits until all saves before this one have ended; each of them does, by its own deadlines.
     fn wait_for_turn(&self, turn: u64) {
-        let mut line = self.saves.lock();
-        while line.writes.ended < turn {
-            line = self.saves.wait(line, Duration::from_secs(60));
+        let mut queued = self.saves.lock();
+        while queued.writes.ended < turn {
+            queued = self.saves.wait(queued, Duration::from_secs(60));
         }
     }
 

@@ -18,14 +18,14 @@ use crate::checkpoint::Checkpoint;
 use crate::discovery::{Found, Listing, Quarantined};
 use crate::error::{Error, Result};
 use crate::metrics::Later;
-use crate::retention::{self, Mode, Plan};
+use crate::retention::{self, Mode, RetentionPlan};
 use crate::root::VISIBLE_WITHIN;
 
 /// Keys of a step's metadata that a report names.
-const METADATA_KEYS: usize = 16;
+const MAX_METADATA_KEYS: usize = 16;
 
 /// Steps that are worth a thread of their own while files are looked at for a report.
-const LOOKED_AT_BY_ONE: usize = 256;
+const STEPS_PER_THREAD: usize = 256;
 
 /// Everything that has a step's name, for `ls`.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -85,7 +85,7 @@ impl StepReport {
             dropped: manifest.dropped.iter().map(|tombstone| tombstone.item.clone()).collect(),
             metrics: metrics.into_iter().map(|(name, value)| (name, value.to_string())).collect(),
             metadata_keys: metadata
-                .map(|map| map.keys().take(METADATA_KEYS).cloned().collect())
+                .map(|map| map.keys().take(MAX_METADATA_KEYS).cloned().collect())
                 .unwrap_or_default(),
             started_unix_ns: manifest.started_unix_ns,
             committed_unix_ns: manifest.committed_unix_ns,
@@ -191,7 +191,7 @@ impl Manager {
     }
 
     /// The decisions of retention now, with reasons.
-    pub fn plan_retention(&self) -> Result<Plan> {
+    pub fn plan_retention(&self) -> Result<RetentionPlan> {
         self.inner.check_usable()?;
         self.inner.retention_plan()
     }
@@ -204,8 +204,8 @@ impl Manager {
         let later = root.sidecars.all(&*root.dir)?;
         let mut out = Vec::new();
         let steps: Vec<&Found> = listing.steps.values().collect();
-        let threads = cores().min(steps.len() / LOOKED_AT_BY_ONE).max(1);
-        let looked = each("stepwell-report", threads, &steps, |found| root.damage_and_standing(found));
+        let threads = cores().min(steps.len() / STEPS_PER_THREAD).max(1);
+        let looked = each("stepwell-report", threads, &steps, |found| root.damage_if_current(found));
         for (found, looked) in steps.into_iter().zip(looked) {
             let (damage, stands) = looked?;
             if !stands {
@@ -253,7 +253,7 @@ impl Manager {
 }
 
 /// The most metrics that an error lists.
-const LISTED_METRICS: usize = 8;
+const MAX_LISTED_METRICS: usize = 8;
 
 /// The error for a metric that no step has: it lists the metrics of the steps.
 fn no_such_metric(metric: &str, listing: &Listing, later: &Later) -> Error {
@@ -263,8 +263,8 @@ fn no_such_metric(metric: &str, listing: &Listing, later: &Later) -> Error {
     });
     let names: BTreeSet<&str> = names.map(String::as_str).collect();
     let mut names: Vec<&str> = names.into_iter().collect();
-    let more = names.len().saturating_sub(LISTED_METRICS);
-    names.truncate(LISTED_METRICS);
+    let more = names.len().saturating_sub(MAX_LISTED_METRICS);
+    names.truncate(MAX_LISTED_METRICS);
     let listed = if names.is_empty() {
         "the steps have no metrics at all".to_owned()
     } else {

@@ -1,7 +1,7 @@
 //! Retention, applied: after each commit, and when it is asked for.
 //!
 //! Only steps that are whole are counted: a damaged one neither counts nor goes. Few steps are
-//! looked into after each commit. Of many, those that were not looked into yet, and [`LOOKED_INTO`]
+//! looked into after each commit. Of many, those that were not looked into yet, and [`REINSPECTED`]
 //! others in turn: so what a save costs does not grow with what is there, and damage is found all
 //! the same.
 
@@ -21,13 +21,13 @@ use crate::discovery::{Found, Listing};
 use crate::error::{Error, Result};
 use crate::metrics::Later;
 use crate::recovery;
-use crate::retention::{Candidate, Metrics, Names, Plan, Retention};
-use crate::root::LISTINGS;
+use crate::retention::{Candidate, Metrics, Names, Retention, RetentionPlan};
+use crate::root::MAX_LISTINGS;
 
 /// Steps that are looked into again after each commit.
-const LOOKED_INTO: usize = 64;
+const REINSPECTED: usize = 64;
 /// The most steps that are locked while they are renamed.
-const LOCKED: usize = 64;
+const MAX_LOCKED: usize = 64;
 /// Exclusive leases of steps that are being renamed.
 type Locks = VecDeque<Box<dyn Lock>>;
 /// The values of the metrics that the rules use.
@@ -40,7 +40,7 @@ pub(super) struct Inspection(Mutex<Inspected>);
 #[derive(Debug, Default)]
 struct Inspected {
     /// By number.
-    whole: BTreeMap<u64, Whole>,
+    whole: BTreeMap<u64, WholeStep>,
     /// From which step on they are looked into again.
     next: u64,
     /// The newest step of which every byte was read and held.
@@ -55,7 +55,7 @@ struct Inspected {
 /// manifests of many steps are far apart in memory, and a look into each of them would be most of
 /// the work after a commit.
 #[derive(Debug)]
-struct Whole {
+struct WholeStep {
     /// As it was then.
     manifest: Arc<Manifest>,
     committed_unix_ns: i64,
@@ -67,7 +67,7 @@ impl Inspected {
     /// The steps of a listing that are to be looked into now, and the one that comes after them.
     fn due(&self, listing: &Listing) -> (Vec<Found>, u64) {
         let mut turn = listing.steps.range(self.next..).chain(listing.steps.range(..self.next));
-        let again: BTreeSet<u64> = turn.by_ref().take(LOOKED_INTO).map(|(&step, _)| step).collect();
+        let again: BTreeSet<u64> = turn.by_ref().take(REINSPECTED).map(|(&step, _)| step).collect();
         let next = turn.next().map_or(0, |(&step, _)| step);
         // Both are in the order of their numbers, and are gone through side by side: of many steps
         // a look at each costs.
@@ -75,7 +75,7 @@ impl Inspected {
         let mut due = Vec::new();
         for (step, found) in &listing.steps {
             while whole.next_if(|(known, _)| *known < step).is_some() {}
-            let is_known = |(known, then): &(&u64, &Whole)| {
+            let is_known = |(known, then): &(&u64, &WholeStep)| {
                 *known == step && Arc::ptr_eq(&then.manifest, &found.manifest)
             };
             if again.contains(step) || !whole.peek().is_some_and(is_known) {
@@ -87,12 +87,12 @@ impl Inspected {
 }
 
 /// The steps that count.
-struct Counted {
+struct CountedSteps {
     listing: Arc<Listing>,
     damaged: BTreeSet<u64>,
 }
 
-impl Counted {
+impl CountedSteps {
     fn steps(&self) -> impl Iterator<Item = &Found> {
         let is_whole = |step: &u64| self.damaged.is_empty() || !self.damaged.contains(step);
         self.listing.steps.iter().filter(move |(step, _)| is_whole(step)).map(|(_, found)| found)
@@ -114,15 +114,15 @@ pub(super) fn values(manifest: &Manifest, later: &Later, names: &[String]) -> Va
 
 impl Inner {
     /// The decisions of retention, after a look into every step.
-    pub(super) fn retention_plan(&self) -> Result<Plan> {
-        self.look_into_all();
+    pub(super) fn retention_plan(&self) -> Result<RetentionPlan> {
+        self.reinspect_all();
         let mut inspected = self.inspected();
         self.whole_steps(&mut inspected)?;
         self.rules(&inspected, true)
     }
 
     /// Has every valid step inspected again.
-    pub(super) fn look_into_all(&self) {
+    pub(super) fn reinspect_all(&self) {
         *self.inspected() = Inspected::default();
     }
 
@@ -137,11 +137,11 @@ impl Inner {
 
     /// All committed steps, and which of them are damaged. The others are those that were found
     /// whole.
-    fn whole_steps(&self, inspected: &mut Inspected) -> Result<Counted> {
+    fn whole_steps(&self, inspected: &mut Inspected) -> Result<CountedSteps> {
         let begun = Instant::now();
         let metrics = self.options.retention.metrics();
-        'listing: for _ in 0..LISTINGS {
-            let listing = self.root.look()?;
+        'listing: for _ in 0..MAX_LISTINGS {
+            let listing = self.root.list_changes()?;
             let (due, next) = inspected.due(&listing);
             let mut damaged = BTreeSet::new();
             for found in due {
@@ -162,7 +162,7 @@ impl Inner {
                     let manifest = found.manifest;
                     let values = values(&manifest, &Later::new(), &metrics);
                     let committed_unix_ns = manifest.committed_unix_ns;
-                    inspected.whole.insert(step, Whole { manifest, committed_unix_ns, values });
+                    inspected.whole.insert(step, WholeStep { manifest, committed_unix_ns, values });
                 }
             }
             inspected.next = next;
@@ -170,22 +170,22 @@ impl Inner {
             if inspected.whole.len() + damaged.len() > listing.steps.len() {
                 inspected.whole.retain(|step, _| listing.steps.contains_key(step));
             }
-            let counted = Counted { listing, damaged };
+            let counted = CountedSteps { listing, damaged };
             debug_assert!(
                 inspected.whole.keys().eq(counted.steps().map(|found| &found.manifest.step)),
                 "a step is counted that is not there, or one that is there is not"
             );
             return Ok(counted);
         }
-        Err(self.root.restless(begun))
+        Err(self.root.unstable_listing(begun))
     }
 
     /// Returns the plan of the rules for the steps that were found whole.
-    fn rules<'a>(&self, inspected: &'a Inspected, explained: bool) -> Result<Plan> {
+    fn rules<'a>(&self, inspected: &'a Inspected, explained: bool) -> Result<RetentionPlan> {
         let later = self.root.sidecars.all(&*self.root.dir)?;
         let retention = &self.options.retention;
         let (names, held) = (retention.metrics(), self.usage.held());
-        let candidate = |(&step, whole): (&'a u64, &'a Whole)| Candidate {
+        let candidate = |(&step, whole): (&'a u64, &'a WholeStep)| Candidate {
             step,
             committed_unix_ns: whole.committed_unix_ns,
             metrics: Metrics {
@@ -257,7 +257,7 @@ impl Inner {
             }
         }
         if has_thinned {
-            self.look_ahead();
+            self.refresh_listing();
         }
         self.finish_thinnings(&counted);
         Ok(victims)
@@ -266,8 +266,8 @@ impl Inner {
     /// Reads every byte of a step and returns its first damage. See
     /// [`crate::Options::verify_before_retiring`].
     fn verified(&self, found: &Found) -> Result<Option<String>> {
-        let (patience, load) = (self.options.stall_timeout, self.options.load_options(false));
-        let leased = self.root.lease_found(found, patience, load.clone());
+        let (timeout, load) = (self.options.stall_timeout, self.options.load_options(false));
+        let leased = self.root.lease_found(found, timeout, load.clone());
         let report = leased.and_then(|checkpoint| {
             let checkpoint = checkpoint.ok_or_else(|| self.root.not_found(Some(found.manifest.step)))?;
             checkpoint.verify(&load, &mut |_| true)
@@ -284,12 +284,17 @@ impl Inner {
 
     /// Looks at what was just changed, so that the next save need not: the training would wait in
     /// it for a disk that is busy with deleting. An error of it is one of the next listing too.
-    fn look_ahead(&self) {
-        let _ = self.root.discovery.look(&*self.root.dir, &self.root.names);
+    fn refresh_listing(&self) {
+        let _ = self.root.discovery.list_changes(&*self.root.dir, &self.root.names);
     }
 
     /// Takes steps out of sight, and gives those that went.
-    fn retire(&self, counted: &Counted, mut steps: Vec<u64>, inspected: &mut Inspected) -> Result<Vec<u64>> {
+    fn retire(
+        &self,
+        counted: &CountedSteps,
+        mut steps: Vec<u64>,
+        inspected: &mut Inspected,
+    ) -> Result<Vec<u64>> {
         // Steps that were held since the plan stay.
         let retiring = self.usage.retiring(steps.iter().copied());
         steps.retain(|&step| retiring.may_go(step));
@@ -306,7 +311,7 @@ impl Inner {
             inspected.whole.remove(&found.manifest.step);
         }
         if retired.renamed > 0 {
-            self.look_ahead();
+            self.refresh_listing();
         }
         // Also where it was cut short: what is out of sight, and durably so, is deleted.
         let deletable = retired.deletable();
@@ -342,7 +347,7 @@ impl Inner {
             match dir.try_lock(LEASE, LockKind::Exclusive, false) {
                 Ok(Some(lock)) => {
                     locks.push_back(lock);
-                    if locks.len() > LOCKED {
+                    if locks.len() > MAX_LOCKED {
                         locks.pop_front();
                     }
                 }
@@ -364,7 +369,7 @@ impl Inner {
 
     /// Without locks, a thinning leaves its files for the grace period. Deletes those whose period
     /// is over.
-    fn finish_thinnings(&self, counted: &Counted) {
+    fn finish_thinnings(&self, counted: &CountedSteps) {
         if self.root.is_locked() {
             return;
         }

@@ -2,8 +2,8 @@
 //!
 //! One lock holds what must change in one step: a caller that sees an outcome must not find the
 //! save pending, and one that finds nothing pending must find the failure. Each part has its owner:
-//! `persister` changes the [`Writes`], `capturer` the [`Captures`], `open` the [`End`], and this
-//! file the [`Endings`].
+//! `persister` changes the [`Writes`], `capturer` the [`Captures`], `open` the [`Shutdown`], and
+//! this file the [`EndedSaves`].
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use stepwell_core::staging::StagingPool;
 
 use crate::error::Error;
 use crate::save::Save;
-use crate::save::job::{Capturing, Job};
+use crate::save::job::{Capturing, SaveJob};
 
 /// Progress is looked for so often, by those who wait for it.
 const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -23,21 +23,21 @@ const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// See the module documentation.
 #[derive(Default)]
 pub(super) struct Saves {
-    line: Mutex<Line>,
+    queued: Mutex<QueuedSaves>,
     pub(super) changed: Condvar,
 }
 
 /// The saves, behind their lock.
 #[derive(Default)]
-pub(super) struct Line {
-    pub(super) end: End,
+pub(super) struct QueuedSaves {
+    pub(super) end: Shutdown,
     pub(super) captures: Captures,
     pub(super) writes: Writes,
     /// The save counter of the session: the number of the next save.
     pub(super) counter: u64,
     /// Every save that is not over, oldest first.
     pub(super) pending: Vec<Save>,
-    pub(super) endings: Endings,
+    pub(super) endings: EndedSaves,
     /// The staging memory, from the first use until nothing is left to save.
     pub(super) pool: Option<Arc<StagingPool>>,
 }
@@ -45,7 +45,7 @@ pub(super) struct Line {
 /// How far a manager has come to its end.
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
-pub(super) struct End {
+pub(super) struct Shutdown {
     /// No call begins any more, but that of `close`.
     pub(super) closed: bool,
     /// A call of `close` runs.
@@ -60,7 +60,7 @@ pub(super) struct End {
 /// queue.
 #[derive(Default)]
 pub(super) struct Writes {
-    pub(super) queue: VecDeque<Job>,
+    pub(super) queue: VecDeque<SaveJob>,
     /// How many have been taken, how many are not being written any more, and how many have ended.
     pub(super) taken: u64,
     pub(super) written: u64,
@@ -96,7 +96,7 @@ impl Captures {
 
 /// How saves have ended.
 #[derive(Default)]
-pub(super) struct Endings {
+pub(super) struct EndedSaves {
     /// Saves that failed, until someone has seen it.
     failed: Vec<Save>,
     /// The one that was taken out last.
@@ -111,13 +111,17 @@ pub(super) struct Endings {
 }
 
 impl Saves {
-    pub(super) fn lock(&self) -> MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> MutexGuard<'_, QueuedSaves> {
+        self.queued.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Releases the lock until something has changed, or for that long.
-    pub(super) fn wait<'a>(&'a self, line: MutexGuard<'a, Line>, pause: Duration) -> MutexGuard<'a, Line> {
-        self.changed.wait_timeout(line, pause).unwrap_or_else(PoisonError::into_inner).0
+    pub(super) fn wait<'a>(
+        &'a self,
+        queued: MutexGuard<'a, QueuedSaves>,
+        pause: Duration,
+    ) -> MutexGuard<'a, QueuedSaves> {
+        self.changed.wait_timeout(queued, pause).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Waits while `blocked`. `None` after the limit: of no progress of the oldest save, or where
@@ -126,24 +130,26 @@ impl Saves {
         &self,
         limit: Duration,
         fixed: bool,
-        mut blocked: impl FnMut(&Line) -> bool,
-    ) -> Option<MutexGuard<'_, Line>> {
+        mut blocked: impl FnMut(&QueuedSaves) -> bool,
+    ) -> Option<MutexGuard<'_, QueuedSaves>> {
         let mut timer = StallTimer::new(limit);
-        let mut line = self.lock();
-        while blocked(&line) {
-            let progress =
-                line.pending.first().map(|first| (line.pending.len(), first.step(), first.moved()));
+        let mut queued = self.lock();
+        while blocked(&queued) {
+            let progress = queued
+                .pending
+                .first()
+                .map(|first| (queued.pending.len(), first.step(), first.progress_counter()));
             let left = timer.left(progress.filter(|_| !fixed));
             if left.is_zero() {
                 return None;
             }
-            line = self.wait(line, left.min(PROGRESS_POLL_INTERVAL));
+            queued = self.wait(queued, left.min(PROGRESS_POLL_INTERVAL));
         }
-        Some(line)
+        Some(queued)
     }
 }
 
-impl Line {
+impl QueuedSaves {
     /// The saves that have not failed, oldest first.
     pub(super) fn live(&self) -> impl Iterator<Item = &Save> {
         self.pending.iter().filter(|save| !save.has_failed())
@@ -168,7 +174,7 @@ impl Line {
     }
 }
 
-impl Endings {
+impl EndedSaves {
     /// A save is over.
     pub(super) fn add(&mut self, counter: u64, save: &Save, has_failed: bool) {
         self.failed.retain(Save::is_unseen);
@@ -233,7 +239,7 @@ impl Endings {
         };
         let known = self.taken.iter().chain(&self.last_failure).find(|save| is_it(save)).cloned();
         let Some(save) = known else { return };
-        save.not_seen();
+        save.mark_unseen();
         if !self.failed.iter().any(|failed| failed.is(&save)) {
             self.failed.push(save);
         }

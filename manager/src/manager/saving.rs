@@ -10,13 +10,13 @@ use stepwell_core::limits::MAX_STEP;
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::driver;
 
-use super::together::{Said, Ticket};
+use super::together::{AgreedDecision, Ticket};
 use super::{Exists, Inner, Manager, SaveRequest};
 use crate::commit::Existing;
 use crate::directory_layout;
 use crate::discovery::Found;
 use crate::error::{Error, Result};
-use crate::save::job::{self, Capturing, Place, Prepared, Scene};
+use crate::save::job::{self, Capturing, PlanContext, PlannedSave, SaveTarget};
 use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource};
@@ -34,7 +34,7 @@ pub enum Decision {
 /// A save that is planned and that nothing is wrong with, and not begun.
 pub struct Ready {
     ticket: Ticket,
-    prepared: Prepared,
+    prepared: PlannedSave,
 }
 
 impl Manager {
@@ -46,9 +46,9 @@ impl Manager {
             return Ok(false);
         }
         if inner.options.save_policy.is_deterministic() && !inner.team.is_alone() {
-            return inner.says_yes_alike(step, custom);
+            return inner.agreed_policy_answer(step, custom);
         }
-        inner.ask_with_signals("should_save", || inner.policy_says_yes(step, custom))
+        inner.ask_with_preemption("should_save", || inner.policy_answer(step, custom))
     }
 
     /// Decides before the state is looked at, so that a callable state runs only if needed. Fails
@@ -68,13 +68,13 @@ impl Manager {
             inner.decide_together(step, force, exists, custom)?
         };
         Ok(match said {
-            Said::Save => Decision::Save(Ticket::new(inner, step, false)),
-            Said::Replace => Decision::Save(Ticket::new(inner, step, true)),
-            Said::Refuse(refusal) => Decision::Refuse(refusal),
-            Said::Pending => {
-                let line = inner.saves.lock();
+            AgreedDecision::Save => Decision::Save(Ticket::new(inner, step, false)),
+            AgreedDecision::Replace => Decision::Save(Ticket::new(inner, step, true)),
+            AgreedDecision::Refuse(refusal) => Decision::Refuse(refusal),
+            AgreedDecision::Pending => {
+                let queued = inner.saves.lock();
                 // It may have failed here, and the leader be at what follows.
-                let mut known = line.pending.iter().chain(line.endings.last_failure());
+                let mut known = queued.pending.iter().chain(queued.endings.last_failure());
                 match known.find(|save| save.step() == step) {
                     Some(pending) => Decision::Pending(pending.clone()),
                     // It has ended on this rank meanwhile.
@@ -109,13 +109,13 @@ impl Manager {
         }
     }
 
-    fn prepared(&self, ticket: &mut Ticket, request: SaveRequest) -> Result<Prepared> {
+    fn prepared(&self, ticket: &mut Ticket, request: SaveRequest) -> Result<PlannedSave> {
         let begun = Instant::now();
         let inner = &self.inner;
         inner.check_usable()?;
         let census = inner.census(ticket, &request.state)?;
         let request = SaveRequest { step: ticket.step, ..request };
-        job::plan(&inner.scene(&inner.pool(), census.as_deref()), request, begun)
+        job::plan(&inner.context(&inner.pool(), census.as_deref()), request, begun)
     }
 
     /// True if [`Manager::begin`] would return at once: nothing is captured on its thread, and
@@ -123,19 +123,19 @@ impl Manager {
     pub fn begins_at_once(&self, ready: &Ready) -> bool {
         let memory = self.inner.pool().bytes() as u64;
         let has_memory = memory > 0 && self.inner.options.staging_bytes.is_none_or(|asked| memory >= asked);
-        let line = self.inner.saves.lock();
+        let queued = self.inner.saves.lock();
         has_memory
             && !ready.prepared.has_eager()
             && !self.inner.options.detect_torn
-            && !line.captures.claimed
-            && line.pending.len() <= self.inner.options.max_pending
+            && !queued.captures.claimed
+            && queued.pending.len() <= self.inner.options.max_pending
     }
 
     /// Begins a planned save, and captures what its caller may change after the return.
     pub fn begin(&self, ready: Ready) -> Result<Save> {
         let Ready { mut ticket, mut prepared } = ready;
         let inner = &self.inner;
-        let made = job::make_ready(&mut prepared, &inner.options, &inner.pool());
+        let made = job::allocate_staging(&mut prepared, &inner.options, &inner.pool());
         let placed = made.and_then(|()| {
             let turn = inner.wait_for_a_place(ticket.step, &prepared)?;
             Ok((turn, inner.enqueue(&mut ticket, prepared)?))
@@ -161,7 +161,7 @@ impl Manager {
         let inner = &self.inner;
         inner.check_usable()?;
         let request = SaveRequest::new(MAX_STEP, state);
-        job::plan(&inner.scene(&inner.pool(), None), request, Instant::now()).map(drop)
+        job::plan(&inner.context(&inner.pool(), None), request, Instant::now()).map(drop)
     }
 
     /// Grows the staging memory for a state of so many bytes, and has these devices know it, so
@@ -189,7 +189,7 @@ impl Manager {
     /// it before that was known, since it may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
-        self.inner.ask_with_signals("reached_preemption", || {
+        self.inner.ask_with_preemption("reached_preemption", || {
             let mut done = self.inner.history.lock();
             let first = if done.decided >= Some(step) { step.saturating_add(1) } else { step };
             Ok(done.is_preempted(step, first))
@@ -206,13 +206,13 @@ impl Manager {
 }
 
 impl Inner {
-    pub(super) fn policy_says_yes(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
+    pub(super) fn policy_answer(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let preempted = {
             let mut done = self.history.lock();
             done.decided = done.decided.max(Some(step));
             done.is_preempted(step, step)
         };
-        let asked = Asked { inner: self, step, preempted, custom };
+        let asked = LocalFacts { inner: self, step, preempted, custom };
         self.options.save_policy.should_save(&asked)
     }
 
@@ -222,7 +222,7 @@ impl Inner {
         force: bool,
         exists: Exists,
         custom: &BTreeMap<String, bool>,
-    ) -> Result<Said> {
+    ) -> Result<AgreedDecision> {
         if step > MAX_STEP {
             return Err(Error::Invalid(format!("step {step} is more than 2^63 - 1, the largest there is")));
         }
@@ -231,21 +231,21 @@ impl Inner {
             if force {
                 return Err(Error::ReadOnly { what: "save a step", root: self.root.path.clone() });
             }
-            return Ok(Said::Refuse(Refusal::ReadOnly));
+            return Ok(AgreedDecision::Refuse(Refusal::ReadOnly));
         }
         let is_pending = self.saves.lock().live().any(|save| save.step() == step);
         if exists == Exists::Skip && is_pending {
-            return Ok(Said::Pending);
+            return Ok(AgreedDecision::Pending);
         }
         // Before the root is looked at: most calls end here, and a policy of steps alone needs
         // nothing but the step.
-        if !force && !self.policy_says_yes(step, custom)? {
-            return Ok(Said::Refuse(Refusal::Policy));
+        if !force && !self.policy_answer(step, custom)? {
+            return Ok(AgreedDecision::Refuse(Refusal::Policy));
         }
         // After it, a step that was uncertain is there, or is to be replaced: whichever of the two
         // a power cut leaves, it is a whole one.
         let uncertain = !is_pending && self.root.settle_uncertain(step);
-        let listing = self.root.look()?;
+        let listing = self.root.list_changes()?;
         let steps = &listing.steps;
         // A step that has lost files is invalid. A good one may take its number, and the commit
         // quarantines the rest.
@@ -257,7 +257,7 @@ impl Inner {
         // An existing step is told before an order: a final save that repeats the last one is no
         // step back.
         if there && exists == Exists::Skip {
-            return Ok(Said::Refuse(Refusal::Exists));
+            return Ok(AgreedDecision::Refuse(Refusal::Exists));
         }
         if there && exists == Exists::Error {
             let latest = self.latest_above(step, steps)?;
@@ -272,7 +272,11 @@ impl Inner {
         }
         // Needed even if the step does not exist now: a pending save of it may be committed by
         // then.
-        Ok(if exists == Exists::Replace || uncertain { Said::Replace } else { Said::Save })
+        Ok(if exists == Exists::Replace || uncertain {
+            AgreedDecision::Replace
+        } else {
+            AgreedDecision::Save
+        })
     }
 
     /// The latest step, where it is above this one: the latest that a restore would take, as one
@@ -303,15 +307,15 @@ impl Inner {
     /// is something to capture `now`, until all earlier saves are captured (two at once would
     /// starve each other: the later one takes slots that only its flush frees, which stands behind
     /// the earlier one's); as long as there is progress. The turn is that of who captures now.
-    fn wait_for_a_place(&self, step: u64, prepared: &Prepared) -> Result<Option<Turn<'_>>> {
+    fn wait_for_a_place(&self, step: u64, prepared: &PlannedSave) -> Result<Option<CaptureTurn<'_>>> {
         let (now, is_cancelled) = (prepared.has_eager(), || prepared.cancel.load(Ordering::Acquire));
         let mut told = false;
         // A capture for this call is written first. It may need all of the memory, which only its
         // own writes free.
-        let turn = self.saves.wait_while(self.options.stall_timeout, false, |line| {
-            let blocked = (now && line.captures.are_under_way())
-                || (!now && line.captures.claimed)
-                || line.pending.len() > self.options.max_pending;
+        let turn = self.saves.wait_while(self.options.stall_timeout, false, |queued| {
+            let blocked = (now && queued.captures.are_under_way())
+                || (!now && queued.captures.claimed)
+                || queued.pending.len() > self.options.max_pending;
             let waits = blocked && !is_cancelled();
             if waits && !std::mem::replace(&mut told, true) {
                 tracing::info!(step, "this save waits until an earlier one has ended");
@@ -322,7 +326,7 @@ impl Inner {
             let source = stepwell_core::Error::Cancelled("its caller cancelled it".to_owned());
             return Err(Error::SaveFailed { step, source });
         }
-        let Some(mut line) = turn else {
+        let Some(mut queued) = turn else {
             let waited_for = match self.saves.lock().pending.first() {
                 Some(first) => format!("the save of step {} to end", first.step()),
                 None => "another save to be planned".to_owned(),
@@ -332,9 +336,9 @@ impl Inner {
         if !now {
             return Ok(None);
         }
-        line.captures.capturing = true;
-        line.captures.claimed = true;
-        Ok(Some(Turn(self)))
+        queued.captures.capturing = true;
+        queued.captures.claimed = true;
+        Ok(Some(CaptureTurn(self)))
     }
 
     /// Gives a save its number and its place in the queue of the persister. Returns the capture if
@@ -342,20 +346,20 @@ impl Inner {
     fn enqueue(
         self: &Arc<Self>,
         ticket: &mut Ticket,
-        prepared: Prepared,
+        prepared: PlannedSave,
     ) -> Result<(Save, Option<Capturing>)> {
         let step = ticket.step;
         let existing = if ticket.replaces { Existing::Replace } else { Existing::Refuse };
         let now = self.environment.clock.monotonic();
-        let mut line = self.saves.lock();
-        self.check_open(&line)?;
-        self.start_persister(&mut line.writes)?;
+        let mut queued = self.saves.lock();
+        self.check_open(&queued)?;
+        self.start_persister(&mut queued.writes)?;
         if existing == Existing::Replace {
             // It may have been held since that was decided.
             self.usage.replace(step)?;
         }
-        let counter = line.counter;
-        let place = Place {
+        let counter = queued.counter;
+        let place = SaveTarget {
             label: directory_layout::label(step),
             target: self.root.names.format(step),
             existing,
@@ -370,13 +374,13 @@ impl Inner {
             Ok(Some(capturing))
         } else {
             // In the order in which they will be written, so under the same lock.
-            self.capture_later(&mut line.captures, capturing, false).map(|()| None)
+            self.capture_later(&mut queued.captures, capturing, false).map(|()| None)
         };
         if enqueued.is_err() && existing == Existing::Replace {
             self.usage.replaced(step);
         }
         let capturing = enqueued?;
-        line.counter += 1;
+        queued.counter += 1;
         ticket.used = true;
         self.ranks.raise_highest(step);
         {
@@ -384,20 +388,20 @@ impl Inner {
             done.last_save = Some(now);
             done.trail.saving(&save);
         }
-        save.stands_behind(&line.pending);
-        line.pending.push(save.clone());
-        line.writes.queue.push_back(job);
+        save.set_ahead(&queued.pending);
+        queued.pending.push(save.clone());
+        queued.writes.queue.push_back(job);
         if now_in_part {
-            line.captures.claimed = false;
+            queued.captures.claimed = false;
         }
-        drop(line);
+        drop(queued);
         self.saves.changed.notify_all();
         Ok((save, capturing))
     }
 
-    fn scene<'a>(&'a self, pool: &'a Arc<StagingPool>, census: Option<&'a Census>) -> Scene<'a> {
+    fn context<'a>(&'a self, pool: &'a Arc<StagingPool>, census: Option<&'a Census>) -> PlanContext<'a> {
         let Self { root, environment, options, team, .. } = self;
-        Scene { root: &root.path, environment, options, pool, team, census }
+        PlanContext { root: &root.path, environment, options, pool, team, census }
     }
 
     pub(super) fn pool(&self) -> Arc<StagingPool> {
@@ -406,27 +410,27 @@ impl Inner {
 }
 
 /// The right to capture; one save of a manager has it at a time.
-struct Turn<'a>(&'a Inner);
+struct CaptureTurn<'a>(&'a Inner);
 
-impl Drop for Turn<'_> {
+impl Drop for CaptureTurn<'_> {
     fn drop(&mut self) {
-        let mut line = self.0.saves.lock();
-        line.captures.capturing = false;
-        line.captures.claimed = false;
-        drop(line);
+        let mut queued = self.0.saves.lock();
+        queued.captures.capturing = false;
+        queued.captures.claimed = false;
+        drop(queued);
         self.0.saves.changed.notify_all();
     }
 }
 
 /// The facts for a policy, looked up when it asks.
-struct Asked<'a> {
+struct LocalFacts<'a> {
     inner: &'a Inner,
     step: u64,
     preempted: bool,
     custom: &'a BTreeMap<String, bool>,
 }
 
-impl Facts for Asked<'_> {
+impl Facts for LocalFacts<'_> {
     fn step(&self) -> u64 {
         self.step
     }
@@ -435,7 +439,7 @@ impl Facts for Asked<'_> {
         if self.inner.root.is_populated() || self.inner.history.lock().trail.last().is_some() {
             return Ok(false);
         }
-        Ok(self.inner.root.look()?.steps.is_empty())
+        Ok(self.inner.root.list_changes()?.steps.is_empty())
     }
 
     fn seconds_since_save(&self) -> Result<Option<f64>> {

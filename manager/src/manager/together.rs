@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::saves::Line;
+use super::saves::QueuedSaves;
 use super::{Exists, Inner, Manager};
 use crate::commit::Announcement;
 use crate::error::{Error, Result};
@@ -30,16 +30,16 @@ use crate::state::{Census, StateSource, plain_leaves};
 /// What this rank knows alike with the others, beside its saves.
 #[derive(Default)]
 pub(super) struct Ranks {
-    known: Mutex<Known>,
+    known: Mutex<AgreedState>,
     /// Held while the ranks tell each other which leaves they have: a call that was interrupted may
     /// still be at it when the next one begins.
-    telling: Mutex<()>,
+    census_lock: Mutex<()>,
     /// This rank's heartbeat.
-    pulse: Mutex<Option<Periodic>>,
+    heartbeat: Mutex<Option<Periodic>>,
 }
 
 #[derive(Default)]
-struct Known {
+struct AgreedState {
     /// The largest step that was there when the root was opened, or that a save was begun of: the
     /// same on all ranks.
     highest: Option<u64>,
@@ -50,26 +50,26 @@ struct Known {
     /// This rank takes part in a restore: it lives, however long it reads.
     restoring: bool,
     /// It is at a call of that restore which all make.
-    asking: bool,
+    in_restore_call: bool,
     /// Why its caller has left that call: it says so in the next one.
     restore_left: Option<String>,
 }
 
 impl Ranks {
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, AgreedState> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The ranks have met.
-    pub(super) fn begin(&self, newest: Option<u64>, pulse: Periodic) {
+    pub(super) fn begin(&self, newest: Option<u64>, heartbeat: Periodic) {
         self.lock().highest = newest;
-        *self.pulse.lock().unwrap_or_else(PoisonError::into_inner) = Some(pulse);
+        *self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner) = Some(heartbeat);
     }
 
     /// Ends the heartbeat.
     pub(super) fn end(&self) {
-        let pulse = self.pulse.lock().unwrap_or_else(PoisonError::into_inner).take();
-        pulse.into_iter().for_each(Periodic::stop);
+        let heartbeat = self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner).take();
+        heartbeat.into_iter().for_each(Periodic::stop);
     }
 
     /// A save of that step was begun.
@@ -98,7 +98,7 @@ impl Ranks {
 
 /// A decision, as the leader announces it.
 #[derive(Serialize, Deserialize)]
-pub(super) enum Said {
+pub(super) enum AgreedDecision {
     Save,
     Replace,
     Refuse(Refusal),
@@ -106,13 +106,13 @@ pub(super) enum Said {
 }
 
 /// Facts that every rank knows alike.
-struct Alike<'a> {
+struct AgreedFacts<'a> {
     step: u64,
     is_first: bool,
     custom: &'a BTreeMap<String, bool>,
 }
 
-impl Facts for Alike<'_> {
+impl Facts for AgreedFacts<'_> {
     fn step(&self) -> u64 {
         self.step
     }
@@ -186,7 +186,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.used && self.inner.birth.is_here() {
             let cause = self.cause.get_or_init(|| "its call of save was interrupted".to_owned());
-            self.inner.take_no_part(self.step, self.stale.is_some(), cause);
+            self.inner.report_no_save(self.step, self.stale.is_some(), cause);
         }
     }
 }
@@ -199,30 +199,30 @@ impl Inner {
         force: bool,
         exists: Exists,
         custom: &BTreeMap<String, bool>,
-    ) -> Result<Said> {
+    ) -> Result<AgreedDecision> {
         self.team.check_session()?;
         self.settle_failures(step)?;
         if force || self.options.save_policy.is_deterministic() {
-            if !force && !self.says_yes_alike(step, custom)? {
-                return Ok(Said::Refuse(Refusal::Policy));
+            if !force && !self.agreed_policy_answer(step, custom)? {
+                return Ok(AgreedDecision::Refuse(Refusal::Policy));
             }
             if self.ranks.lock().highest.is_none_or(|highest| step > highest) {
-                return Ok(Said::Save);
+                return Ok(AgreedDecision::Save);
             }
         }
-        self.ask_with_signals("save", || self.decide(step, force, exists, custom))
+        self.ask_with_preemption("save", || self.decide(step, force, exists, custom))
     }
 
     /// The answer of a deterministic policy, from facts that every rank knows.
-    pub(super) fn says_yes_alike(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
+    pub(super) fn agreed_policy_answer(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let is_first = self.ranks.lock().highest.is_none();
-        self.options.save_policy.should_save(&Alike { step, is_first, custom })
+        self.options.save_policy.should_save(&AgreedFacts { step, is_first, custom })
     }
 
     /// The leader's answer to a question that may depend on a preemption. A rank that got the
     /// signal leaves a mark. Once the leader has found it, all ranks learn of it by the same
     /// answer. So the call costs as much as any call to the leader, without a message of each rank.
-    pub(super) fn ask_with_signals<T: Serialize + for<'de> Deserialize<'de>>(
+    pub(super) fn ask_with_preemption<T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
         answer: impl FnOnce() -> Result<T>,
@@ -237,13 +237,13 @@ impl Inner {
         if mine
             && !known
             && !self.team.leads()
-            && let Err(error) = self.team.tell_signal()
+            && let Err(error) = self.team.report_preemption()
         {
             // The call is made all the same, as the others make it; the next one tells it again.
             tracing::warn!(%error, "the other ranks could not be told that the job is to be preempted");
         }
         let (answer, preempted) = self.team.ask(what, || {
-            if !known && self.team.is_told_signal()? {
+            if !known && self.team.is_preemption_reported()? {
                 self.history.lock().preemption_asked = true;
             }
             let answer = answer()?;
@@ -261,26 +261,27 @@ impl Inner {
         let lag = self.options.max_pending as u64 + 1;
         let before = self.saves.lock().counter.saturating_sub(lag);
         let begun = Instant::now();
-        let are_pending = |line: &Line| !line.endings.are_over(before);
-        let Some(mut line) = self.saves.wait_while(self.options.stall_timeout, false, are_pending) else {
+        let are_pending = |queued: &QueuedSaves| !queued.endings.are_over(before);
+        let Some(mut queued) = self.saves.wait_while(self.options.stall_timeout, false, are_pending) else {
             let waited_for = "an earlier save to end".to_owned();
-            return Err(self.team.lose(Error::Timeout { waited_for, waited: begun.elapsed() }));
+            return Err(self.team.end_session(Error::Timeout { waited_for, waited: begun.elapsed() }));
         };
-        line.endings.forget(before);
-        drop(line);
+        queued.endings.forget(before);
+        drop(queued);
         self.team.forget_votes(before);
-        self.hear_late(before).map_err(|error| self.team.lose(error))?;
-        let line = self.saves.lock();
-        if line.endings.unsettled(before).is_empty() {
+        self.read_late_verdicts(before).map_err(|error| self.team.end_session(error))?;
+        let queued = self.saves.lock();
+        if queued.endings.unsettled(before).is_empty() {
             return Ok(());
         }
-        let unseen = line.endings.unseen().next().is_some();
-        drop(line);
-        let answer = |unseen: Vec<bool>| Ok((unseen.contains(&true), self.team.outdated_by()));
-        let (raise, outdated_by) = self.team.settle("save after one that failed", Ok(unseen), answer)?;
+        let unseen = queued.endings.unseen().next().is_some();
+        drop(queued);
+        let answer = |unseen: Vec<bool>| Ok((unseen.contains(&true), self.team.census_stale_since()));
+        let (raise, census_stale_since) =
+            self.team.settle("save after one that failed", Ok(unseen), answer)?;
         // With the verdict, which a rank that had failed by itself has not heard.
-        if let Some(save) = outdated_by {
-            self.team.is_outdated_by(save);
+        if let Some(save) = census_stale_since {
+            self.team.record_stale_census(save);
         }
         self.saves.lock().endings.set_settled_before(before);
         if raise { self.raise_failure(step) } else { Ok(()) }
@@ -288,7 +289,7 @@ impl Inner {
 
     /// Saves whose end this rank has not heard, and that the leader has committed after all, are
     /// none that have failed: the others do not count them among those.
-    fn hear_late(&self, before: u64) -> Result<()> {
+    fn read_late_verdicts(&self, before: u64) -> Result<()> {
         if self.team.leads() {
             return Ok(());
         }
@@ -316,16 +317,16 @@ impl Inner {
     }
 
     /// Gives the save of this rank, which makes none, its number, and reports it to the others.
-    fn take_no_part(&self, step: u64, told: bool, cause: &str) {
-        if !told {
+    fn report_no_save(&self, step: u64, encoded: bool, cause: &str) {
+        if !encoded {
             // They may wait for what this rank has.
-            let _telling = self.ranks.telling.lock().unwrap_or_else(PoisonError::into_inner);
+            let _telling = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
             if self.known_census().is_none() {
                 participation::abstain_from_exchange(&self.team, cause);
             }
         }
         let error = Error::RankFailed { rank: self.team.rank(), cause: cause.to_owned() };
-        let counter = self.saves.lock().end_unbegun(Save::broken_off(step, error));
+        let counter = self.saves.lock().end_unbegun(Save::failed_unbegun(step, error));
         self.ranks.raise_highest(step);
         participation::abstain(&self.team, counter, step, cause);
     }
@@ -337,7 +338,7 @@ impl Inner {
             return Ok(None);
         }
         let leaves = plain_leaves(state);
-        let _telling = self.ranks.telling.lock().unwrap_or_else(PoisonError::into_inner);
+        let _telling = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
         ticket.stale = Some(false);
         if let Some(census) = self.known_census() {
             ticket.stale = Some(!census.has(self.team.rank(), &leaves));
@@ -345,7 +346,7 @@ impl Inner {
         }
         let census = Arc::new(participation::exchange_leaves(&self.team, Ok(leaves))?);
         self.ranks.lock().census = Some(Arc::clone(&census));
-        self.team.have_told(self.saves.lock().counter);
+        self.team.record_census(self.saves.lock().counter);
         Ok(Some(census))
     }
 
@@ -355,7 +356,7 @@ impl Inner {
         let counter = self.saves.lock().counter;
         // All saves that may have said so have ended on all ranks: see `settle_failures`.
         let lag = self.options.max_pending as u64 + 2;
-        let outdated = self.team.outdated_by().is_some_and(|save| counter >= save + lag);
+        let outdated = self.team.census_stale_since().is_some_and(|save| counter >= save + lag);
         self.ranks.lock().census.clone().filter(|_| !outdated)
     }
 
@@ -375,7 +376,7 @@ impl Manager {
     /// The step that a restore takes (`None`: the latest): the leader's answer, on every rank.
     pub fn choose(&self, step: Option<u64>) -> Result<u64> {
         self.inner.check_usable()?;
-        self.asking(|| {
+        self.in_restore_call(|| {
             let chosen = self.inner.team.ask("restore", || Ok(self.inner.root.find(step)?.manifest.step))?;
             // The leader has it.
             self.inner.root.set_uncertain(chosen, false);
@@ -393,15 +394,15 @@ impl Manager {
             return;
         }
         let mut known = self.inner.ranks.lock();
-        if known.asking {
+        if known.in_restore_call {
             known.restore_left = Some(cause.to_owned());
         } else if known.restoring {
             drop(known);
-            self.say_left(cause.to_owned());
+            self.report_left(cause.to_owned());
         }
     }
 
-    fn say_left(&self, cause: String) {
+    fn report_left(&self, cause: String) {
         let failed = if self.inner.team.leads() {
             Error::RankFailed { rank: self.inner.team.rank(), cause }
         } else {
@@ -413,17 +414,17 @@ impl Manager {
     }
 
     /// One call of a restore. By an error it ends on all ranks; else by [`Manager::restored`].
-    fn asking<T>(&self, ask: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.inner.ranks.lock().asking = true;
+    fn in_restore_call<T>(&self, ask: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.inner.ranks.lock().in_restore_call = true;
         let answer = ask();
         let left = {
             let mut known = self.inner.ranks.lock();
-            known.asking = false;
+            known.in_restore_call = false;
             known.restoring &= answer.is_ok();
             known.restore_left.take()
         };
         if let (Some(cause), true) = (left, answer.is_ok()) {
-            self.say_left(cause);
+            self.report_left(cause);
         }
         answer
     }
@@ -469,7 +470,7 @@ impl Manager {
         mine: Result<S>,
         answer: impl FnOnce(Vec<S>) -> Result<T>,
     ) -> Result<T> {
-        self.asking(|| self.inner.team.settle(what, mine, answer))
+        self.in_restore_call(|| self.inner.team.settle(what, mine, answer))
     }
 
     /// This process, and all of them.

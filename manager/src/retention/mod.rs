@@ -134,7 +134,7 @@ pub enum Retention {
 /// The part of a step that stays.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Items {
+pub enum KeptItems {
     /// All of it.
     All,
     /// These items.
@@ -144,11 +144,11 @@ pub enum Items {
 /// The decision on a step, with reasons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "decision", rename_all = "snake_case")]
-pub enum Decision {
+pub enum StepDecision {
     /// It stays.
     Keep {
         /// The part that stays.
-        items: Items,
+        items: KeptItems,
         /// One reason per rule that keeps it.
         reasons: Vec<String>,
     },
@@ -161,28 +161,28 @@ pub enum Decision {
 
 /// A plan, which explains itself: one decision per step, in their order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Plan {
+pub struct RetentionPlan {
     /// The decisions.
-    pub steps: BTreeMap<u64, Decision>,
+    pub steps: BTreeMap<u64, StepDecision>,
 }
 
-impl Plan {
+impl RetentionPlan {
     /// The steps that go, oldest first.
     pub fn deleted(&self) -> impl Iterator<Item = u64> + '_ {
-        self.steps.iter().filter(|(_, d)| matches!(d, Decision::Delete { .. })).map(|(&step, _)| step)
+        self.steps.iter().filter(|(_, d)| matches!(d, StepDecision::Delete { .. })).map(|(&step, _)| step)
     }
 
     /// The steps that stay in part, and what of them.
     pub fn thinned(&self) -> impl Iterator<Item = (u64, &BTreeSet<String>)> + '_ {
         self.steps.iter().filter_map(|(&step, decision)| match decision {
-            Decision::Keep { items: Items::Only(items), .. } => Some((step, items)),
+            StepDecision::Keep { items: KeptItems::Only(items), .. } => Some((step, items)),
             _ => None,
         })
     }
 
     /// The steps that stay, wholly or in part.
     pub fn kept(&self) -> impl Iterator<Item = u64> + '_ {
-        self.steps.iter().filter(|(_, d)| matches!(d, Decision::Keep { .. })).map(|(&step, _)| step)
+        self.steps.iter().filter(|(_, d)| matches!(d, StepDecision::Keep { .. })).map(|(&step, _)| step)
     }
 }
 
@@ -248,25 +248,25 @@ impl Retention {
     }
 
     /// Returns the decision on each step. `steps` are the committed ones, in any order.
-    pub fn plan(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<Plan> {
+    pub fn plan(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<RetentionPlan> {
         self.decide(steps, now_unix_ns, true)
     }
 
     /// [`Retention::plan`] without reasons. Most of many steps stay, and the texts would be most of
     /// the work.
-    pub fn changes(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<Plan> {
+    pub fn changes(&self, steps: &[Candidate<'_>], now_unix_ns: i64) -> Result<RetentionPlan> {
         self.decide(steps, now_unix_ns, false)
     }
 
-    fn decide(&self, steps: &[Candidate<'_>], now: i64, explained: bool) -> Result<Plan> {
+    fn decide(&self, steps: &[Candidate<'_>], now: i64, explained: bool) -> Result<RetentionPlan> {
         self.check()?;
         let mut ballot = Ballot::new(steps, explained);
         if let Some(newest) = ballot.steps.len().checked_sub(1) {
-            ballot.keep(newest, Items::All, || "the newest committed step always stays".to_owned());
+            ballot.keep(newest, KeptItems::All, || "the newest committed step always stays".to_owned());
         }
         for at in 0..ballot.steps.len() {
             if ballot.steps.get(at).is_some_and(|candidate| candidate.held) {
-                ballot.keep(at, Items::All, || "it is held".to_owned());
+                ballot.keep(at, KeptItems::All, || "it is held".to_owned());
             }
         }
         self.vote(now, &mut ballot)?;
@@ -279,12 +279,12 @@ impl Retention {
         match self {
             Self::KeepAll => {
                 for at in all {
-                    ballot.keep(at, Items::All, || "keep_all".to_owned());
+                    ballot.keep(at, KeptItems::All, || "keep_all".to_owned());
                 }
             }
             Self::KeepLatest { n } => {
                 for at in all.rev().take(count(*n)) {
-                    ballot.keep(at, Items::All, || format!("keep_latest({n})"));
+                    ballot.keep(at, KeptItems::All, || format!("keep_latest({n})"));
                 }
             }
             Self::KeepEvery { steps: interval, items } => {
@@ -305,7 +305,7 @@ impl Retention {
             Self::KeepBest { n, metric, mode } => {
                 let values = steps.iter().map(|candidate| (candidate.step, candidate.metrics.get(metric)));
                 for (at, value) in rank::ranked(values, *mode, count(*n)) {
-                    ballot.keep(at, Items::All, || {
+                    ballot.keep(at, KeptItems::All, || {
                         let value = match value {
                             Some(value) => format!("{metric}={value}"),
                             None => format!("no {metric} yet"),
@@ -317,7 +317,7 @@ impl Retention {
             Self::KeepSteps { steps: kept } => {
                 for at in all {
                     if steps.get(at).is_some_and(|candidate| kept.contains(&candidate.step)) {
-                        ballot.keep(at, Items::All, || "keep_steps".to_owned());
+                        ballot.keep(at, KeptItems::All, || "keep_steps".to_owned());
                     }
                 }
             }
@@ -328,7 +328,7 @@ impl Retention {
                     #[expect(clippy::cast_precision_loss, reason = "a microsecond more or less is no age")]
                     let age = (now.saturating_sub(candidate.committed_unix_ns)) as f64 / 1e9;
                     if age < *seconds {
-                        ballot.keep(at, Items::All, || format!("keep_newer_than({seconds} s)"));
+                        ballot.keep(at, KeptItems::All, || format!("keep_newer_than({seconds} s)"));
                     }
                 }
             }
@@ -366,11 +366,11 @@ impl<'a> Ballot<'a> {
         Self { steps, tallies, explained }
     }
 
-    fn keep(&mut self, at: usize, items: Items, reason: impl FnOnce() -> String) {
+    fn keep(&mut self, at: usize, items: KeptItems, reason: impl FnOnce() -> String) {
         let Some(tally) = self.tallies.get_mut(at) else { return };
         match items {
-            Items::All => tally.whole = true,
-            Items::Only(items) => tally.items.extend(items),
+            KeptItems::All => tally.whole = true,
+            KeptItems::Only(items) => tally.items.extend(items),
         }
         if self.explained {
             tally.reasons.push(reason());
@@ -389,7 +389,7 @@ impl<'a> Ballot<'a> {
                 continue;
             }
             let Some(globs) = &matcher else {
-                self.keep(at, Items::All, rule);
+                self.keep(at, KeptItems::All, rule);
                 continue;
             };
             let items = candidate.items.list();
@@ -398,31 +398,31 @@ impl<'a> Ballot<'a> {
             if kept.is_empty() {
                 // A rule that says "keep a part" never means "delete it all": more likely the glob
                 // is mistyped, or the state's items have other names.
-                self.keep(at, Items::All, || {
+                self.keep(at, KeptItems::All, || {
                     let have = items.join(", ");
                     format!("{}: none of its items ({have}) matches, so it is kept whole", rule())
                 });
             } else {
-                self.keep(at, Items::Only(kept), rule);
+                self.keep(at, KeptItems::Only(kept), rule);
             }
         }
         Ok(())
     }
 
-    fn plan(self) -> Plan {
+    fn plan(self) -> RetentionPlan {
         let decided = self.steps.into_iter().zip(self.tallies);
-        Plan { steps: decided.map(|(step, tally)| (step.step, tally.decide(step))).collect() }
+        RetentionPlan { steps: decided.map(|(step, tally)| (step.step, tally.decide(step))).collect() }
     }
 }
 
 impl Tally {
-    fn decide(self, candidate: &Candidate<'_>) -> Decision {
+    fn decide(self, candidate: &Candidate<'_>) -> StepDecision {
         let Self { whole, items: kept, reasons } = self;
         if !whole && kept.is_empty() {
-            return Decision::Delete { reason: "no rule keeps it".to_owned() };
+            return StepDecision::Delete { reason: "no rule keeps it".to_owned() };
         }
         let has_more = !whole && candidate.items.list().into_iter().any(|item| !kept.contains(item));
-        Decision::Keep { items: if has_more { Items::Only(kept) } else { Items::All }, reasons }
+        StepDecision::Keep { items: if has_more { KeptItems::Only(kept) } else { KeptItems::All }, reasons }
     }
 }
 

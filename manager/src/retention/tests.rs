@@ -152,10 +152,10 @@ fn age_counts_from_the_commit_despite_clock_changes() {
 fn a_plan_explains_itself() {
     let retention = Retention::keep_latest(1) | Retention::keep_best(1, "loss", Mode::Min);
     let plan = retention.plan(&scored(&[(1, 0.1), (2, 0.2), (3, 0.3)]), 0).unwrap();
-    let Decision::Keep { reasons, .. } = &plan.steps[&1] else { panic!("{plan:?}") };
+    let StepDecision::Keep { reasons, .. } = &plan.steps[&1] else { panic!("{plan:?}") };
     assert_eq!(reasons, &["keep_best(1, \"loss\", min): loss=0.1"]);
-    assert_eq!(plan.steps[&2], Decision::Delete { reason: "no rule keeps it".to_owned() });
-    let Decision::Keep { reasons, .. } = &plan.steps[&3] else { panic!("{plan:?}") };
+    assert_eq!(plan.steps[&2], StepDecision::Delete { reason: "no rule keeps it".to_owned() });
+    let StepDecision::Keep { reasons, .. } = &plan.steps[&3] else { panic!("{plan:?}") };
     assert_eq!(reasons, &["the newest committed step always stays", "keep_latest(1)"]);
 }
 

@@ -82,13 +82,13 @@ pub struct Stats {
 }
 
 /// How often somebody who waits without a deadline looks whether there is progress.
-const LOOK: Duration = Duration::from_millis(100);
+const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Called when a save is over.
 pub type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
 #[derive(Default)]
-struct State {
+struct SaveTracks {
     /// Every copy of the capture has been started, or none will be any more.
     started: bool,
     /// Capture: pending (`None`), done or failed.
@@ -98,10 +98,10 @@ struct State {
     stats: Stats,
     callbacks: Vec<Callback>,
     /// The saves that are written before this one.
-    ahead: Vec<Weak<Shared>>,
+    ahead: Vec<Weak<SaveInner>>,
 }
 
-impl State {
+impl SaveTracks {
     fn is_started(&self) -> bool {
         self.started || self.is_captured()
     }
@@ -111,14 +111,14 @@ impl State {
     }
 }
 
-struct Shared {
+struct SaveInner {
     step: u64,
     refusal: Option<Refusal>,
-    state: Mutex<State>,
+    state: Mutex<SaveTracks>,
     changed: Condvar,
     progress: Option<Arc<Progress>>,
     /// Counts what is done for it beside the moving of bytes: other ranks are waited for, and live.
-    moves: AtomicU64,
+    events: AtomicU64,
     /// The devices that it is copied from.
     queues: Vec<Arc<dyn CopyQueue>>,
     begun: Instant,
@@ -127,7 +127,7 @@ struct Shared {
     stall_timeout: Duration,
 }
 
-impl Shared {
+impl SaveInner {
     /// The handle of a save without anything to wait for.
     fn over(step: u64) -> Self {
         Self {
@@ -136,7 +136,7 @@ impl Shared {
             state: Mutex::default(),
             changed: Condvar::new(),
             progress: None,
-            moves: AtomicU64::new(0),
+            events: AtomicU64::new(0),
             queues: Vec::new(),
             begun: Instant::now(),
             cancel: Arc::default(),
@@ -148,7 +148,7 @@ impl Shared {
 /// See the module documentation. Clones are the same save.
 #[derive(Clone)]
 pub struct Save {
-    shared: Arc<Shared>,
+    shared: Arc<SaveInner>,
 }
 
 impl fmt::Debug for Save {
@@ -170,27 +170,27 @@ impl Save {
         stall_timeout: Duration,
     ) -> Self {
         let progress = Some(progress);
-        Self::of(Shared { progress, queues, begun, cancel, stall_timeout, ..Shared::over(step) })
+        Self::of(SaveInner { progress, queues, begun, cancel, stall_timeout, ..SaveInner::over(step) })
     }
 
     pub(crate) fn refused(step: u64, refusal: Refusal) -> Self {
-        Self::of(Shared { refusal: Some(refusal), ..Shared::over(step) })
+        Self::of(SaveInner { refusal: Some(refusal), ..SaveInner::over(step) })
     }
 
     /// One that has failed before anything was begun; its caller knows.
-    pub(crate) fn broken_off(step: u64, error: Error) -> Self {
-        let save = Self::of(Shared::over(step));
+    pub(crate) fn failed_unbegun(step: u64, error: Error) -> Self {
+        let save = Self::of(SaveInner::over(step));
         save.settle(Outcome::NotCommitted(Arc::new(error)));
         save.acknowledge();
         save
     }
 
-    fn of(shared: Shared) -> Self {
+    fn of(shared: SaveInner) -> Self {
         Self { shared: Arc::new(shared) }
     }
 
     /// Says which saves are written before it: while they get on, so does it.
-    pub(crate) fn stands_behind(&self, pending: &[Self]) {
+    pub(crate) fn set_ahead(&self, pending: &[Self]) {
         self.lock().ahead = pending.iter().map(|save| Arc::downgrade(&save.shared)).collect();
     }
 
@@ -209,7 +209,7 @@ impl Save {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SaveTracks> {
         self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -240,14 +240,14 @@ impl Save {
 
     /// Waits until [`Save::captured`]. [`Error::Timeout`] as of [`Save::wait`].
     pub fn wait_captured(&self, timeout: Option<Duration>) -> Result<()> {
-        self.wait_until(timeout, "the capture", State::is_captured)
+        self.wait_until(timeout, "the capture", SaveTracks::is_captured)
     }
 
     /// Waits until every copy of the capture has been started and all host memory is read: what is
     /// left is for the devices that copy ([`Save::precede`]). [`Error::Timeout`] as of
     /// [`Save::wait`].
     pub fn wait_started(&self, timeout: Option<Duration>) -> Result<()> {
-        self.wait_until(timeout, "the capture", State::is_started)
+        self.wait_until(timeout, "the capture", SaveTracks::is_started)
     }
 
     /// True if [`Save::wait_started`] would return at once.
@@ -335,7 +335,12 @@ impl Save {
         }
     }
 
-    fn wait_until(&self, timeout: Option<Duration>, what: &str, done: impl Fn(&State) -> bool) -> Result<()> {
+    fn wait_until(
+        &self,
+        timeout: Option<Duration>,
+        what: &str,
+        done: impl Fn(&SaveTracks) -> bool,
+    ) -> Result<()> {
         if self.refusal().is_some() {
             return Ok(());
         }
@@ -353,7 +358,7 @@ impl Save {
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
             // Progress of other ranks does not wake this thread.
-            let pause = if timeout.is_none() { left.min(LOOK) } else { left };
+            let pause = if timeout.is_none() { left.min(PROGRESS_POLL_INTERVAL) } else { left };
             drop(self.shared.changed.wait_timeout(state, pause));
         }
     }
@@ -364,7 +369,9 @@ impl Save {
         let ahead: Vec<_> = self.lock().ahead.iter().filter_map(Weak::upgrade).collect();
         let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
         let left = ahead.iter().filter(|save| !save.is_done()).count();
-        let bytes = ahead.iter().fold(self.moved(), |bytes, save| bytes.wrapping_add(save.moved()));
+        let bytes = ahead
+            .iter()
+            .fold(self.progress_counter(), |bytes, save| bytes.wrapping_add(save.progress_counter()));
         (left, bytes, self.captured())
     }
 
@@ -414,15 +421,15 @@ impl Save {
 
     /// A number that changes as long as it gets on: bytes captured and written, and signs of life
     /// of other ranks.
-    pub fn moved(&self) -> u64 {
+    pub fn progress_counter(&self) -> u64 {
         let stats = self.shared.progress.as_ref().map(|progress| progress.snapshot()).unwrap_or_default();
         let bytes = stats.captured_bytes.wrapping_add(stats.written_bytes);
-        bytes.wrapping_add(self.shared.moves.load(Ordering::Relaxed))
+        bytes.wrapping_add(self.shared.events.load(Ordering::Relaxed))
     }
 
     /// It gets on, though no bytes move.
-    pub(crate) fn gets_on(&self) {
-        self.shared.moves.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn record_progress(&self) {
+        self.shared.events.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The failure, if there is one that nobody has seen; it is seen from now on.
@@ -433,7 +440,7 @@ impl Save {
     }
 
     /// A failure that was taken could not be told.
-    pub(crate) fn not_seen(&self) {
+    pub(crate) fn mark_unseen(&self) {
         self.lock().seen = false;
     }
 

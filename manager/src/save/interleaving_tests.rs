@@ -19,7 +19,7 @@ use stepwell_core::staging::{Filling, Slot, StagingPool};
 use stepwell_core::sync::shuttle::{self, thread};
 use stepwell_core::tree::{ContainerKind, Tree};
 
-use super::job::{self, Place, Scene};
+use super::job::{self, PlanContext, SaveTarget};
 use super::{Outcome, Save, persist};
 use crate::commit::Existing;
 use crate::coordination::SingleProcess;
@@ -184,7 +184,7 @@ fn save(trouble: Trouble) {
         cancel: Arc::clone(&cancel),
         ..SaveRequest::new(7, state(trouble == Trouble::Source, &returned))
     };
-    let scene = Scene {
+    let context = PlanContext {
         root: Path::new("/step"),
         environment: &environment,
         options: &options,
@@ -192,8 +192,8 @@ fn save(trouble: Trouble) {
         team: &team,
         census: None,
     };
-    let prepared = job::plan(&scene, request, Instant::now()).unwrap();
-    let place = Place {
+    let prepared = job::plan(&context, request, Instant::now()).unwrap();
+    let place = SaveTarget {
         label: "path".to_owned(),
         target: "step".to_owned(),
         existing: Existing::Refuse,

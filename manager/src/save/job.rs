@@ -1,6 +1,6 @@
 //! Making a save, whatever it is a part of: a step of a root or a singular checkpoint. Everything
 //! that can be wrong with it is found in [`plan`], before a byte is captured and before anything
-//! is made on disk; then it is cut into the [`Job`] of a persister and the [`Capturing`] of the
+//! is made on disk; then it is cut into the [`SaveJob`] of a persister and the [`Capturing`] of the
 //! caller's thread.
 
 use std::collections::BTreeMap;
@@ -18,7 +18,7 @@ use stepwell_reshard::partition::Limit;
 use stepwell_reshard::subchunk;
 
 use super::Save;
-use crate::commit::{Draft, Existing, ItemPart, Plan};
+use crate::commit::{CommitPlan, Draft, Existing, ItemPart};
 use crate::coordination::team::Team;
 use crate::directory_layout;
 use crate::environment::Environment;
@@ -31,7 +31,7 @@ use crate::state::{self, Census, Writing};
 const UNKNOWN_MEMORY: u64 = 4 << 30;
 
 /// The facts that a plan needs beside the request.
-pub(crate) struct Scene<'a> {
+pub(crate) struct PlanContext<'a> {
     /// The root (or the path of a singular checkpoint), for messages.
     pub root: &'a Path,
     pub environment: &'a Environment,
@@ -44,7 +44,7 @@ pub(crate) struct Scene<'a> {
 }
 
 /// Its final place.
-pub(crate) struct Place {
+pub(crate) struct SaveTarget {
     /// The source of the names of its temporary and its trash.
     pub label: String,
     /// The name that it gets.
@@ -59,7 +59,7 @@ pub(crate) struct Place {
 }
 
 /// A save that nothing is wrong with.
-pub(crate) struct Prepared {
+pub(crate) struct PlannedSave {
     draft: Draft,
     unwritten: Vec<ItemPart>,
     capture: Capture,
@@ -77,9 +77,9 @@ pub(crate) struct Prepared {
 pub type Streams = BTreeMap<u32, UserStream>;
 
 /// A save that waits to be written.
-pub(crate) struct Job {
+pub(crate) struct SaveJob {
     pub save: Save,
-    pub plan: Plan,
+    pub plan: CommitPlan,
     pub draft: Draft,
     /// This rank's tensors of items that others write.
     pub unwritten: Vec<ItemPart>,
@@ -100,7 +100,11 @@ pub(crate) struct Capturing {
 
 /// Orders the copies of a planned save behind what the caller has put on his streams, and makes the
 /// memory for it.
-pub(crate) fn make_ready(prepared: &mut Prepared, options: &Options, pool: &Arc<StagingPool>) -> Result<()> {
+pub(crate) fn allocate_staging(
+    prepared: &mut PlannedSave,
+    options: &Options,
+    pool: &Arc<StagingPool>,
+) -> Result<()> {
     prepared.follow()?;
     // Memory for a late capture is allocated late too: two slots are enough to begin with.
     let hurry = prepared.has_eager();
@@ -114,8 +118,8 @@ pub(crate) fn make_ready(prepared: &mut Prepared, options: &Options, pool: &Arc<
 
 /// Items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check
 /// of the user's data is in here; nothing is read, written or made.
-pub(crate) fn plan(scene: &Scene<'_>, request: SaveRequest, begun: Instant) -> Result<Prepared> {
-    let &Scene { root, environment, options, pool, team, census } = scene;
+pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Instant) -> Result<PlannedSave> {
+    let &PlanContext { root, environment, options, pool, team, census } = context;
     let SaveRequest { step, state, metrics, custom_metadata, cancel, streams, .. } = request;
     let started_unix_ns = environment.clock.unix_ns();
     let cut = subchunk::Options {
@@ -169,7 +173,7 @@ pub(crate) fn plan(scene: &Scene<'_>, request: SaveRequest, begun: Instant) -> R
         save_options.capture_threads = threads.max(1);
     }
     let (capture, flush) = stepwell_core::save::prepare(items.plans, pool, save_options)?;
-    Ok(Prepared {
+    Ok(PlannedSave {
         draft,
         unwritten: items.unwritten,
         capture,
@@ -182,7 +186,7 @@ pub(crate) fn plan(scene: &Scene<'_>, request: SaveRequest, begun: Instant) -> R
     })
 }
 
-impl Prepared {
+impl PlannedSave {
     /// Orders the copies behind what the caller has put on his streams.
     fn follow(&self) -> Result<()> {
         for queue in self.capture.queues() {
@@ -203,13 +207,13 @@ impl Prepared {
         self,
         environment: &Environment,
         options: &Options,
-        place: Place,
-    ) -> (Job, Capturing) {
+        place: SaveTarget,
+    ) -> (SaveJob, Capturing) {
         let Self { draft, unwritten, capture, flush, tensor_bytes, cancel, streams, begun, team } = self;
         let session = team.session().to_owned();
-        let Place { label, target, existing, counter, fenced, stale } = place;
+        let SaveTarget { label, target, existing, counter, fenced, stale } = place;
         let stall_timeout = options.stall_timeout;
-        let plan = Plan {
+        let plan = CommitPlan {
             step: draft.step,
             temporary: directory_layout::temporary(&label, &session, counter),
             given_up: directory_layout::given_up(&label, &session, counter),
@@ -232,7 +236,7 @@ impl Prepared {
         save.set_stats(|stats| stats.files = draft.items.len() as u64);
         let capturing =
             Capturing { save: save.clone(), capture, streams, alone: !fenced, bytes: tensor_bytes };
-        (Job { save, plan, draft, unwritten, flush, queued: Instant::now() }, capturing)
+        (SaveJob { save, plan, draft, unwritten, flush, queued: Instant::now() }, capturing)
     }
 }
 

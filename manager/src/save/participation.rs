@@ -8,12 +8,12 @@ use crate::coordination::team::Team;
 use crate::error::{Error, Relayed, Result};
 use crate::state::Census;
 
-/// Exchanges the plain leaves of all ranks ([`crate::state::plain_leaves`]). A rank that cannot save
-/// gives its error, and the call fails on all ranks.
+/// Exchanges the plain leaves of all ranks ([`crate::state::plain_leaves`]). A rank that cannot
+/// save gives its error, and the call fails on all ranks.
 pub(crate) fn exchange_leaves(team: &Team, mine: Result<Vec<u64>>) -> Result<Census> {
     let mine = mine.map(|leaves| (team.rank(), leaves));
-    let census = |all: Vec<(u32, Vec<u64>)>| Ok(Census::new(&all).told());
-    team.settle("save: who holds what", mine, census).map(Census::of_told)
+    let census = |all: Vec<(u32, Vec<u64>)>| Ok(Census::new(&all).encoded());
+    team.settle("save: who holds what", mine, census).map(Census::decoded)
 }
 
 /// Announces in the exchange of leaves that this rank does not save.

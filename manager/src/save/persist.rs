@@ -10,10 +10,10 @@ use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::{Dir, File, SpaceReclaimer};
 use stepwell_core::save::{Flush, WrittenItem};
 
-use super::job::Job;
+use super::job::SaveJob;
 use super::{Outcome, Save, Stats};
-use crate::commit::driver::{Polled, World};
-use crate::commit::{self, Announcement, DraftItem, Heard, ItemPart, Machine, Verdict, Vote};
+use crate::commit::driver::{PolledVotes, World};
+use crate::commit::{self, Announcement, DraftItem, ItemPart, LeaderNews, Machine, Verdict, Vote};
 use crate::coordination::LEADER;
 use crate::coordination::team::Team;
 use crate::environment::Environment;
@@ -23,10 +23,10 @@ use crate::retire::Deleter;
 use crate::root;
 
 /// How long a save waits for free space on a full disk.
-const MAKING_ROOM: Duration = Duration::from_secs(60);
+const RECLAIM_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How a job ended.
-pub(crate) struct Ended {
+pub(crate) struct SaveEnd {
     pub outcome: Outcome,
     /// Trash that the commit made.
     pub replaced: Option<String>,
@@ -35,19 +35,19 @@ pub(crate) struct Ended {
 /// Runs a job to its end. A panic of the engine becomes a failure of the save. `written` is called
 /// once its data is durable, before anything else is done with it.
 pub(crate) fn run(
-    job: Job,
+    job: SaveJob,
     root: &Arc<dyn Dir>,
     environment: &Environment,
     team: &Team,
     deleter: &Arc<Deleter>,
     written: &dyn Fn(),
-) -> (Save, Ended) {
+) -> (Save, SaveEnd) {
     let save = job.save.clone();
     let step = save.step();
     let ended = guarded("the engine", || commit(job, root, environment, team, deleter, written));
     let ended = ended.unwrap_or_else(|source| {
         // It may have panicked after the rename: nothing is claimed.
-        Ended {
+        SaveEnd {
             outcome: Outcome::DurabilityUncertain(Arc::new(Error::DurabilityUncertain { step, source })),
             replaced: None,
         }
@@ -78,14 +78,14 @@ pub(crate) fn log_commit(save: &Save, team: &Team, what: &str, place: &Path) {
 }
 
 fn commit(
-    job: Job,
+    job: SaveJob,
     root: &Arc<dyn Dir>,
     environment: &Environment,
     team: &Team,
     deleter: &Arc<Deleter>,
     written: &dyn Fn(),
-) -> Ended {
-    let Job { save, plan, draft, unwritten, flush, queued } = job;
+) -> SaveEnd {
+    let SaveJob { save, plan, draft, unwritten, flush, queued } = job;
     let _span = tracing::info_span!("save", step = save.step()).entered();
     save.set_stats(|stats| stats.queued_seconds = queued.elapsed().as_secs_f64());
     let temporary = plan.temporary.clone();
@@ -113,7 +113,7 @@ fn commit(
             Verdict::NotCommitted(error) => error.missing().unwrap_or_default(),
             _ => &[],
         };
-        team.has_missed(counter, missing);
+        team.record_missed(counter, missing);
     }
     let files = save.stats().files;
     save.set_stats(|stats| {
@@ -122,16 +122,16 @@ fn commit(
     });
     let step = save.step();
     match result.verdict {
-        Verdict::Committed { replaced } => Ended { outcome: Outcome::Committed, replaced },
+        Verdict::Committed { replaced } => SaveEnd { outcome: Outcome::Committed, replaced },
         Verdict::NotCommitted(error) => {
             // The outcome reports it to the caller.
             tracing::info!(%error, "not committed");
-            Ended { outcome: Outcome::NotCommitted(Arc::new(error)), replaced: None }
+            SaveEnd { outcome: Outcome::NotCommitted(Arc::new(error)), replaced: None }
         }
         Verdict::Uncertain(source) => {
             let error = Error::DurabilityUncertain { step, source };
             tracing::info!(%error, "uncertain");
-            Ended { outcome: Outcome::DurabilityUncertain(Arc::new(error)), replaced: None }
+            SaveEnd { outcome: Outcome::DurabilityUncertain(Arc::new(error)), replaced: None }
         }
     }
 }
@@ -163,7 +163,7 @@ struct SaveReclaimer<'a> {
 
 impl SpaceReclaimer for SaveReclaimer<'_> {
     fn reclaim(&mut self) -> bool {
-        self.deleter.empty_now(MAKING_ROOM);
+        self.deleter.empty_now(RECLAIM_TIMEOUT);
         // Also where that was not all in time: some of it may be gone.
         true
     }
@@ -200,16 +200,16 @@ impl World for SaveWorld<'_> {
         SaveReclaimer { deleter: self.deleter, temporary: &self.temporary }.reclaim()
     }
 
-    fn usurper(&mut self) -> stepwell_core::Result<Option<String>> {
-        root::usurper(&**self.root, &self.attempt.session)
+    fn other_writer(&mut self) -> stepwell_core::Result<Option<String>> {
+        root::other_writer(&**self.root, &self.attempt.session)
     }
 
     fn send_vote(&mut self, vote: &Vote) -> Result<()> {
         self.team.send_vote(self.attempt.counter, &vote.encode()?)
     }
 
-    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<Polled> {
-        self.save.gets_on();
+    fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<PolledVotes> {
+        self.save.record_progress();
         let messages = self.team.votes(self.attempt.counter, missing, timeout)?;
         let step = self.save.step();
         let vote = |rank: u32, message: &[u8]| {
@@ -220,38 +220,38 @@ impl World for SaveWorld<'_> {
         self.stale |= votes.iter().any(|vote| vote.stale);
         let voted = |rank: u32| votes.iter().any(|vote| vote.rank == rank);
         let silent = missing.iter().copied().filter(|&rank| !voted(rank));
-        let mut beats = Vec::new();
+        let mut heartbeats = Vec::new();
         for rank in silent {
-            beats.extend(self.life_of(rank)?.map(|moved| (rank, moved)));
+            heartbeats.extend(self.heartbeat_in_save(rank)?.map(|progress_counter| (rank, progress_counter)));
         }
-        Ok(Polled { votes, beats })
+        Ok(PolledVotes { votes, heartbeats })
     }
 
     fn announce(&mut self, announcement: &Announcement) -> Result<()> {
         if self.stale {
-            self.team.is_outdated_by(self.attempt.counter);
+            self.team.record_stale_census(self.attempt.counter);
         }
         let has_failed = !matches!(announcement, Announcement::Committed);
         self.team.send_verdict(self.attempt.counter, &announcement.encode(self.stale)?, has_failed)
     }
 
-    fn listen(&mut self, timeout: Duration) -> Result<Heard> {
+    fn listen(&mut self, timeout: Duration) -> Result<LeaderNews> {
         if let Some(message) = self.team.verdict(self.attempt.counter, timeout)? {
             let (announcement, stale) = Announcement::decode(&message)?;
             if stale {
-                self.team.is_outdated_by(self.attempt.counter);
+                self.team.record_stale_census(self.attempt.counter);
             }
-            return Ok(Heard { announcement: Some(announcement), beat: 0 });
+            return Ok(LeaderNews { announcement: Some(announcement), heartbeat: 0 });
         }
         // The waiter must not time out first: the leader's timeout names the silent rank.
-        self.save.gets_on();
-        Ok(Heard { announcement: None, beat: self.life_of(LEADER)?.unwrap_or_default() })
+        self.save.record_progress();
+        Ok(LeaderNews { announcement: None, heartbeat: self.heartbeat_in_save(LEADER)?.unwrap_or_default() })
     }
 }
 
 impl SaveWorld<'_> {
     /// A rank's last sign of life, if it is not through with this save.
-    fn life_of(&self, rank: u32) -> Result<Option<u64>> {
-        Ok(self.team.beat_of(rank)?.in_save(self.attempt.counter))
+    fn heartbeat_in_save(&self, rank: u32) -> Result<Option<u64>> {
+        Ok(self.team.heartbeat_of(rank)?.in_save(self.attempt.counter))
     }
 }

@@ -86,13 +86,13 @@ impl Claim {
 fn sampled(region: &Region, itemsize: u64, provider: &dyn StateProvider) -> Result<Option<u32>> {
     let bytes = volume(&region.extent).unwrap_or(0).saturating_mul(itemsize);
     let mut all = Vec::new();
-    let mut look = |from: u64, length: u64| -> Result<bool> {
+    let mut sample = |from: u64, length: u64| -> Result<bool> {
         let at = all.len();
         all.resize(at + length as usize, 0);
         Ok(provider.peek(region, from, all.get_mut(at..).unwrap_or_default())?)
     };
     if bytes <= PIECES * PIECE_BYTES {
-        if bytes > 0 && !look(0, bytes)? {
+        if bytes > 0 && !sample(0, bytes)? {
             return Ok(None);
         }
     } else {
@@ -100,7 +100,7 @@ fn sampled(region: &Region, itemsize: u64, provider: &dyn StateProvider) -> Resu
         for number in 0..PIECES {
             // The last one ends where the region does.
             let from = (u128::from(bytes - piece) * u128::from(number) / u128::from(PIECES - 1)) as u64;
-            if !look(from / itemsize * itemsize, piece)? {
+            if !sample(from / itemsize * itemsize, piece)? {
                 return Ok(None);
             }
         }

@@ -72,27 +72,27 @@ impl Writing<'_> {
 
     /// True if this rank has not said that it has that part: others may have it, too.
     fn is_news(&self, part: u64) -> bool {
-        let told = |census: &Census| census.holders(part).is_some_and(|ranks| ranks.contains(&self.rank));
-        self.census.is_some_and(|census| !told(census))
+        let encoded = |census: &Census| census.holders(part).is_some_and(|ranks| ranks.contains(&self.rank));
+        self.census.is_some_and(|census| !encoded(census))
     }
 
-    fn ranks(&self, holders: &Holders, part: u64) -> Group {
+    fn ranks(&self, holders: &Holders, part: u64) -> PartWriters {
         match holders {
-            Holders::This => Group::Alone,
-            Holders::Ranks(ranks) if ranks.len() <= 1 => Group::Alone,
-            Holders::Ranks(ranks) => Group::Ranks(Arc::clone(ranks)),
-            Holders::Replicas { count, .. } if *count <= 1 => Group::Alone,
-            Holders::Replicas { index, count } => Group::Places(*index, *count),
+            Holders::This => PartWriters::Alone,
+            Holders::Ranks(ranks) if ranks.len() <= 1 => PartWriters::Alone,
+            Holders::Ranks(ranks) => PartWriters::Ranks(Arc::clone(ranks)),
+            Holders::Replicas { count, .. } if *count <= 1 => PartWriters::Alone,
+            Holders::Replicas { index, count } => PartWriters::Places(*index, *count),
             Holders::First => match self.census.and_then(|census| census.holders(part)) {
-                Some(ranks) if ranks.first() == Some(&self.rank) => Group::Alone,
-                Some(ranks) if ranks.contains(&self.rank) => Group::Others,
-                _ => Group::Unsettled,
+                Some(ranks) if ranks.first() == Some(&self.rank) => PartWriters::Alone,
+                Some(ranks) if ranks.contains(&self.rank) => PartWriters::Others,
+                _ => PartWriters::Unsettled,
             },
             Holders::Everyone => match self.census.and_then(|census| census.holders(part)) {
-                Some(ranks) if !ranks.contains(&self.rank) => Group::Unsettled,
-                Some(ranks) if ranks.len() > 1 => Group::Ranks(ranks),
-                Some(_) => Group::Alone,
-                None => Group::Unsettled,
+                Some(ranks) if !ranks.contains(&self.rank) => PartWriters::Unsettled,
+                Some(ranks) if ranks.len() > 1 => PartWriters::Ranks(ranks),
+                Some(_) => PartWriters::Alone,
+                None => PartWriters::Unsettled,
             },
         }
     }
@@ -107,7 +107,7 @@ pub(crate) struct Census {
 }
 
 /// Leaves, each with the number of its set of ranks; and those sets, as runs.
-pub(crate) type ToldCensus = (Vec<(u64, u32)>, Vec<Vec<(u32, u32)>>);
+pub(crate) type EncodedCensus = (Vec<(u64, u32)>, Vec<Vec<(u32, u32)>>);
 
 impl Census {
     /// From what each rank has: ranks in order, and their leaves' hashes.
@@ -135,12 +135,12 @@ impl Census {
     }
 
     /// As it is told: every leaf once, however many ranks have it.
-    pub(crate) fn told(self) -> ToldCensus {
+    pub(crate) fn encoded(self) -> EncodedCensus {
         (self.leaves, self.sets.iter().map(|set| runs_of(set)).collect())
     }
 
     /// From what was told.
-    pub(crate) fn of_told((leaves, sets): ToldCensus) -> Self {
+    pub(crate) fn decoded((leaves, sets): EncodedCensus) -> Self {
         Self { leaves, sets: sets.into_iter().map(|set| numbers_of(set).into()).collect() }
     }
 
@@ -230,7 +230,7 @@ pub(crate) struct Shares {
 }
 
 /// The holders of a part, as far as they matter for its writer.
-enum Group {
+enum PartWriters {
     Alone,
     /// Another one writes it.
     Others,
@@ -243,7 +243,7 @@ enum Group {
 }
 
 /// A part that others hold too.
-struct Shared {
+struct SharedPart {
     leaf: usize,
     /// Orders the parts of a group alike on all of its ranks.
     order: (u64, Region),
@@ -259,7 +259,7 @@ impl Shares {
         let mut mine: Vec<Option<Vec<Region>>> = vec![None; state.leaves.len()];
         let mut unsettled = Vec::new();
         let mut claims = Vec::new();
-        let mut groups: HashMap<Arc<[u32]>, Vec<Shared>> = HashMap::new();
+        let mut groups: HashMap<Arc<[u32]>, Vec<SharedPart>> = HashMap::new();
         for (leaf, (source, &path)) in state.leaves.iter().zip(&paths).enumerate() {
             let Some(own) = mine.get_mut(leaf) else { continue };
             match source {
@@ -276,17 +276,17 @@ impl Shares {
                         }
                         let held = Held { extent: region.extent.clone(), itemsize: dtype.size() as u64 };
                         match writing.ranks(holders, part) {
-                            Group::Alone => own.get_or_insert_default().push(region.clone()),
-                            Group::Others => {}
-                            Group::Unsettled => {
+                            PartWriters::Alone => own.get_or_insert_default().push(region.clone()),
+                            PartWriters::Others => {}
+                            PartWriters::Unsettled => {
                                 unsettled.push(leaf as u32);
                                 own.get_or_insert_default().push(region.clone());
                             }
-                            Group::Ranks(ranks) => {
+                            PartWriters::Ranks(ranks) => {
                                 let order = (path, region.clone());
-                                groups.entry(ranks).or_default().push(Shared { leaf, order, held });
+                                groups.entry(ranks).or_default().push(SharedPart { leaf, order, held });
                             }
-                            Group::Places(index, count) => {
+                            PartWriters::Places(index, count) => {
                                 if let Some(share) = of_places(path, region, held, index, count) {
                                     own.get_or_insert_default().extend(share);
                                 }
@@ -298,16 +298,16 @@ impl Shares {
                     if writing.is_compared(&Holders::Everyone, path) {
                         claims.push(Claim::of_object(writing.rank, path, value)?);
                     }
-                    if let Group::Ranks(ranks) = writing.ranks(&Holders::Everyone, path) {
+                    if let PartWriters::Ranks(ranks) = writing.ranks(&Holders::Everyone, path) {
                         let order = (path, Region::whole(&[]));
                         let held = Held { extent: vec![].into(), itemsize: OBJECT_BYTES };
-                        groups.entry(ranks).or_default().push(Shared { leaf, order, held });
+                        groups.entry(ranks).or_default().push(SharedPart { leaf, order, held });
                     } else {
                         *own = Some(Vec::new());
                     }
                 }
                 LeafSource::Drifting(_) => {
-                    if !matches!(writing.ranks(&Holders::First, path), Group::Others) {
+                    if !matches!(writing.ranks(&Holders::First, path), PartWriters::Others) {
                         *own = Some(Vec::new());
                     }
                 }
@@ -317,7 +317,7 @@ impl Shares {
         for (ranks, mut shared) in groups {
             shared.sort_by(|one, other| {
                 // What is small stands together, so that it comes into few files.
-                let key = |shared: &Shared| {
+                let key = |shared: &SharedPart| {
                     (shared.held.bytes() > SMALL, shared.order.0, shared.order.1.offset.clone())
                 };
                 key(one).cmp(&key(other))

@@ -21,7 +21,7 @@ fn key(name: impl Into<String>) -> Option<Component> {
     Some(Component::Key(name.into().into()))
 }
 
-fn names(items: &Items) -> Vec<String> {
+fn names(items: &StateItems) -> Vec<String> {
     items.drafts.iter().map(|item| item.name.clone()).collect()
 }
 

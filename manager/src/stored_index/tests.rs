@@ -98,7 +98,7 @@ impl Step {
             let path = format!("{name}/index");
             dir.write_file(&path, &encoded.bytes).unwrap();
             let length = encoded.bytes.len() as u64;
-            assert!(length > WORTH_AN_OUTLINE, "{length}");
+            assert!(length > MIN_OUTLINE_BYTES, "{length}");
             let top_level = entries.iter().map(|&(name, position)| TopLevel {
                 name: name.to_owned(),
                 position,
@@ -126,7 +126,7 @@ impl Step {
     }
 
     fn read(&self, is_whole: bool) -> Result<StoredIndex> {
-        let outline_from = if is_whole { u64::MAX } else { WORTH_AN_OUTLINE };
+        let outline_from = if is_whole { u64::MAX } else { MIN_OUTLINE_BYTES };
         StoredIndex::read_outlines(&*self.dir, &self.manifest, outline_from)
     }
 

@@ -18,22 +18,22 @@ use stepwell_core::io::Dir;
 use crate::commit::aside::replace_file;
 use crate::control::owner;
 use crate::delete_tree::ignore_missing;
-use crate::directory_layout::{BEAT_PREFIX, CONTROL};
+use crate::directory_layout::{CONTROL, HEARTBEAT_PREFIX};
 use crate::environment::Clock;
 use crate::error::{Error, Result};
 use crate::periodic::Periodic;
 
-const MAX_BEAT_BYTES: u64 = 64 << 10;
+const MAX_HEARTBEAT_BYTES: u64 = 64 << 10;
 /// A writer beats so many times in the silence that others wait for.
-const BEATS_PER_SILENCE: u32 = 6;
+const HEARTBEATS_PER_SILENCE: u32 = 6;
 /// And a silence is at least so many beats of the writer that is watched, whatever this one was
 /// told.
-const SILENT_BEATS: u32 = 3;
+const MISSED_HEARTBEATS: u32 = 3;
 /// How often the others are looked at in that time.
-const LOOKS: u32 = 20;
+const POLLS_PER_SILENCE: u32 = 20;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Beat {
+struct HeartbeatRecord {
     /// Counts.
     count: u64,
     /// From one to the next.
@@ -43,18 +43,18 @@ struct Beat {
 }
 
 /// Beats until it is stopped, or until someone else is the root's writer.
-pub struct Heart {
+pub struct WriterHeartbeat {
     session: String,
     thread: Periodic,
 }
 
-impl Heart {
+impl WriterHeartbeat {
     /// The first beat is there when this returns.
     pub fn start(root: &Arc<dyn Dir>, session: &str, silence: Duration) -> Result<Self> {
-        let every = silence / BEATS_PER_SILENCE;
+        let every = silence / HEARTBEATS_PER_SILENCE;
         write(&**root, session, 0, every)?;
         let (dir, owned, mut count) = (Arc::clone(root), session.to_owned(), 0);
-        let beat = move || {
+        let heartbeat = move || {
             count += 1;
             // A writer that took over has removed it.
             if matches!(dir.stat(&format!("{CONTROL}/{}", name(&owned))), Ok(None)) {
@@ -65,7 +65,7 @@ impl Heart {
             }
             true
         };
-        let thread = Periodic::start("stepwell-beat", every, beat)
+        let thread = Periodic::start("stepwell-heartbeat", every, heartbeat)
             .map_err(|error| stepwell_core::Error::io("start a thread for", root.path(), error))?;
         Ok(Self { session: session.to_owned(), thread })
     }
@@ -87,18 +87,18 @@ pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silenc
     if seen.is_empty() {
         return Ok(());
     }
-    let slowest = seen.values().flatten().map(|beat| Duration::from_millis(beat.every_ms)).max();
-    let silence = silence.max(slowest.unwrap_or_default().saturating_mul(SILENT_BEATS));
+    let slowest = seen.values().flatten().map(|heartbeat| Duration::from_millis(heartbeat.every_ms)).max();
+    let silence = silence.max(slowest.unwrap_or_default().saturating_mul(MISSED_HEARTBEATS));
     tracing::info!(
         root = %root.path().display(), seconds = silence.as_secs_f64(),
         "an earlier writer of this root did not end by itself: watching whether it lives"
     );
     let begun = clock.monotonic();
     while clock.monotonic().saturating_sub(begun) < silence {
-        clock.pause(silence / LOOKS);
-        for (name, beat) in others(root, session)? {
-            if seen.get(&name) != Some(&beat) {
-                let owner = beat.map(|beat| beat.owner);
+        clock.pause(silence / POLLS_PER_SILENCE);
+        for (name, heartbeat) in others(root, session)? {
+            if seen.get(&name) != Some(&heartbeat) {
+                let owner = heartbeat.map(|heartbeat| heartbeat.owner);
                 return Err(Error::Locked { root: root.path().to_owned(), owner });
             }
         }
@@ -112,7 +112,7 @@ pub fn forget_others(root: &dyn Dir, session: &str) -> Result<()> {
     let control = root.open_dir(CONTROL)?;
     for entry in control.entries()? {
         let stale =
-            entry.name.trim_start_matches('.').starts_with(BEAT_PREFIX) && !entry.name.contains(session);
+            entry.name.trim_start_matches('.').starts_with(HEARTBEAT_PREFIX) && !entry.name.contains(session);
         if stale {
             ignore_missing(control.remove_file(&entry.name))?;
         }
@@ -121,30 +121,30 @@ pub fn forget_others(root: &dyn Dir, session: &str) -> Result<()> {
 }
 
 /// By file name; `None`: it cannot be read as one, which changes as little as any other.
-fn others(root: &dyn Dir, session: &str) -> Result<BTreeMap<String, Option<Beat>>> {
+fn others(root: &dyn Dir, session: &str) -> Result<BTreeMap<String, Option<HeartbeatRecord>>> {
     let control = root.open_dir(CONTROL)?;
-    let mut beats = BTreeMap::new();
+    let mut heartbeats = BTreeMap::new();
     for entry in control.entries()? {
-        if !entry.name.starts_with(BEAT_PREFIX) || entry.name == name(session) {
+        if !entry.name.starts_with(HEARTBEAT_PREFIX) || entry.name == name(session) {
             continue;
         }
-        match control.read_file(&entry.name, MAX_BEAT_BYTES) {
-            Ok(bytes) => drop(beats.insert(entry.name, serde_json::from_slice(&bytes).ok())),
+        match control.read_file(&entry.name, MAX_HEARTBEAT_BYTES) {
+            Ok(bytes) => drop(heartbeats.insert(entry.name, serde_json::from_slice(&bytes).ok())),
             Err(error) if error.is_gone() => {}
             Err(error) => return Err(error.into()),
         }
     }
-    Ok(beats)
+    Ok(heartbeats)
 }
 
 fn name(session: &str) -> String {
-    format!("{BEAT_PREFIX}{session}")
+    format!("{HEARTBEAT_PREFIX}{session}")
 }
 
 fn write(root: &dyn Dir, session: &str, count: u64, every: Duration) -> Result<()> {
     let every_ms = u64::try_from(every.as_millis()).unwrap_or(u64::MAX);
-    let beat = Beat { count, every_ms, owner: owner() };
-    let bytes = serde_json::to_vec(&beat).map_err(|error| crate::error::unencodable(&error))?;
+    let heartbeat = HeartbeatRecord { count, every_ms, owner: owner() };
+    let bytes = serde_json::to_vec(&heartbeat).map_err(|error| crate::error::unencodable(&error))?;
     let control = root.open_dir(CONTROL)?;
     let name = name(session);
     replace_file(&*control, &name, &format!(".{name}.new"), &bytes)?;
