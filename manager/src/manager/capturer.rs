@@ -1,8 +1,7 @@
-//! The capturer: one thread per manager that captures what saves have left to be captured late, in
-//! the order in which the saves were called.
+//! The capturer: one thread per manager for late captures, in the order of the saves.
 //!
-//! One save of a manager is captured at a time, here or on its caller's thread: a later one would
-//! take slots that only its flush frees, which stands behind the earlier one's.
+//! One save of a manager is captured at a time, here or on its caller's thread. A second one would
+//! take slots that only its own flush frees, and that flush follows the earlier one's.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,8 +15,8 @@ use crate::guard::guarded;
 use crate::save::job::Capturing;
 
 impl Inner {
-    /// Hands over what is left of a capture. `first`: it belongs to the save that is being
-    /// captured, and comes before what waits.
+    /// Hands over the rest of a capture. `first`: it belongs to the save that is being captured,
+    /// and precedes the waiting ones.
     pub(super) fn capture_later(
         self: &Arc<Self>,
         captures: &mut Captures,
@@ -38,7 +37,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The body of the capturer's thread. It ends when it is told to and nothing is left.
+    /// The body of the capturer's thread. It ends after a stop, when no capture is left.
     fn capture(self: &Arc<Self>) {
         loop {
             let rest = {

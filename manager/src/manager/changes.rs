@@ -1,4 +1,4 @@
-//! Changes of a root beside saving: rewind, delete, hold, prune, later metrics.
+//! Changes of a root beside saves: rewind, delete, hold, add a step, later metrics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::directory_layout::{self, LEASE, OwnName};
 use crate::error::{Error, Result};
 use crate::metrics;
 
-/// A step that stays as long as this lives: leased, and counted by this manager's retention.
+/// A held step: leased, and kept by retention, until this is dropped.
 pub struct Hold {
     step: u64,
     inner: Arc<Inner>,
@@ -37,8 +37,8 @@ impl Drop for Hold {
 }
 
 impl Inner {
-    /// Before anything is renamed: a branch is one line of steps, and a name that is taken would
-    /// end a rewind halfway.
+    /// Refuses a branch that exists. A branch is one line of steps, and a name that is taken would
+    /// stop a rewind halfway.
     fn check_branch_is_new(&self, branch: &str) -> Result<()> {
         let is_of_it = |name: &str| matches!(directory_layout::parse(name), Some(OwnName::Branch { branch: other, .. }) if other == branch);
         match self.root.dir.entries()?.into_iter().find(|entry| is_of_it(&entry.name)) {
@@ -51,8 +51,8 @@ impl Inner {
         }
     }
 
-    /// Takes a step out of sight that nobody holds. A reader that comes meanwhile waits for the
-    /// exclusive lease, and then finds the step gone.
+    /// Retires a step that nobody holds. A reader that comes now waits for the exclusive lease,
+    /// then finds the step gone.
     fn retire_unheld(&self, step: u64, name: &str, trash: &str) -> Result<()> {
         let retiring = self.usage.retiring([step]);
         if !retiring.may_go(step) {
@@ -71,8 +71,7 @@ impl Inner {
                 );
                 return Err(Error::Held { step, by });
             }
-            // Nobody can hold what cannot be locked; its files outlast the grace period where there
-            // are no locks.
+            // Without locks nobody can hold it, and its files stay for the grace period.
             Err(error) if error.is_not_found() || error.is_without_locks() => None,
             Err(error) => return Err(error.into()),
         };
@@ -83,11 +82,10 @@ impl Inner {
 }
 
 impl Manager {
-    /// Makes `step` the latest: newer steps move aside into a branch, newest first, so that an
-    /// interruption leaves a root whose latest is between the two. They are kept as
-    /// `.branch-<name>.<step>`. Returns the branch and the steps that went there. A step that is
-    /// damaged is refused before anything is moved, and so is a branch that exists
-    /// ([`Error::BranchExists`]).
+    /// Makes `step` the latest. Newer steps move into a branch, newest first, so that an
+    /// interruption leaves a latest step between the two. They are kept as `.branch-<name>.<step>`.
+    /// Returns the branch and the moved steps. Fails before it moves any if the step is damaged or
+    /// the branch exists ([`Error::BranchExists`]).
     pub fn rewind(&self, step: u64, branch: Option<&str>) -> Result<(String, Vec<u64>)> {
         let inner = &self.inner;
         inner.check_writable("rewind")?;
@@ -111,17 +109,17 @@ impl Manager {
         Ok((branch, moved))
     }
 
-    /// Deletes a step: out of sight at once and durably, its files in the background. The newest
-    /// one is deleted too if it is asked for by name (decision 011). One that is held or being
-    /// read, by this process or another, is not: [`Error::Held`].
+    /// Deletes a step. It is unlisted at once and durably. Its files go in the background. The
+    /// newest step is deleted too (decision 011). Fails with [`Error::Held`] for a step that a
+    /// process holds or reads.
     pub fn delete(&self, step: u64) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("delete a step")?;
         inner.team.ask("delete", || inner.delete(step))
     }
 
-    /// Deletes a branch of a rewind: its steps are out of sight at once and durably, their files go
-    /// in the background, where no reader has them. Returns the names that its steps had.
+    /// Deletes a branch of a rewind. Its files go in the background, once no reader has them.
+    /// Returns the names that its steps had.
     pub fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
         let inner = &self.inner;
         inner.check_writable("delete a branch")?;
@@ -147,11 +145,10 @@ impl Manager {
         copy::into(source, &root.dir, &name, &label, &inner.environment, progress)
     }
 
-    /// Keeps a step from retention and deletion as long as the [`Hold`] lives. Of several ranks the
-    /// leader does.
+    /// Protects a step from retention and deletion until the [`Hold`] is dropped. With several
+    /// ranks, only the leader can.
     pub fn hold(&self, step: u64) -> Result<Hold> {
-        // A reader keeps the files of a step, by its lease, and not its place: that is the
-        // writer's.
+        // A reader's lease protects the files of a step, but not its place in the listing.
         self.inner.check_writable(
             "hold a step in its place (an open checkpoint keeps its files until it is closed)",
         )?;
@@ -161,7 +158,7 @@ impl Manager {
                 self.inner.team.rank()
             )));
         }
-        // Counted before it is leased: in between retention would take it.
+        // Count it before the lease: retention could retire it in between.
         self.inner.usage.hold(step, self.inner.options.stall_timeout)?;
         match self.checkpoint(Some(step)) {
             Ok(checkpoint) => Ok(Hold { step, inner: Arc::clone(&self.inner), _checkpoint: checkpoint }),
@@ -172,15 +169,14 @@ impl Manager {
         }
     }
 
-    /// Adds metrics to a committed step; of several values for one name the last wins.
+    /// Adds metrics to a committed step. Of several values for one name the last wins.
     pub fn add_metrics(&self, step: u64, metrics: &BTreeMap<String, f64>) -> Result<()> {
         self.inner.check_writable("add metrics")?;
         let found = self.inner.root.find(Some(step))?;
         metrics::add(&*self.inner.root.dir, &found.manifest.attempt, step, metrics, &self.inner.environment)
     }
 
-    /// Applies retention now (it is applied after every commit anyway), and returns the steps that
-    /// went.
+    /// Applies retention now, as after every commit. Returns the retired steps.
     pub fn apply_retention(&self) -> Result<Vec<u64>> {
         self.inner.check_writable("apply retention")?;
         self.inner.drain(None)?;
@@ -188,8 +184,8 @@ impl Manager {
         self.inner.apply_retention()
     }
 
-    /// Waits until what was retired is deleted, but for what readers hold, and what the next save
-    /// is to write over. `false` by the deadline.
+    /// Waits until retired steps are deleted, except for those that readers hold or the next save
+    /// overwrites. `false` at the deadline.
     pub fn wait_for_deletions(&self, timeout: std::time::Duration) -> Result<bool> {
         self.inner.check_usable()?;
         Ok(self.inner.root.deleter.drain(timeout))
@@ -203,8 +199,7 @@ impl Inner {
         let listing = root.list()?;
         let steps = &listing.steps;
         let target = steps.get(&step).ok_or_else(|| root.not_found(Some(step)))?;
-        // Before the newer ones are out of sight: what nobody could restore does not become the
-        // latest.
+        // Before any move: a step that cannot be restored must not become the latest.
         if let Some(damage) = root.damage(target)? {
             let what = format!(
                 "{damage}; nothing was moved: rewind to a step that is whole (a verification says which are)"
@@ -219,12 +214,11 @@ impl Inner {
                 "a rewind to a step that was thinned: a run that goes on from it has these items no more"
             );
         }
-        // Steps that may not be durable are newer or none of ours; they go too, so that "latest" is
-        // what was asked for.
+        // Newer steps that may not be durable go too, so that `step` becomes the latest.
         let uncertain = root.uncertain_above(step);
         let newer: BTreeSet<u64> =
             steps.range(step + 1..).map(|(&newer, _)| newer).chain(uncertain.iter().copied()).collect();
-        // A hold that comes from here on waits until all are moved.
+        // A new hold waits until all are moved.
         let retiring = self.usage.retiring(newer.iter().copied());
         if let Some(&held) = newer.iter().find(|&&newer| !retiring.may_go(newer)) {
             let by = format!(

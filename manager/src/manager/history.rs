@@ -1,5 +1,5 @@
-//! The steps that a manager has decided and saved so far. Save policies and
-//! [`super::Manager::next_step`] ask for them.
+//! The steps that a manager has decided and saved. Save policies and [`super::Manager::next_step`]
+//! ask for them.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,11 +14,11 @@ pub(super) struct History(Mutex<HistoryState>);
 pub(super) struct HistoryState {
     /// The saved and restored steps, in order.
     pub(super) trail: Trail,
-    /// When the last save began.
+    /// The time at which the last save began, on the monotonic clock.
     pub(super) last_save: Option<Duration>,
     /// The newest step that the save policy was asked about.
     pub(super) decided: Option<u64>,
-    /// The step from which on the job counts as preempted.
+    /// The first step at which the job counts as preempted.
     pub(super) preempted: Option<u64>,
     pub(super) preemption_asked: bool,
 }
@@ -30,8 +30,7 @@ impl History {
 }
 
 impl HistoryState {
-    /// True if the job counts as preempted at `step`; from `first` on where nobody has known it
-    /// yet.
+    /// True if the job counts as preempted at `step`. A new preemption counts from `first` on.
     pub(super) fn is_preempted(&mut self, step: u64, first: u64) -> bool {
         if self.preemption_asked && self.preempted.is_none() {
             self.preempted = Some(first);
@@ -40,7 +39,7 @@ impl HistoryState {
     }
 }
 
-/// The steps that a manager restored and saved. Short: it drops what can never be asked for again.
+/// The steps that a manager restored and saved. It keeps only those that a later question may need.
 #[derive(Default)]
 pub(super) struct Trail {
     /// The last step that was restored, or saved for certain.

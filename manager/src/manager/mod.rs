@@ -1,20 +1,20 @@
-//! The manager of one root: saves in order, what is there, what stays.
+//! The manager of one root: it saves steps in order, lists them, and applies retention.
 //!
 //! | file | what it does |
 //! |---|---|
 //! | `open` | opens and closes |
-//! | `saves` | the saves that are not over, and how the others have ended |
-//! | `history` | what was saved and restored, for policies |
-//! | `usage` | the steps that are held, retired or replaced at this moment |
-//! | `together` | what several ranks decide, raise and say together |
+//! | `saves` | the pending saves, and the failures of those that ended |
+//! | `history` | the saved and restored steps, for policies |
+//! | `usage` | the steps that are held, retired or replaced now |
+//! | `together` | the agreements of several ranks |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
-//! | `capturer` | the one thread that captures what saves have left for later |
+//! | `capturer` | the thread of late captures |
 //! | `persister` | the threads that write and commit, first in, first out |
 //! | `retaining` | retention, after each commit |
-//! | `queries` | what is there: steps, metrics, metadata, plans |
+//! | `queries` | steps, metrics, metadata, plans |
 //! | `changes` | rewind, delete, hold, prune |
 //!
-//! Only committed steps are ever listed. Every call that may wait has a deadline.
+//! Only committed steps are listed. Every call that may wait has a deadline.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -65,23 +65,22 @@ pub struct SaveRequest {
     pub metrics: BTreeMap<String, f64>,
     /// Metadata; limited in size.
     pub custom_metadata: serde_json::Value,
-    /// Skips the policy, and nothing else.
+    /// True if the save policy is not asked.
     pub force: bool,
     /// The treatment of an existing step.
     pub exists: Exists,
-    /// Set from any thread (also before the call) to end the save as long as it is not captured:
-    /// the call returns an error, nothing reads the state any more, nothing is committed.
+    /// Set it from any thread, also before the call, to end the save before it is captured. The
+    /// call then returns an error. Nothing reads the state any more, and nothing is committed.
     /// [`Save::cancel`] sets it too.
     pub cancel: Arc<AtomicBool>,
-    /// The streams on which the caller's work on the devices is, by the number of their device:
-    /// copies are made after what is there when `save` is called, and what must be captured before
-    /// the caller changes it is waited for there. A device of which none is named is captured as
-    /// its providers are made.
+    /// The caller's streams, by device number. Copies run after the earlier work on them. An eager
+    /// capture makes later work on them wait. A device without a stream is captured as its
+    /// providers decide.
     pub streams: Streams,
 }
 
 impl SaveRequest {
-    /// A save of a state, with nothing else said.
+    /// A save of a state, with defaults for all else.
     pub fn new(step: u64, state: StateSource) -> Self {
         Self {
             step,
@@ -99,26 +98,26 @@ impl SaveRequest {
 /// The treatment of an existing step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Exists {
-    /// It is an error.
+    /// The call fails.
     #[default]
     Error,
-    /// It stays, and the save is refused without an error.
+    /// The step stays, and the save is refused without an error.
     Skip,
-    /// The new one is written first and swapped in.
+    /// The new step is written first, then swapped in.
     Replace,
 }
 
-/// The manager of one root. See the module documentation.
+/// The manager of one root. Dropping it closes it.
 pub struct Manager {
     inner: Arc<Inner>,
 }
 
-/// Shared by the handle and the threads of the manager. Each part has its own lock, if it changes.
+/// The state that the handle and the threads of a manager share. Each part has its own lock.
 struct Inner {
     root: Root,
     options: Options,
     environment: Environment,
-    /// The ranks that have opened this root together.
+    /// The ranks that opened this root together.
     team: Arc<Team>,
     /// The agreements between these ranks.
     ranks: Ranks,
@@ -130,7 +129,7 @@ struct Inner {
 }
 
 impl Inner {
-    /// Every call begins here.
+    /// Every call begins with this check.
     fn check_usable(&self) -> Result<()> {
         self.birth.check("manager")?;
         self.check_open(&self.saves.lock())
@@ -144,7 +143,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Raises after `close` was called.
+    /// Fails after `close` was called.
     fn check_open(&self, queued: &saves::QueuedSaves) -> Result<()> {
         if queued.end.closed { Err(Error::Closed { root: self.root.path.clone() }) } else { Ok(()) }
     }
@@ -156,7 +155,7 @@ impl Manager {
         &self.inner.root.path
     }
 
-    /// The injected world.
+    /// Its environment.
     pub fn environment(&self) -> &Environment {
         &self.inner.environment
     }
@@ -166,7 +165,7 @@ impl Manager {
         &self.inner.options
     }
 
-    /// How steps are named here.
+    /// The pattern of its steps' names.
     pub fn step_name(&self) -> &StepName {
         &self.inner.root.names
     }

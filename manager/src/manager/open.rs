@@ -1,4 +1,4 @@
-//! Opening and closing.
+//! Opening and closing a manager.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,9 +22,8 @@ use crate::recovery;
 use crate::root::Root;
 
 impl Manager {
-    /// Opens a root: as its writer, which settles what a crash has left there, or read-only, which
-    /// changes nothing. Of several ranks, all must open it; the leader is the writer of what all of
-    /// them save.
+    /// Opens a root. A writer first recovers it from a crash. A read-only manager changes nothing.
+    /// With several ranks, all must open it, and the leader is the writer.
     pub fn open(path: &Path, options: Options, environment: Environment) -> Result<Self> {
         options.check()?;
         let mut led = None;
@@ -47,7 +46,7 @@ impl Manager {
                 (team, root)
             }
             (Err(error), led) => {
-                // The other ranks have not come: nobody writes here.
+                // The other ranks have not come: give up the writer's rights.
                 if let Some(root) = led {
                     root.release();
                     root.deleter.stop(Duration::from_millis(100));
@@ -73,29 +72,29 @@ impl Manager {
         Ok(manager)
     }
 
-    /// Waits until every save is over and what it made superfluous is out of sight; raises a
-    /// failure that nobody has seen.
+    /// Waits until every save is over and retention was applied. Raises a failure that nobody has
+    /// seen.
     pub fn wait_until_finished(&self, timeout: Option<Duration>) -> Result<()> {
         self.inner.birth.check("manager")?;
         self.inner.drain(timeout)?;
         self.check_for_errors()
     }
 
-    /// Raises a failure in the background that nobody has seen, once.
+    /// Raises a background failure that nobody has seen, once.
     pub fn check_for_errors(&self) -> Result<()> {
         self.inner.birth.check("manager")?;
         self.inner.raise_unseen(None)
     }
 
-    /// [`Manager::check_for_errors`] by a save that is not begun where this raises: the error says
-    /// so. Several ranks raise it by the same call, and so in [`Manager::decide`].
+    /// [`Manager::check_for_errors`] before a save. The error says that the save was not begun.
+    /// With several ranks [`Manager::decide`] raises it, in the same call on all.
     pub fn check_before_saving(&self, step: u64) -> Result<()> {
         self.inner.birth.check("manager")?;
         if self.inner.team.is_alone() { self.inner.raise_unseen(Some(step)) } else { Ok(()) }
     }
 
-    /// Takes back a failure that was raised here and could not be reported, so that it is raised
-    /// again. Ignores other errors.
+    /// Takes back a raised failure that could not be reported, so that it is raised again. Ignores
+    /// other errors.
     pub fn put_back(&self, error: &Error) {
         if let Error::Earlier { source, .. } = error
             && self.inner.birth.is_here()
@@ -104,23 +103,22 @@ impl Manager {
         }
     }
 
-    /// Finishes all saves, deletes what is to be deleted, and lets go of the root. Ends by its
-    /// deadline: what the kernel does not return is leaked on purpose, and reported. Closing again
-    /// is nothing where that was its end; where a close goes on, or has given up, it waits for what
-    /// is left, and says so.
+    /// Finishes all saves and deletions, and releases the root. Ends by its deadline: it leaks what
+    /// the kernel does not return, and reports it. After a complete close, it does nothing. After
+    /// an incomplete one, it waits for the rest.
     pub fn close(&self, timeout: Option<Duration>) -> Result<()> {
         self.inner.birth.check("manager")?;
         self.inner.close(timeout.unwrap_or(self.inner.options.stall_timeout))
     }
 
-    /// True if `close` was called: it may go on still, or have given up. To a forked child it is
-    /// closed: there, nobody may ever let go of the lock.
+    /// True if `close` was called, even if it still runs or has given up. True in a forked child,
+    /// which must never release the lock.
     pub fn is_closed(&self) -> bool {
         !self.inner.birth.is_here() || self.inner.saves.lock().end.closed
     }
 }
 
-/// The options that must be equal on all ranks: those for planning and for counting.
+/// The options that must be equal on all ranks, as the plans and the save numbers depend on them.
 pub(crate) fn agreed(options: &Options) -> Vec<(String, String)> {
     let writers = options.writers.map_or_else(
         || "all".to_owned(),
@@ -142,7 +140,7 @@ pub(crate) fn agreed(options: &Options) -> Vec<(String, String)> {
 }
 
 impl Inner {
-    /// Exchanges the shared settings, and starts heartbeats.
+    /// Learns the newest step from the leader, and starts this rank's heartbeat.
     fn join(self: &Arc<Self>) -> Result<()> {
         if self.team.is_alone() {
             return Ok(());
@@ -166,7 +164,7 @@ impl Inner {
             Some(RankHeartbeat { save, progress: moved })
         };
         let (team, mut last) = (Arc::clone(&self.team), None);
-        // A rank that writes for long is none that is lost.
+        // A rank that writes for long must not count as lost.
         let heartbeat = move || {
             let Some(inner) = inner.upgrade() else { return false };
             let now = life(&inner);
@@ -187,7 +185,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Waits until no save is pending. Without a timeout: as long as there is progress.
+    /// Waits until no save is pending. Without a timeout, it waits as long as there is progress.
     pub(super) fn drain(&self, timeout: Option<Duration>) -> Result<()> {
         let begun = Instant::now();
         let limit = timeout.unwrap_or(self.options.stall_timeout);
@@ -203,8 +201,8 @@ impl Inner {
         Err(Error::Timeout { waited_for, waited: begun.elapsed() })
     }
 
-    /// Returns `None` if everything is closed. A second call waits for the first, and may have to
-    /// close in its place.
+    /// Begins to close. `None` if the manager is closed. A second call waits for the first, and
+    /// goes on if that gave up.
     fn begin_closing(&self, deadline: Instant) -> Result<Option<Closing<'_>>> {
         let begun = Instant::now();
         self.saves.lock().end.closed = true;
@@ -248,18 +246,18 @@ impl Inner {
                 threads
             };
             for thread in threads {
-                // It has nothing left to do but to see that.
+                // It ends at once, since no work is left.
                 let _ = thread.join();
             }
         }
         let left_together =
             if drained.is_ok() { self.leave(left().min(self.options.stall_timeout)) } else { Ok(()) };
-        // Past the deadline a moment is still given: a deletion stops between two files.
+        // After the deadline, still wait a moment: a deletion stops between two files.
         let stopped = self.root.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {
-            // Keep it otherwise, so that a new writer sees that this one still writes.
+            // After a timeout keep it, so that a new writer sees that this one still writes.
             self.root.release();
-            // Given back here and not with the last handle: a program may keep one to its end.
+            // Free the memory here: a program may keep a handle until its end.
             let pool = self.saves.lock().pool.take();
             drop(pool);
         }
@@ -279,8 +277,8 @@ impl Inner {
 }
 
 impl Inner {
-    /// The last word to the other ranks. When all of them have said it, the leader takes out of
-    /// sight what late ones have written for saves that were over.
+    /// Reports to the other ranks that this one closes. When all have, the leader retires what late
+    /// ranks wrote for saves that were over.
     fn leave(&self, timeout: Duration) -> Result<()> {
         self.ranks.end();
         if self.team.is_alone() {
@@ -290,8 +288,7 @@ impl Inner {
         if self.team.leave(saves, timeout)? && !self.options.read_only {
             let ours = recovery::of_session(&*self.root.dir, self.team.session())?;
             if !ours.is_empty() {
-                // One of them may be a step that was replaced by one of which it is uncertain
-                // whether it is durable.
+                // One of them may be a replaced step. First make the step that replaced it durable.
                 self.root.dir.sync()?;
                 self.root.deleter.enqueue(ours);
             }
@@ -300,7 +297,7 @@ impl Inner {
     }
 }
 
-/// The right to close; one call at a time has it.
+/// The right to close. One call has it at a time.
 struct Closing<'a>(&'a Inner);
 
 impl Drop for Closing<'_> {

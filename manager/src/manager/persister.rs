@@ -1,11 +1,11 @@
-//! The persister: writes and commits, first in, first out, and has retention applied after each
+//! The persister: writes and commits saves, first in, first out, and applies retention after each
 //! commit.
 //!
-//! Threads take turns, one for each save that may be pending. One save is written at a time, one is
-//! committed at a time, in the order of their calls. If a commit takes long (slow ranks) and the
-//! next capture waits for staging memory, the next save is written meanwhile: writes free slots,
-//! commits do not. If nobody waits for memory, the next save is written after the commit, so that
-//! it finds the files of the step that retention has retired ([`crate::spares`]).
+//! It has one thread for each save that may be pending. One save is written at a time, and one is
+//! committed at a time, in the order of the calls. If a commit takes long (slow ranks) and the next
+//! capture waits for staging memory, the next save is written during the commit: writes free slots,
+//! commits do not. Otherwise the next save is written after the commit. It then finds the files of
+//! the step that retention has retired ([`crate::spares`]).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,11 +21,11 @@ use crate::save::Outcome;
 use crate::save::job::SaveJob;
 use crate::save::persist::{self, SaveEnd};
 
-/// How often it is looked whether somebody waits for staging memory, while a commit goes on.
+/// During a commit, the next thread checks at this interval if a capture waits for staging memory.
 const STARVATION_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 impl Inner {
-    /// Has a thread there for one more save, where the others may be busy with commits.
+    /// Starts a thread for one more save, if the others may be busy with commits.
     pub(super) fn start_persister(self: &Arc<Self>, writes: &mut Writes) -> Result<()> {
         let others = writes.queue.len() as u64 + writes.taken - writes.ended;
         if writes.threads.len() <= self.options.max_pending && writes.threads.len() as u64 <= others {
@@ -37,7 +37,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The body of a persister's thread. It ends when it is told to and nothing is left.
+    /// The body of a persister's thread. It ends after a stop, when no save is left.
     fn persist(self: &Arc<Self>) {
         while let Some((job, turn)) = self.next_job() {
             let replaces = job.plan.existing == Existing::Replace;
@@ -55,19 +55,18 @@ impl Inner {
                 &self.root.deleter,
                 &written,
             );
-            // A save that was not written.
+            // A failed save may not have waited for its turn yet.
             self.wait_for_turn(turn);
             let SaveEnd { outcome, replaced } = ended;
             self.forget_verdicts(counter);
-            // A failure to clean up is no failure of the save, nor is a defect: it is settled in
-            // any case.
+            // A failed clean-up is not a failed save: settle the save in any case.
             let cleaned = guarded("what follows a save", || self.follow_up(save.step(), &outcome, replaced));
             if let Err(error) = cleaned.map_err(Error::from).and_then(|applied| applied) {
                 tracing::warn!(%error, "retention could not be applied; it is tried again after the next commit");
             }
             let callbacks = {
-                // In one step: a caller that sees the outcome must not find the save pending, and
-                // one that finds nothing pending must find the failure.
+                // Under one lock: a caller that sees the outcome must not find the save pending,
+                // and one that finds no pending save must find the failure.
                 let mut queued = self.saves.lock();
                 queued.pending.retain(|pending| !pending.is(&save));
                 let failed = outcome.error().is_some();
@@ -88,7 +87,7 @@ impl Inner {
         }
     }
 
-    /// The next save to be written, once it may be; `None` when there will be none.
+    /// Waits for the next save that may be written. `None` after a stop.
     fn next_job(&self) -> Option<(SaveJob, u64)> {
         let mut queued = self.saves.lock();
         loop {
@@ -109,7 +108,7 @@ impl Inner {
         }
     }
 
-    /// Waits until all saves before this one have ended; each of them does, by its own deadlines.
+    /// Waits until all saves before this one have ended. Each of them has its own deadlines.
     fn wait_for_turn(&self, turn: u64) {
         let mut queued = self.saves.lock();
         while queued.writes.ended < turn {

@@ -1,5 +1,5 @@
-//! Queries. They see only committed steps: [`Manager::pending`] lists saves in progress, and steps
-//! that may not be durable are not listed at all.
+//! Queries of a root. They list only committed steps. [`Manager::pending`] lists saves in progress.
+//! Steps that may not be durable are not listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -21,16 +21,16 @@ use crate::metrics::Later;
 use crate::retention::{self, Mode, RetentionPlan};
 use crate::root::VISIBLE_WITHIN;
 
-/// Keys of a step's metadata that a report names.
+/// The most keys of a step's metadata in a report.
 const MAX_METADATA_KEYS: usize = 16;
 
-/// Steps that are worth a thread of their own while files are looked at for a report.
+/// A report uses one thread for so many steps.
 const STEPS_PER_THREAD: usize = 256;
 
-/// Everything that has a step's name, for `ls`.
+/// A directory with a step's name, for `ls`.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct StepReport {
-    /// Its number, where it is a step.
+    /// Its number, if it is a step.
     pub step: Option<u64>,
     /// The directory's name.
     pub name: String,
@@ -38,15 +38,15 @@ pub struct StepReport {
     pub bytes: u64,
     /// Its items.
     pub items: Vec<ItemReport>,
-    /// Items that were thinned away.
+    /// Its items that were thinned away.
     pub dropped: Vec<String>,
-    /// Its metrics, those that came later included.
+    /// Its metrics, including later ones.
     pub metrics: BTreeMap<String, String>,
-    /// The first keys of its metadata, where that is an object.
+    /// The first keys of its metadata, if that is an object.
     pub metadata_keys: Vec<String>,
-    /// When its save began: nanoseconds since 1970.
+    /// The start of its save, in nanoseconds since 1970.
     pub started_unix_ns: i64,
-    /// When it was committed: nanoseconds since 1970.
+    /// The time of its commit, in nanoseconds since 1970.
     pub committed_unix_ns: i64,
     /// Its damage, if any.
     pub damage: Option<String>,
@@ -57,7 +57,7 @@ pub struct StepReport {
 pub struct ItemReport {
     /// Its name.
     pub name: String,
-    /// Bytes of its data files: what dropping it would free.
+    /// Bytes of its data files, which dropping it would free.
     pub bytes: u64,
     /// Number of its leaves.
     pub leaves: u64,
@@ -99,27 +99,27 @@ impl StepReport {
 }
 
 impl Manager {
-    /// The newest step that is whole: its manifest and the lengths of its files hold. A damaged one
-    /// is skipped with a warning.
+    /// Returns the newest whole step: its manifest is valid, and its files have the listed lengths.
+    /// Skips damaged steps with a warning.
     pub fn latest_step(&self) -> Result<Option<u64>> {
         let inner = &self.inner;
         inner.check_usable()?;
         inner.team.ask("latest_step", || inner.root.newest_step())
     }
 
-    /// All committed steps, in order.
+    /// Returns all committed steps, in order.
     pub fn all_steps(&self) -> Result<Vec<u64>> {
         self.inner.check_usable()?;
         Ok(self.inner.root.list()?.steps.keys().copied().collect())
     }
 
-    /// Steps that are being saved, in the order in which they will commit.
+    /// Returns the steps of pending saves, in the order of their commits.
     pub fn pending(&self) -> Result<Vec<u64>> {
         self.inner.check_usable()?;
         Ok(self.inner.saves.lock().pending.iter().map(crate::save::Save::step).collect())
     }
 
-    /// Invalid directories with a step's name, with the reason.
+    /// Returns the invalid directories with a step's name, each with its reason.
     pub fn quarantined(&self) -> Result<Vec<Quarantined>> {
         self.inner.check_usable()?;
         let root = &self.inner.root;
@@ -153,8 +153,8 @@ impl Manager {
         })
     }
 
-    /// This manager's last saved or restored step + 1, else the latest + 1, else 0. A save that is
-    /// pending counts; one that has failed does not.
+    /// Returns this manager's last saved or restored step + 1, else the latest + 1, else 0. Pending
+    /// saves count. Failed ones do not.
     pub fn next_step(&self) -> Result<u64> {
         let inner = &self.inner;
         inner.check_usable()?;
@@ -168,20 +168,20 @@ impl Manager {
         })
     }
 
-    /// The commit record of a step (`None`: the latest). No array bytes are read.
+    /// Returns the manifest of a step (`None`: the latest). Reads no tensors.
     pub fn manifest(&self, step: Option<u64>) -> Result<Arc<Manifest>> {
         self.inner.check_usable()?;
         Ok(self.inner.root.find(step)?.manifest)
     }
 
-    /// The metrics of a step, those that came later included.
+    /// Returns the metrics of a step, including later ones.
     pub fn metrics(&self, step: u64) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
         self.metrics_of(&self.inner.root.find(Some(step))?.manifest)
     }
 
-    /// [`Manager::metrics`] of a step by its commit record: also for an open step that was retired
-    /// meanwhile.
+    /// [`Manager::metrics`] of a step by its manifest. It also serves an open step that was retired
+    /// since.
     pub fn metrics_of(&self, manifest: &Manifest) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
         let mut metrics = manifest.metrics.clone();
@@ -190,13 +190,13 @@ impl Manager {
         Ok(metrics)
     }
 
-    /// The decisions of retention now, with reasons.
+    /// Returns the decisions that retention would make now, with reasons.
     pub fn plan_retention(&self) -> Result<RetentionPlan> {
         self.inner.check_usable()?;
         self.inner.retention_plan()
     }
 
-    /// Everything that has a step's name, with what is known of it.
+    /// Reports on every directory with a step's name.
     pub fn report(&self) -> Result<Vec<StepReport>> {
         self.inner.check_usable()?;
         let root = &self.inner.root;
@@ -209,7 +209,7 @@ impl Manager {
         for (found, looked) in steps.into_iter().zip(looked) {
             let (damage, stands) = looked?;
             if !stands {
-                // Retired or replaced since it was listed, which is no damage.
+                // It was retired or replaced after the listing, which is no damage.
                 continue;
             }
             let mut metrics = found.manifest.metrics.clone();
@@ -220,14 +220,15 @@ impl Manager {
         Ok(out)
     }
 
-    /// Forgets what was read of the root, and reads it again.
+    /// Forgets all cached facts about the root, and lists it again.
     pub fn reload(&self) -> Result<()> {
         self.inner.check_usable()?;
         self.inner.root.discovery.forget();
         self.inner.root.list().map(drop)
     }
 
-    /// Opens a step for reading (`None`: the latest), leased as long as the [`Checkpoint`] lives.
+    /// Opens a step for reading (`None`: the latest). It is leased until the [`Checkpoint`] is
+    /// dropped.
     pub fn checkpoint(&self, step: Option<u64>) -> Result<Checkpoint> {
         self.inner.check_usable()?;
         let inner = &self.inner;
@@ -236,7 +237,7 @@ impl Manager {
         let is_chosen = !inner.team.leads() && step.is_some() && inner.ranks.chosen() == step;
         loop {
             match inner.root.lease(step, inner.options.stall_timeout, &load) {
-                // The leader has seen it, and this machine may not yet.
+                // The leader has listed it, but this machine may not see it yet.
                 Err(Error::StepNotFound { .. }) if is_chosen && Instant::now() < deadline => {
                     inner.root.discovery.forget();
                     std::thread::sleep(std::time::Duration::from_millis(20));
@@ -246,7 +247,7 @@ impl Manager {
         }
     }
 
-    /// The path of a step, for messages.
+    /// Returns the path of a step, for messages.
     pub fn step_path(&self, step: u64) -> PathBuf {
         self.inner.root.path.join(self.inner.root.names.format(step))
     }
@@ -255,7 +256,7 @@ impl Manager {
 /// The most metrics that an error lists.
 const MAX_LISTED_METRICS: usize = 8;
 
-/// The error for a metric that no step has: it lists the metrics of the steps.
+/// The error for a metric that no step has. It lists the metrics of the steps.
 fn no_such_metric(metric: &str, listing: &Listing, later: &Later) -> Error {
     let manifests = listing.steps.values().map(|found| &found.manifest);
     let names = manifests.flat_map(|manifest| {

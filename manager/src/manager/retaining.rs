@@ -1,9 +1,8 @@
-//! Retention, applied: after each commit, and when it is asked for.
+//! Retention, applied after each commit and on request.
 //!
-//! Only steps that are whole are counted: a damaged one neither counts nor goes. Few steps are
-//! looked into after each commit. Of many, those that were not looked into yet, and [`REINSPECTED`]
-//! others in turn: so what a save costs does not grow with what is there, and damage is found all
-//! the same.
+//! It counts only whole steps: a damaged step neither counts nor is deleted. After each commit it
+//! inspects the new steps and [`REINSPECTED`] others in turn. So the cost of a save does not grow
+//! with the number of steps, and damage is still found.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -24,39 +23,39 @@ use crate::recovery;
 use crate::retention::{Candidate, Metrics, Names, Retention, RetentionPlan};
 use crate::root::MAX_LISTINGS;
 
-/// Steps that are looked into again after each commit.
+/// The number of steps that are inspected again after each commit.
 const REINSPECTED: usize = 64;
-/// The most steps that are locked while they are renamed.
+/// The most steps that are locked while they are renamed. Each lock takes a descriptor.
 const MAX_LOCKED: usize = 64;
 /// Exclusive leases of steps that are being renamed.
 type Locks = VecDeque<Box<dyn Lock>>;
 /// The values of the metrics that the rules use.
 type Values = SmallVec<[Option<f64>; 2]>;
 
-/// Which steps were found whole.
+/// The steps that were found whole.
 #[derive(Debug, Default)]
 pub(super) struct Inspection(Mutex<Inspected>);
 
 #[derive(Debug, Default)]
 struct Inspected {
-    /// By number.
+    /// The whole steps, by number.
     whole: BTreeMap<u64, WholeStep>,
-    /// From which step on they are looked into again.
+    /// The step at which the next inspection begins.
     next: u64,
-    /// The newest step of which every byte was read and held.
+    /// The last step of which a verification found every byte intact.
     verified: Option<Attempt>,
-    /// Steps that a verification has found damaged, each with its first damage.
+    /// Steps that a verification found damaged, each with its first damage.
     corrupt: Vec<(Attempt, String)>,
-    /// Steps that no rule keeps and that readers have leased, and since when (Unix time).
+    /// Leased steps that no rule keeps, with the Unix time since which they are known.
     leased: BTreeMap<u64, i64>,
 }
 
-/// A step that was found whole, and what retention asks of it. It stands here together: the
-/// manifests of many steps are far apart in memory, and a look into each of them would be most of
-/// the work after a commit.
+/// A step that was found whole, with the facts that retention needs. They are copied here because
+/// the manifests of many steps are far apart in memory: reading each would be most of the work
+/// after a commit.
 #[derive(Debug)]
 struct WholeStep {
-    /// As it was then.
+    /// Its manifest at that time.
     manifest: Arc<Manifest>,
     committed_unix_ns: i64,
     /// The values of the metrics that the rules use.
@@ -64,13 +63,14 @@ struct WholeStep {
 }
 
 impl Inspected {
-    /// The steps of a listing that are to be looked into now, and the one that comes after them.
+    /// Returns the steps of a listing that are to be inspected now, and the step at which the next
+    /// inspection begins.
     fn due(&self, listing: &Listing) -> (Vec<Found>, u64) {
         let mut turn = listing.steps.range(self.next..).chain(listing.steps.range(..self.next));
         let again: BTreeSet<u64> = turn.by_ref().take(REINSPECTED).map(|(&step, _)| step).collect();
         let next = turn.next().map_or(0, |(&step, _)| step);
-        // Both are in the order of their numbers, and are gone through side by side: of many steps
-        // a look at each costs.
+        // Both are sorted by number, so walk them side by side: a lookup for each of many steps is
+        // slow.
         let mut whole = self.whole.iter().peekable();
         let mut due = Vec::new();
         for (step, found) in &listing.steps {
@@ -86,7 +86,7 @@ impl Inspected {
     }
 }
 
-/// The steps that count.
+/// A listing, and its steps that do not count.
 struct CountedSteps {
     listing: Arc<Listing>,
     damaged: BTreeSet<u64>,
@@ -113,7 +113,7 @@ pub(super) fn values(manifest: &Manifest, later: &Later, names: &[String]) -> Va
 }
 
 impl Inner {
-    /// The decisions of retention, after a look into every step.
+    /// Returns the decisions of retention, after an inspection of every step.
     pub(super) fn retention_plan(&self) -> Result<RetentionPlan> {
         self.reinspect_all();
         let mut inspected = self.inspected();
@@ -121,12 +121,12 @@ impl Inner {
         self.rules(&inspected, true)
     }
 
-    /// Has every valid step inspected again.
+    /// Makes the next listing inspect every step again.
     pub(super) fn reinspect_all(&self) {
         *self.inspected() = Inspected::default();
     }
 
-    /// This step was taken away by another way than retention, and counts no more.
+    /// Forgets a step that was deleted or set aside by a call.
     pub(super) fn went(&self, step: u64) {
         self.inspected().whole.remove(&step);
     }
@@ -135,8 +135,8 @@ impl Inner {
         self.inspection.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All committed steps, and which of them are damaged. The others are those that were found
-    /// whole.
+    /// Lists all committed steps, and inspects those that are due. `inspected` then has all whole
+    /// ones.
     fn whole_steps(&self, inspected: &mut Inspected) -> Result<CountedSteps> {
         let begun = Instant::now();
         let metrics = self.options.retention.metrics();
@@ -166,7 +166,7 @@ impl Inner {
                 }
             }
             inspected.next = next;
-            // Each step of the listing is in one of the two: what is more has gone.
+            // Each step of the listing is in one of the two. A surplus step is gone.
             if inspected.whole.len() + damaged.len() > listing.steps.len() {
                 inspected.whole.retain(|step, _| listing.steps.contains_key(step));
             }
@@ -203,8 +203,8 @@ impl Inner {
         if explained { retention.plan(&candidates, now) } else { retention.changes(&candidates, now) }
     }
 
-    /// Retires what no rule keeps, and thins what is kept in part. Called after a newer step is
-    /// committed, never before.
+    /// Retires the steps that no rule keeps, and thins the steps that are kept in part. Call it
+    /// after a newer step is committed, never before.
     pub(super) fn apply_retention(&self) -> Result<Vec<u64>> {
         if self.options.retention == Retention::KeepAll {
             return Ok(Vec::new());
@@ -220,7 +220,7 @@ impl Inner {
             let Some(newest) = unverified.filter(|_| self.options.verify_before_retiring && !is_idle) else {
                 break (inspected, counted, changes);
             };
-            // Others may look at steps while this one is read.
+            // Release the lock while this step is read.
             drop(inspected);
             let damage = self.verified(&newest)?;
             let mut inspected = self.inspected();
@@ -236,7 +236,7 @@ impl Inner {
             }
         };
         self.root.check_fence()?;
-        // Nobody makes another plan before this one is carried out.
+        // Keep the lock: no other plan is made before this one is carried out.
         let victims = self.retire(&counted, changes.deleted().collect(), &mut inspected)?;
         drop(inspected);
         let mut has_thinned = false;
@@ -282,20 +282,20 @@ impl Inner {
         }
     }
 
-    /// Looks at what was just changed, so that the next save need not: the training would wait in
-    /// it for a disk that is busy with deleting. An error of it is one of the next listing too.
+    /// Lists the changes that were just made. Otherwise the next save would list them, and training
+    /// would wait for a disk that is busy with deleting. The next listing reports an error again.
     fn refresh_listing(&self) {
         let _ = self.root.discovery.list_changes(&*self.root.dir, &self.root.names);
     }
 
-    /// Takes steps out of sight, and gives those that went.
+    /// Retires steps. Returns those that were renamed.
     fn retire(
         &self,
         counted: &CountedSteps,
         mut steps: Vec<u64>,
         inspected: &mut Inspected,
     ) -> Result<Vec<u64>> {
-        // Steps that were held since the plan stay.
+        // Steps that were held after the plan was made stay.
         let retiring = self.usage.retiring(steps.iter().copied());
         steps.retain(|&step| retiring.may_go(step));
         let found = steps.into_iter().filter_map(|step| counted.get(step)).collect();
@@ -313,7 +313,7 @@ impl Inner {
         if retired.renamed > 0 {
             self.refresh_listing();
         }
-        // Also where it was cut short: what is out of sight, and durably so, is deleted.
+        // Also after an error: delete the steps whose rename is durable.
         let deletable = retired.deletable();
         let attempts: Vec<Attempt> =
             found.iter().take(deletable).map(|found| found.manifest.attempt.clone()).collect();
@@ -328,10 +328,9 @@ impl Inner {
         }
     }
 
-    /// Leaves out the steps that a reader has leased: an evaluator may still add the metrics that
-    /// decide about them. A lease keeps a step listed for the grace period at most. The others are
-    /// locked, so that no reader opens them while they are renamed: the newest of them, as each
-    /// lock takes a descriptor.
+    /// Leaves out the steps that a reader has leased: an evaluator may still add metrics that save
+    /// them. A lease keeps a step listed for the grace period at most. Locks the others, so that no
+    /// reader opens them while they are renamed; of many, only the last [`MAX_LOCKED`].
     fn unleased<'a>(
         &self,
         steps: Vec<&'a Found>,
@@ -367,8 +366,8 @@ impl Inner {
         Ok((unleased, locks))
     }
 
-    /// Without locks, a thinning leaves its files for the grace period. Deletes those whose period
-    /// is over.
+    /// Deletes the files of thinnings whose grace period is over. Only a file system without locks
+    /// needs that.
     fn finish_thinnings(&self, counted: &CountedSteps) {
         if self.root.is_locked() {
             return;

@@ -1,9 +1,9 @@
-//! The saves of a manager: those that are not over, in order, and how the others have ended.
+//! The pending saves of a manager, in order, and the failures of those that ended.
 //!
-//! One lock holds what must change in one step: a caller that sees an outcome must not find the
-//! save pending, and one that finds nothing pending must find the failure. Each part has its owner:
-//! `persister` changes the [`Writes`], `capturer` the [`Captures`], `open` the [`Shutdown`], and
-//! this file the [`EndedSaves`].
+//! One lock guards all of it. A caller that sees an outcome must not find the save pending, and one
+//! that finds no pending save must find the failure. Each part has an owner: `persister` changes
+//! the [`Writes`], `capturer` the [`Captures`], `open` the [`Shutdown`], and this file the
+//! [`EndedSaves`].
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::save::Save;
 use crate::save::job::{Capturing, SaveJob};
 
-/// Progress is looked for so often, by those who wait for it.
+/// A wait for progress polls at this interval.
 const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// See the module documentation.
@@ -33,35 +33,34 @@ pub(super) struct QueuedSaves {
     pub(super) end: Shutdown,
     pub(super) captures: Captures,
     pub(super) writes: Writes,
-    /// The save counter of the session: the number of the next save.
+    /// The save counter of the session, which numbers the next save.
     pub(super) counter: u64,
-    /// Every save that is not over, oldest first.
+    /// The saves that are not over, oldest first.
     pub(super) pending: Vec<Save>,
     pub(super) endings: EndedSaves,
-    /// The staging memory, from the first use until nothing is left to save.
+    /// The staging ring, from the first use until the manager is closed.
     pub(super) pool: Option<Arc<StagingPool>>,
 }
 
-/// How far a manager has come to its end.
+/// The progress of `close`.
 #[derive(Default)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
 pub(super) struct Shutdown {
-    /// No call begins any more, but that of `close`.
+    /// `close` was called: all other calls fail.
     pub(super) closed: bool,
     /// A call of `close` runs.
     pub(super) closing: bool,
-    /// Nothing is left that `close` would wait for.
+    /// A later `close` has nothing to wait for.
     pub(super) ended: bool,
-    /// The threads are to end once nothing is left to do.
+    /// The threads end once no work is left.
     pub(super) stop: bool,
 }
 
-/// The saves that wait to be written, and the turns of the threads, numbered as the saves leave the
-/// queue.
+/// The saves that wait for their write. Each gets the next turn number when it leaves the queue.
 #[derive(Default)]
 pub(super) struct Writes {
     pub(super) queue: VecDeque<SaveJob>,
-    /// How many have been taken, how many are not being written any more, and how many have ended.
+    /// Counts of saves: taken from the queue, finished with the write, ended.
     pub(super) taken: u64,
     pub(super) written: u64,
     pub(super) ended: u64,
@@ -74,13 +73,13 @@ impl Writes {
     }
 }
 
-/// The captures of the saves, and who is at one.
+/// The captures of the saves.
 #[derive(Default)]
 pub(super) struct Captures {
-    /// A save is being captured, by its caller or by the capturer.
+    /// True while a save is captured, by its caller or by the capturer.
     pub(super) capturing: bool,
-    /// Its turn to be captured has come, and it is not in the queue yet: no other may come before
-    /// it there.
+    /// True while a save has the right to capture and is not in the queue yet. No other save may
+    /// enter the queue before it.
     pub(super) claimed: bool,
     /// Unfinished captures whose callers have continued, in the order of their saves.
     pub(super) rests: VecDeque<Capturing>,
@@ -88,25 +87,25 @@ pub(super) struct Captures {
 }
 
 impl Captures {
-    /// True if a capture is under way, or waits.
+    /// True if a capture runs or waits.
     pub(super) fn are_under_way(&self) -> bool {
         self.capturing || !self.rests.is_empty()
     }
 }
 
-/// How saves have ended.
+/// The saves that ended.
 #[derive(Default)]
 pub(super) struct EndedSaves {
-    /// Saves that failed, until someone has seen it.
+    /// Failed saves whose failure nobody has seen.
     failed: Vec<Save>,
-    /// The one that was taken out last.
+    /// The save whose failure was raised last.
     taken: Option<Save>,
     /// The last failure, seen or not.
     last_failure: Option<Save>,
-    /// Numbers of the saves that have ended, from `over_before` on; what is below has.
+    /// Numbers of saves that have ended, from `over_before` on. All below have ended.
     over: BTreeSet<u64>,
     over_before: u64,
-    /// Of those that failed: the ranks have not told each other yet who has seen it.
+    /// Failed saves of which the ranks have not agreed yet who has seen the failure.
     unsettled: BTreeSet<u64>,
 }
 
@@ -115,7 +114,7 @@ impl Saves {
         self.queued.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Releases the lock until something has changed, or for that long.
+    /// Releases the lock until the next change, or for that long.
     pub(super) fn wait<'a>(
         &'a self,
         queued: MutexGuard<'a, QueuedSaves>,
@@ -124,8 +123,8 @@ impl Saves {
         self.changed.wait_timeout(queued, pause).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Waits while `blocked`. `None` after the limit: of no progress of the oldest save, or where
-    /// it is `fixed`, in all.
+    /// Waits while `blocked`. Returns `None` after the limit: without progress of the oldest save,
+    /// or in total if the limit is `fixed`.
     pub(super) fn wait_while(
         &self,
         limit: Duration,
@@ -150,32 +149,31 @@ impl Saves {
 }
 
 impl QueuedSaves {
-    /// The saves that have not failed, oldest first.
+    /// The pending saves that have not failed, oldest first.
     pub(super) fn live(&self) -> impl Iterator<Item = &Save> {
         self.pending.iter().filter(|save| !save.has_failed())
     }
 
-    /// The first save of which this rank still has something to say.
+    /// Returns the first save on which this rank still has to report.
     pub(super) fn first_open(&self, has_voted: impl Fn(u64) -> bool) -> u64 {
         let is_open = |&save: &u64| !self.endings.over.contains(&save) && !has_voted(save);
         (self.endings.over_before..self.counter).find(is_open).unwrap_or(self.counter)
     }
 
-    /// The save of a number ends without having begun, as one that this rank takes no part in.
-    /// Returns the number.
+    /// Gives the next number to a save that this rank takes no part in. Returns the number.
     pub(super) fn end_unbegun(&mut self, save: Save) -> u64 {
         let counter = self.counter;
         self.counter += 1;
         self.endings.over.insert(counter);
         self.endings.unsettled.insert(counter);
-        // By the call that raises the failure on ranks that have not seen it, this one raises too.
+        // This rank raises the failure in the same call as the ranks that have not seen it.
         self.endings.last_failure = Some(save);
         counter
     }
 }
 
 impl EndedSaves {
-    /// A save is over.
+    /// Records the end of a save.
     pub(super) fn add(&mut self, counter: u64, save: &Save, has_failed: bool) {
         self.failed.retain(Save::is_unseen);
         if has_failed {
@@ -197,40 +195,40 @@ impl EndedSaves {
         self.over_before = self.over_before.max(before);
     }
 
-    /// Saves that failed before that number, and of which the ranks have not told each other who
-    /// has seen it.
+    /// Returns failed saves below that number of which the ranks have not agreed who has seen the
+    /// failure.
     pub(super) fn unsettled(&self, before: u64) -> Vec<u64> {
         self.unsettled.range(..before).copied().collect()
     }
 
-    /// This failure needs no settling: the others know of none.
+    /// This failure needs no agreement: the save did not fail on the other ranks.
     pub(super) fn set_settled(&mut self, counter: u64) {
         self.unsettled.remove(&counter);
     }
 
-    /// Nor do those before that number.
+    /// The ranks have agreed on all failures below that number.
     pub(super) fn set_settled_before(&mut self, before: u64) {
         self.unsettled = self.unsettled.split_off(&before);
     }
 
-    /// The last save that failed, seen or not.
+    /// Returns the last save that failed, seen or not.
     pub(super) fn last_failure(&self) -> Option<&Save> {
         self.last_failure.as_ref()
     }
 
-    /// The failures that nobody has seen.
+    /// Returns the saves whose failure nobody has seen.
     pub(super) fn unseen(&self) -> impl Iterator<Item = &Save> {
         self.failed.iter().filter(|save| save.is_unseen())
     }
 
-    /// Takes out the oldest failure.
+    /// Takes out the save with the oldest unseen failure.
     pub(super) fn take(&mut self) -> Option<Save> {
         let taken = (!self.failed.is_empty()).then(|| self.failed.remove(0))?;
         self.taken = Some(taken.clone());
         Some(taken)
     }
 
-    /// Takes back the failure of the save that was taken out last, if it could not be reported.
+    /// Takes back the failure that was raised last, because it could not be reported.
     pub(super) fn put_back(&mut self, failure: &Arc<Error>) {
         let is_it = |save: &Save| {
             save.outcome()

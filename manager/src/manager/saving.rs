@@ -1,5 +1,5 @@
-//! `save`: everything that can be wrong is found before it returns; then the bytes are captured on
-//! the caller's thread, while the persister writes them.
+//! `save`: it finds every error in the caller's data before it captures. The bytes are captured on
+//! the caller's thread while the persister writes them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,24 +21,25 @@ use crate::save::{Refusal, Save};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource};
 
-/// The treatment of a step by `save`.
+/// The decision on a call of `save`.
 pub enum Decision {
-    /// It would save.
+    /// The step is to be saved.
     Save(Ticket),
-    /// It would do nothing.
+    /// Nothing is to be saved.
     Refuse(Refusal),
-    /// This step is being saved already, and `exists="skip"`.
+    /// This step is being saved already, and the caller asked to skip it.
     Pending(Save),
 }
 
-/// A save that is planned and that nothing is wrong with, and not begun.
+/// A planned save that is not begun. All checks have passed.
 pub struct Ready {
     ticket: Ticket,
     prepared: PlannedSave,
 }
 
 impl Manager {
-    /// True if the policy would save this step now. Answers of custom policies come by their name.
+    /// True if the policy would save this step now. `custom` has the answers of custom policies, by
+    /// name.
     pub fn should_save(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let inner = &self.inner;
         inner.check_usable()?;
@@ -51,8 +52,8 @@ impl Manager {
         inner.ask_with_preemption("should_save", || inner.policy_answer(step, custom))
     }
 
-    /// Decides before the state is looked at, so that a callable state runs only if needed. Fails
-    /// for a step that exists, and for one below the latest.
+    /// Decides whether a step is saved, before the state is flattened: a callable state runs only
+    /// if needed. Fails for a step that exists, and for one below the latest.
     pub fn decide(
         &self,
         step: u64,
@@ -73,11 +74,11 @@ impl Manager {
             AgreedDecision::Refuse(refusal) => Decision::Refuse(refusal),
             AgreedDecision::Pending => {
                 let queued = inner.saves.lock();
-                // It may have failed here, and the leader be at what follows.
+                // It may have failed here while the leader has already gone on.
                 let mut known = queued.pending.iter().chain(queued.endings.last_failure());
                 match known.find(|save| save.step() == step) {
                     Some(pending) => Decision::Pending(pending.clone()),
-                    // It has ended on this rank meanwhile.
+                    // It has ended on this rank since.
                     None => Decision::Refuse(Refusal::Exists),
                 }
             }
@@ -85,9 +86,8 @@ impl Manager {
     }
 
     /// Saves a state: [`Manager::check_before_saving`], [`Manager::decide`], [`Manager::plan`] and
-    /// [`Manager::begin`]. Returns when of every leaf has happened what its provider asks for
-    /// (`Haste`): the caller may change then what he may by that. The commit follows in the
-    /// background; its outcome comes through the handle.
+    /// [`Manager::begin`]. Returns once every leaf is captured as far as its provider demands. The
+    /// commit follows in the background. The handle has its outcome.
     pub fn save(&self, request: SaveRequest) -> Result<Save> {
         self.check_before_saving(request.step)?;
         match self.decide(request.step, request.force, request.exists, &BTreeMap::new())? {
@@ -97,8 +97,8 @@ impl Manager {
         }
     }
 
-    /// Plans a save that was decided: all checks of the state, and the whole plan. It waits for
-    /// nothing but the processor, and before the first save for the other ranks.
+    /// Plans a decided save: all checks of the state, and the whole plan. Waits for the other ranks
+    /// only if they have to exchange a census.
     pub fn plan(&self, mut ticket: Ticket, request: SaveRequest) -> Result<Ready> {
         match self.prepared(&mut ticket, request) {
             Ok(prepared) => Ok(Ready { ticket, prepared }),
@@ -118,8 +118,8 @@ impl Manager {
         job::plan(&inner.context(&inner.pool(), census.as_deref()), request, begun)
     }
 
-    /// True if [`Manager::begin`] would return at once: nothing is captured on its thread, and
-    /// nothing is in its way.
+    /// True if [`Manager::begin`] would return at once: it captures nothing, and waits for no other
+    /// save.
     pub fn begins_at_once(&self, ready: &Ready) -> bool {
         let memory = self.inner.pool().bytes() as u64;
         let has_memory = memory > 0 && self.inner.options.staging_bytes.is_none_or(|asked| memory >= asked);
@@ -131,7 +131,7 @@ impl Manager {
             && queued.pending.len() <= self.inner.options.max_pending
     }
 
-    /// Begins a planned save, and captures what its caller may change after the return.
+    /// Begins a planned save, and captures every leaf that the caller may change after the return.
     pub fn begin(&self, ready: Ready) -> Result<Save> {
         let Ready { mut ticket, mut prepared } = ready;
         let inner = &self.inner;
@@ -155,8 +155,8 @@ impl Manager {
         Ok(save)
     }
 
-    /// Raises what [`Manager::save`] would raise about a state, and saves nothing: nothing is
-    /// captured, and no memory made.
+    /// Makes the checks of a state that [`Manager::save`] makes. Captures nothing, and allocates no
+    /// staging memory.
     pub fn check(&self, state: StateSource) -> Result<()> {
         let inner = &self.inner;
         inner.check_usable()?;
@@ -164,8 +164,8 @@ impl Manager {
         job::plan(&inner.context(&inner.pool(), None), request, Instant::now()).map(drop)
     }
 
-    /// Grows the staging memory for a state of so many bytes, and has these devices know it, so
-    /// that the first save does not pay for it.
+    /// Grows the staging memory for a state of so many bytes, and registers it with these devices,
+    /// so that the first save is as fast as later ones.
     pub fn prepare(&self, bytes: u64, devices: &[u32]) -> Result<()> {
         self.inner.check_usable()?;
         let pool = self.inner.pool();
@@ -177,16 +177,16 @@ impl Manager {
         Ok(())
     }
 
-    /// Asks for preemption: the next step that is asked about is the one at which the job counts as
-    /// preempted.
+    /// Announces preemption. The job counts as preempted from the next step that the policy is
+    /// asked about.
     pub fn request_preemption(&self) {
         if self.inner.birth.is_here() {
             self.inner.history.lock().preemption_asked = true;
         }
     }
 
-    /// True if the job counts as preempted at this step: not where the save policy was asked about
-    /// it before that was known, since it may not have been saved.
+    /// True if the job counts as preempted at this step. False if the policy was asked about the
+    /// step before the preemption was known, since the step may not have been saved.
     pub fn reached_preemption(&self, step: u64) -> Result<bool> {
         self.inner.check_usable()?;
         self.inner.ask_with_preemption("reached_preemption", || {
@@ -196,7 +196,7 @@ impl Manager {
         })
     }
 
-    /// Says that a step was restored: [`Manager::next_step`] goes on from it.
+    /// Records that a step was restored: [`Manager::next_step`] continues from it.
     pub fn restored(&self, step: u64) {
         if self.inner.birth.is_here() {
             self.inner.history.lock().trail.restored(step);
@@ -237,25 +237,25 @@ impl Inner {
         if exists == Exists::Skip && is_pending {
             return Ok(AgreedDecision::Pending);
         }
-        // Before the root is looked at: most calls end here, and a policy of steps alone needs
-        // nothing but the step.
+        // Before a listing of the root: most calls end here, and a policy of steps needs only the
+        // step.
         if !force && !self.policy_answer(step, custom)? {
             return Ok(AgreedDecision::Refuse(Refusal::Policy));
         }
-        // After it, a step that was uncertain is there, or is to be replaced: whichever of the two
-        // a power cut leaves, it is a whole one.
+        // An uncertain step is settled now, or the save replaces it. A power cut leaves one of the
+        // two, whole.
         let uncertain = !is_pending && self.root.settle_uncertain(step);
         let listing = self.root.list_changes()?;
         let steps = &listing.steps;
-        // A step that has lost files is invalid. A good one may take its number, and the commit
-        // quarantines the rest.
+        // A step that has lost files is invalid. A new step may take its number. The commit
+        // quarantines the old one.
         let there = is_pending
             || match if steps.contains_key(&step) { self.root.committed(step)? } else { None } {
                 Some(found) => self.root.damage(&found)?.is_none(),
                 None => false,
             };
-        // An existing step is told before an order: a final save that repeats the last one is no
-        // step back.
+        // Report an existing step before a wrong order: a final save that repeats the last step is
+        // not a step back.
         if there && exists == Exists::Skip {
             return Ok(AgreedDecision::Refuse(Refusal::Exists));
         }
@@ -270,8 +270,7 @@ impl Inner {
         if let Some(latest) = self.latest_above(step, steps)? {
             return Err(Error::StepOrder { step, latest, rewind_to: self.newest_below(step, steps)? });
         }
-        // Needed even if the step does not exist now: a pending save of it may be committed by
-        // then.
+        // Replace even if the step does not exist now: a pending save may commit it first.
         Ok(if exists == Exists::Replace || uncertain {
             AgreedDecision::Replace
         } else {
@@ -279,20 +278,18 @@ impl Inner {
         })
     }
 
-    /// The latest step, where it is above this one: the latest that a restore would take, as one
-    /// that is damaged is passed over there, and must not hold up training here. Most saves find
-    /// nothing above them.
+    /// Returns the latest step if it is above this one. It is the latest that a restore would take:
+    /// a damaged step must not block training. Most saves find no step above them.
     fn latest_above(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
         let above = step + 1;
         let whole = if steps.range(above..).next().is_some() { self.root.newest_from(above)? } else { None };
-        // A save whose capture has failed is none, though its turn to be told so may be to come.
+        // A save whose capture has failed does not count, even before its failure is reported.
         let pending = self.saves.lock().live().map(Save::step).max();
         let latest = whole.map(|found| found.manifest.step).max(pending);
         Ok(latest.filter(|&latest| step < latest))
     }
 
-    /// The newest whole step below this one, or the newest that is being saved: what a rewind may
-    /// name.
+    /// Returns the newest whole or pending step below this one, to which a rewind could go.
     fn newest_below(&self, step: u64, steps: &BTreeMap<u64, Found>) -> Result<Option<u64>> {
         let pending = self.saves.lock().live().map(Save::step).filter(|&pending| pending < step).max();
         for (&older, found) in steps.range(..step).rev() {
@@ -303,14 +300,15 @@ impl Inner {
         Ok(pending)
     }
 
-    /// Blocks while `max_pending` saves wait beside the one that is being written, and, where there
-    /// is something to capture `now`, until all earlier saves are captured (two at once would
-    /// starve each other: the later one takes slots that only its flush frees, which stands behind
-    /// the earlier one's); as long as there is progress. The turn is that of who captures now.
+    /// Waits while `max_pending` saves wait beside the one that is being written. A save with an
+    /// eager capture also waits until all earlier saves are captured, and gets the right to
+    /// capture. Two captures at once would starve each other: the later one takes slots that only
+    /// its own flush frees, and that flush follows the earlier one's. Fails after the stall timeout
+    /// without progress.
     fn wait_for_a_place(&self, step: u64, prepared: &PlannedSave) -> Result<Option<CaptureTurn<'_>>> {
         let (now, is_cancelled) = (prepared.has_eager(), || prepared.cancel.load(Ordering::Acquire));
         let mut told = false;
-        // A capture for this call is written first. It may need all of the memory, which only its
+        // A claimed capture enters the queue first. It may need all of the memory, which only its
         // own writes free.
         let turn = self.saves.wait_while(self.options.stall_timeout, false, |queued| {
             let blocked = (now && queued.captures.are_under_way())
@@ -341,8 +339,8 @@ impl Inner {
         Ok(Some(CaptureTurn(self)))
     }
 
-    /// Gives a save its number and its place in the queue of the persister. Returns the capture if
-    /// the caller is to begin it at once; else the capturer has it.
+    /// Gives a save its number and puts it into the persister's queue. Returns the capture if the
+    /// caller must begin it at once. Otherwise the capturer has it.
     fn enqueue(
         self: &Arc<Self>,
         ticket: &mut Ticket,
@@ -355,7 +353,7 @@ impl Inner {
         self.check_open(&queued)?;
         self.start_persister(&mut queued.writes)?;
         if existing == Existing::Replace {
-            // It may have been held since that was decided.
+            // The step may have been held since the decision.
             self.usage.replace(step)?;
         }
         let counter = queued.counter;
@@ -373,7 +371,7 @@ impl Inner {
         let enqueued = if now_in_part {
             Ok(Some(capturing))
         } else {
-            // In the order in which they will be written, so under the same lock.
+            // Under the same lock, so that captures have the order of the writes.
             self.capture_later(&mut queued.captures, capturing, false).map(|()| None)
         };
         if enqueued.is_err() && existing == Existing::Replace {
@@ -409,7 +407,7 @@ impl Inner {
     }
 }
 
-/// The right to capture; one save of a manager has it at a time.
+/// The right to capture. One save of a manager has it at a time.
 struct CaptureTurn<'a>(&'a Inner);
 
 impl Drop for CaptureTurn<'_> {
@@ -422,7 +420,7 @@ impl Drop for CaptureTurn<'_> {
     }
 }
 
-/// The facts for a policy, looked up when it asks.
+/// The facts for a policy. Each is looked up when the policy asks.
 struct LocalFacts<'a> {
     inner: &'a Inner,
     step: u64,
@@ -448,7 +446,7 @@ impl Facts for LocalFacts<'_> {
         if let Some(then) = last {
             return Ok(Some(clock.monotonic().saturating_sub(then).as_secs_f64()));
         }
-        // The last save was another process's: its record has wall-clock time.
+        // Another process made the last save. Its manifest has wall-clock time.
         Ok(self.inner.root.newest()?.map(|found| {
             let passed = clock.unix_ns().saturating_sub(found.manifest.started_unix_ns);
             Duration::from_nanos(u64::try_from(passed).unwrap_or(0)).as_secs_f64()

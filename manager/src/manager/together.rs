@@ -1,15 +1,15 @@
-//! The common actions of several ranks. One process needs none of them.
+//! The agreements of several ranks. One process needs none of them.
 //!
-//! * Nobody asks the leader whether a step is saved where every rank can know: the policy needs
-//!   nothing but the step, and the step is above all that were ever begun. Else (clocks, signals,
-//!   callables, a step that may be there) the leader's answer binds all.
-//! * Every save has the same number on all ranks. So a rank whose call of `save` fails after the
-//!   decision still takes part: it reports that it does not save ([`Ticket`]).
-//! * The failure of a save is raised by the same call on all ranks: by the first `save` before
-//!   which that save has ended on each of them.
-//! * A call without an answer ends the session: all later calls raise.
-//! * Before the first save, and after one of which a rank has said that its leaves are others, the
-//!   ranks tell each other which leaves they have ([`Census`]).
+//! * If the policy needs only the step, and the step is above all that were ever begun, every rank
+//!   decides by itself. Otherwise (clocks, signals, callables, a step that may exist) the leader's
+//!   answer binds all.
+//! * Every save has the same number on all ranks. A rank whose call of `save` fails after the
+//!   decision still reports that it does not save ([`Ticket`]).
+//! * The same call raises the failure of a save on all ranks: the first `save` before which that
+//!   save has ended on each of them.
+//! * A call without an answer ends the session: all later calls fail.
+//! * Before the first save, and after a rank has reported changed leaves, the ranks exchange which
+//!   leaves they have ([`Census`]).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -27,12 +27,11 @@ use crate::save::{Refusal, Save, participation};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource, plain_leaves};
 
-/// What this rank knows alike with the others, beside its saves.
+/// The state on which the ranks agree, beside their saves.
 #[derive(Default)]
 pub(super) struct Ranks {
     known: Mutex<AgreedState>,
-    /// Held while the ranks tell each other which leaves they have: a call that was interrupted may
-    /// still be at it when the next one begins.
+    /// Held during a census: an interrupted call may still be in it when the next call begins.
     census_lock: Mutex<()>,
     /// This rank's heartbeat.
     heartbeat: Mutex<Option<Periodic>>,
@@ -40,18 +39,18 @@ pub(super) struct Ranks {
 
 #[derive(Default)]
 struct AgreedState {
-    /// The largest step that was there when the root was opened, or that a save was begun of: the
-    /// same on all ranks.
+    /// The largest step of the root when it was opened, or of a save begun since. Equal on all
+    /// ranks.
     highest: Option<u64>,
-    /// The holders of plain leaves, as the ranks have exchanged them.
+    /// The holders of plain leaves, from the last census.
     census: Option<Arc<Census>>,
-    /// The step that the leader has last chosen for a restore.
+    /// The step that the leader last chose for a restore.
     chosen: Option<u64>,
-    /// This rank takes part in a restore: it lives, however long it reads.
+    /// This rank takes part in a restore: it sends heartbeats, however long it reads.
     restoring: bool,
-    /// It is at a call of that restore which all make.
+    /// It is in a call of that restore which all ranks make.
     in_restore_call: bool,
-    /// Why its caller has left that call: it says so in the next one.
+    /// The reason why its caller left that call. The next call reports it.
     restore_left: Option<String>,
 }
 
@@ -60,7 +59,7 @@ impl Ranks {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The ranks have met.
+    /// Begins after the ranks have met.
     pub(super) fn begin(&self, newest: Option<u64>, heartbeat: Periodic) {
         self.lock().highest = newest;
         *self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner) = Some(heartbeat);
@@ -72,13 +71,13 @@ impl Ranks {
         heartbeat.into_iter().for_each(Periodic::stop);
     }
 
-    /// A save of that step was begun.
+    /// Records that a save of that step was begun.
     pub(super) fn raise_highest(&self, step: u64) {
         let mut known = self.lock();
         known.highest = known.highest.max(Some(step));
     }
 
-    /// The newest step is this one now.
+    /// Sets the newest step, after a rewind.
     pub(super) fn set_highest(&self, step: u64) {
         self.lock().highest = Some(step);
     }
@@ -105,7 +104,7 @@ pub(super) enum AgreedDecision {
     Pending,
 }
 
-/// Facts that every rank knows alike.
+/// The facts for a policy that every rank knows.
 struct AgreedFacts<'a> {
     step: u64,
     is_first: bool,
@@ -138,8 +137,8 @@ impl Facts for AgreedFacts<'_> {
     }
 }
 
-/// The right to save one step, which a decision gives; of several ranks also the duty to take part.
-/// Dropped unused, it reports to the other ranks that this one does not save.
+/// The right to save one step. With several ranks it is also a duty: dropped unused, it reports to
+/// the others that this rank does not save.
 pub struct Ticket {
     inner: Arc<Inner>,
     pub(super) step: u64,
@@ -148,7 +147,7 @@ pub struct Ticket {
     /// True if this rank's leaves have changed since the last census. `None` before this rank has
     /// taken part in the census of this save.
     pub(super) stale: Option<bool>,
-    /// True if the save has its number.
+    /// True if the save has a number, or needs none.
     pub(super) used: bool,
     cause: Arc<OnceLock<String>>,
 }
@@ -170,13 +169,13 @@ impl Ticket {
         self.step
     }
 
-    /// The place for the reason why the ticket is dropped, for the other ranks. The first one
+    /// Returns the place for the reason of a drop, which the other ranks get. The first reason
     /// stays.
     pub fn cause(&self) -> Arc<OnceLock<String>> {
         Arc::clone(&self.cause)
     }
 
-    /// Ends the ticket with the reason of a failure.
+    /// Drops the ticket with the reason of a failure.
     pub(super) fn fail(self, error: &Error) {
         let _ = self.cause.set(error.to_string());
     }
@@ -192,7 +191,7 @@ impl Drop for Ticket {
 }
 
 impl Inner {
-    /// [`Inner::decide`], where there are others: the same on all ranks.
+    /// [`Inner::decide`] for several ranks: all get the same decision.
     pub(super) fn decide_together(
         &self,
         step: u64,
@@ -213,15 +212,15 @@ impl Inner {
         self.ask_with_preemption("save", || self.decide(step, force, exists, custom))
     }
 
-    /// The answer of a deterministic policy, from facts that every rank knows.
+    /// Returns the answer of a deterministic policy, from facts that every rank knows.
     pub(super) fn agreed_policy_answer(&self, step: u64, custom: &BTreeMap<String, bool>) -> Result<bool> {
         let is_first = self.ranks.lock().highest.is_none();
         self.options.save_policy.should_save(&AgreedFacts { step, is_first, custom })
     }
 
-    /// The leader's answer to a question that may depend on a preemption. A rank that got the
-    /// signal leaves a mark. Once the leader has found it, all ranks learn of it by the same
-    /// answer. So the call costs as much as any call to the leader, without a message of each rank.
+    /// Returns the leader's answer to a question that may depend on a preemption. A rank that got
+    /// the signal leaves a mark on the board. Once the leader finds it, all ranks learn of it by
+    /// the same answer. So the call needs no message of each rank.
     pub(super) fn ask_with_preemption<T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
@@ -239,7 +238,7 @@ impl Inner {
             && !self.team.leads()
             && let Err(error) = self.team.report_preemption()
         {
-            // The call is made all the same, as the others make it; the next one tells it again.
+            // Go on: the others make this call too. The next call reports it again.
             tracing::warn!(%error, "the other ranks could not be told that the job is to be preempted");
         }
         let (answer, preempted) = self.team.ask(what, || {
@@ -255,8 +254,8 @@ impl Inner {
         Ok(answer)
     }
 
-    /// Waits until all saves have ended, on this rank, that must have before the next one may be
-    /// begun. Raises the failure of one of them, on all ranks, if one of them has not seen it.
+    /// Waits until all saves that must end before the next one have ended on this rank. If a rank
+    /// has not seen a failure of one of them, all ranks raise it.
     fn settle_failures(&self, step: u64) -> Result<()> {
         let lag = self.options.max_pending as u64 + 1;
         let before = self.saves.lock().counter.saturating_sub(lag);
@@ -279,7 +278,7 @@ impl Inner {
         let answer = |unseen: Vec<bool>| Ok((unseen.contains(&true), self.team.census_stale_since()));
         let (raise, census_stale_since) =
             self.team.settle("save after one that failed", Ok(unseen), answer)?;
-        // With the verdict, which a rank that had failed by itself has not heard.
+        // A rank that failed by itself has not read the verdict, which reports this too.
         if let Some(save) = census_stale_since {
             self.team.record_stale_census(save);
         }
@@ -287,8 +286,8 @@ impl Inner {
         if raise { self.raise_failure(step) } else { Ok(()) }
     }
 
-    /// Saves whose end this rank has not heard, and that the leader has committed after all, are
-    /// none that have failed: the others do not count them among those.
+    /// Looks up verdicts that came too late for this rank. A save that the leader committed after
+    /// all did not fail on the other ranks, so no agreement is needed.
     fn read_late_verdicts(&self, before: u64) -> Result<()> {
         if self.team.leads() {
             return Ok(());
@@ -303,7 +302,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Raises the failure that this rank has not seen, or has: another has not.
+    /// Raises a failure that this rank, or another one, has not seen.
     fn raise_failure(&self, step: u64) -> Result<()> {
         self.raise_unseen(Some(step))?;
         let last = self.saves.lock().endings.last_failure().cloned();
@@ -316,10 +315,10 @@ impl Inner {
         }
     }
 
-    /// Gives the save of this rank, which makes none, its number, and reports it to the others.
+    /// Gives the save that this rank does not make a number, and reports that to the other ranks.
     fn report_no_save(&self, step: u64, encoded: bool, cause: &str) {
         if !encoded {
-            // They may wait for what this rank has.
+            // The others may wait for this rank's leaves in a census.
             let _telling = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
             if self.known_census().is_none() {
                 participation::abstain_from_exchange(&self.team, cause);
@@ -331,8 +330,8 @@ impl Inner {
         participation::abstain(&self.team, counter, step, cause);
     }
 
-    /// The holders of plain leaves. The ranks exchange them now if they are unknown or outdated.
-    /// The ticket then knows if this rank's leaves have changed since.
+    /// Returns the holders of plain leaves. The ranks hold a census now if there is none, or if it
+    /// is stale. Sets on the ticket if this rank's leaves have changed since the census.
     pub(super) fn census(&self, ticket: &mut Ticket, state: &StateSource) -> Result<Option<Arc<Census>>> {
         if self.team.is_alone() {
             return Ok(None);
@@ -350,17 +349,18 @@ impl Inner {
         Ok(Some(census))
     }
 
-    /// Returns the leaves that the ranks have announced. `None` if there is no announcement yet, or
-    /// it is outdated: then the ranks announce them before the next save.
+    /// Returns the last census. `None` if there was none yet, or if it is stale: then the ranks
+    /// hold one before the next save.
     fn known_census(&self) -> Option<Arc<Census>> {
         let counter = self.saves.lock().counter;
-        // All saves that may have said so have ended on all ranks: see `settle_failures`.
+        // By then, all saves that may have reported it have ended on all ranks: see
+        // `settle_failures`.
         let lag = self.options.max_pending as u64 + 2;
         let outdated = self.team.census_stale_since().is_some_and(|save| counter >= save + lag);
         self.ranks.lock().census.clone().filter(|_| !outdated)
     }
 
-    /// Verdicts that all ranks have read, since they have voted on this save.
+    /// Removes verdicts that all ranks have read, since they have voted on this save.
     pub(super) fn forget_verdicts(&self, counter: u64) {
         if self.team.is_alone() || !self.team.leads() {
             return;
@@ -373,12 +373,13 @@ impl Inner {
 }
 
 impl Manager {
-    /// The step that a restore takes (`None`: the latest): the leader's answer, on every rank.
+    /// Returns the step that a restore takes (`None`: the latest). It is the leader's answer on
+    /// every rank.
     pub fn choose(&self, step: Option<u64>) -> Result<u64> {
         self.inner.check_usable()?;
         self.in_restore_call(|| {
             let chosen = self.inner.team.ask("restore", || Ok(self.inner.root.find(step)?.manifest.step))?;
-            // The leader has it.
+            // The leader has listed it, so it counts.
             self.inner.root.set_uncertain(chosen, false);
             let mut known = self.inner.ranks.lock();
             known.chosen = Some(chosen);
@@ -387,8 +388,8 @@ impl Manager {
         })
     }
 
-    /// The caller of this rank has left a restore that all make, in one of its calls or between
-    /// them: once that call is answered, the others are told why.
+    /// Records that the caller of this rank has left a restore of all ranks, in one of its calls or
+    /// between them. The others get the reason once that call is answered.
     pub fn leave_restore(&self, cause: &str) {
         if !self.inner.birth.is_here() {
             return;
@@ -413,7 +414,8 @@ impl Manager {
         self.inner.ranks.end_restore();
     }
 
-    /// One call of a restore. By an error it ends on all ranks; else by [`Manager::restored`].
+    /// Runs one call of a restore. An error ends the restore on all ranks. Otherwise
+    /// [`Manager::restored`] ends it.
     fn in_restore_call<T>(&self, ask: impl FnOnce() -> Result<T>) -> Result<T> {
         self.inner.ranks.lock().in_restore_call = true;
         let answer = ask();
@@ -429,13 +431,13 @@ impl Manager {
         answer
     }
 
-    /// Returns the stored leaves (of the given numbers, which this rank does not want) that no
-    /// other rank wants either. `None` if the ranks do not all restore in the same way (`how`).
+    /// Returns those of the given stored leaves, which this rank does not want, that no other rank
+    /// wants. `None` if the ranks restore in different ways (`how`).
     pub fn wanted_by_none(&self, how: &str, mut unwanted: Vec<u32>) -> Result<Option<Vec<u32>>> {
         self.inner.check_usable()?;
         unwanted.sort_unstable();
-        // The leaves of a stage or an expert are adjacent: a few runs, although thousands of ranks
-        // each have thousands of unwanted leaves.
+        // Send runs: thousands of ranks each have thousands of unwanted leaves, and those of a
+        // stage or an expert are adjacent.
         let said = (how.to_owned(), runs_of(&unwanted));
         let found = self.restoring("restore", Ok(said), |all| {
             let mut all = all.into_iter();
@@ -449,7 +451,7 @@ impl Manager {
         Ok(found.map(numbers_of))
     }
 
-    /// True if all ranks say the same.
+    /// True if all ranks pass the same text.
     pub fn alike(&self, what: &str) -> Result<bool> {
         self.inner.check_usable()?;
         self.restoring("restore", Ok(what.to_owned()), |all| {
@@ -457,13 +459,14 @@ impl Manager {
         })
     }
 
-    /// Makes one result of the results of all ranks: if one has failed, all fail with its cause.
+    /// Makes one result of the results of all ranks: if one rank has failed, all fail with its
+    /// cause.
     pub fn agree(&self, what: &str, mine: Result<()>) -> Result<()> {
         self.inner.check_usable()?;
         self.restoring(what, mine, |_| Ok(()))
     }
 
-    /// The messages of ranks in a restore.
+    /// Exchanges the reports of ranks in a restore.
     fn restoring<S: Serialize + for<'de> Deserialize<'de>, T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
@@ -473,7 +476,7 @@ impl Manager {
         self.in_restore_call(|| self.inner.team.settle(what, mine, answer))
     }
 
-    /// This process, and all of them.
+    /// Returns this process's rank, and the number of ranks.
     pub fn ranks(&self) -> (u32, u32) {
         (self.inner.team.rank(), self.inner.team.world_size())
     }

@@ -1,4 +1,4 @@
-//! The steps that calls of one manager use: held, being taken out of sight, to be replaced.
+//! The steps that calls of one manager use: they hold, retire or replace them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,17 +17,17 @@ pub(super) struct Usage {
 
 #[derive(Default)]
 struct Used {
-    /// Steps that this manager holds, and how often. A step is never here and in `retiring` at
-    /// once.
+    /// Steps that this manager holds, with the number of holds. A step is never here and in
+    /// `retiring`.
     held: BTreeMap<u64, u64>,
-    /// Steps that are being taken out of sight at this moment.
+    /// Steps that are being retired or set aside.
     retiring: BTreeSet<u64>,
-    /// Steps that pending saves are to replace, one for each save.
+    /// Steps that pending saves will replace, one entry for each save.
     replacing: Vec<u64>,
 }
 
 impl Used {
-    /// A step that is held is neither removed nor replaced.
+    /// Refuses to replace a held step.
     fn check_replaceable(&self, step: u64) -> Result<()> {
         if !self.held.contains_key(&step) {
             return Ok(());
@@ -48,8 +48,8 @@ impl Usage {
         self.lock().held.keys().copied().collect()
     }
 
-    /// Counts a step as held, before anything is known of it: retention leaves it from here on.
-    /// Waits for a retirement that has begun, and for a save that is to replace the step.
+    /// Counts a step as held: retention leaves it alone from here on. First waits for a retirement
+    /// in progress, and for a save that will replace the step.
     pub(super) fn hold(&self, step: u64, timeout: Duration) -> Result<()> {
         let (begun, deadline) = (Instant::now(), deadline_after(timeout));
         let mut used = self.lock();
@@ -76,8 +76,8 @@ impl Usage {
         }
     }
 
-    /// Begins to take steps out of sight: all of these that this manager does not hold, and that no
-    /// other call is taking away.
+    /// Begins to retire those of these steps that this manager does not hold, and that no other
+    /// call retires.
     pub(super) fn retiring(&self, steps: impl IntoIterator<Item = u64>) -> Retiring<'_> {
         let mut used = self.lock();
         let is_free = |step: &u64| !used.held.contains_key(step) && !used.retiring.contains(step);
@@ -87,12 +87,13 @@ impl Usage {
         Retiring { usage: self, steps }
     }
 
-    /// Refuses to replace a step that is held.
+    /// Refuses to replace a held step.
     pub(super) fn check_replaceable(&self, step: u64) -> Result<()> {
         self.lock().check_replaceable(step)
     }
 
-    /// A save is to replace this step: from here on a hold waits. Refused if it is held.
+    /// Records that a save will replace this step: from here on a hold waits. Fails if the step is
+    /// held.
     pub(super) fn replace(&self, step: u64) -> Result<()> {
         let mut used = self.lock();
         used.check_replaceable(step)?;
@@ -100,7 +101,7 @@ impl Usage {
         Ok(())
     }
 
-    /// A save that was to replace this step is over.
+    /// Records that a save that replaces this step is over.
     pub(super) fn replaced(&self, step: u64) {
         let mut used = self.lock();
         if let Some(at) = used.replacing.iter().position(|&replacing| replacing == step) {
@@ -111,14 +112,14 @@ impl Usage {
     }
 }
 
-/// The right to take steps out of sight: as long as it lives, a hold on one of them waits.
+/// The right to retire steps. A hold on one of them waits until it is dropped.
 pub(super) struct Retiring<'a> {
     usage: &'a Usage,
     steps: BTreeSet<u64>,
 }
 
 impl Retiring<'_> {
-    /// True if a step is among those that may go.
+    /// True if the step may be retired.
     pub(super) fn may_go(&self, step: u64) -> bool {
         self.steps.contains(&step)
     }

@@ -1,7 +1,8 @@
-//! The handle of a save: two tracks, capture and persist, that any thread may look at or wait for.
+//! The handle of a save. It has two tracks, capture and persist. Any thread may query or await
+//! them.
 //!
-//! Every accepted save ends in exactly one [`Outcome`]. A failure is *sticky* until somebody has
-//! seen it: a waiter for the outcome, or the manager, which raises it once.
+//! Every accepted save ends in exactly one [`Outcome`]. A failure stays *unseen* until a waiter
+//! gets the outcome, or until the manager raises it, once.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -36,7 +37,7 @@ impl Outcome {
         matches!(self, Self::Committed)
     }
 
-    /// Why it is not committed.
+    /// Returns the reason why it is not committed.
     pub fn error(&self) -> Option<&Arc<Error>> {
         match self {
             Self::Committed => None,
@@ -45,14 +46,14 @@ impl Outcome {
     }
 }
 
-/// Why a save was not begun, without that being an error.
+/// The reason why a save was not begun. It is no error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Refusal {
     /// The save policy said no.
     Policy,
     /// The manager writes nothing.
     ReadOnly,
-    /// The step is there already, and `exists="skip"`.
+    /// The step exists already, and the caller asked to skip it.
     Exists,
 }
 
@@ -81,7 +82,7 @@ pub struct Stats {
     pub total_seconds: f64,
 }
 
-/// How often somebody who waits without a deadline looks whether there is progress.
+/// A wait without a timeout checks for progress at this interval.
 const PROGRESS_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Called when a save is over.
@@ -89,15 +90,15 @@ pub type Callback = Box<dyn FnOnce(&Outcome) + Send>;
 
 #[derive(Default)]
 struct SaveTracks {
-    /// Every copy of the capture has been started, or none will be any more.
+    /// True if every copy of the capture has been started, or no more will be.
     started: bool,
-    /// Capture: pending (`None`), done or failed.
+    /// The capture: pending (`None`), done (`true`) or failed (`false`).
     captured: Option<bool>,
     outcome: Option<Outcome>,
     seen: bool,
     stats: Stats,
     callbacks: Vec<Callback>,
-    /// The saves that are written before this one.
+    /// The pending saves that are written before this one.
     ahead: Vec<Weak<SaveInner>>,
 }
 
@@ -117,18 +118,18 @@ struct SaveInner {
     state: Mutex<SaveTracks>,
     changed: Condvar,
     progress: Option<Arc<Progress>>,
-    /// Counts what is done for it beside the moving of bytes: other ranks are waited for, and live.
+    /// Counts progress that moves no bytes: another rank is alive.
     events: AtomicU64,
-    /// The devices that it is copied from.
+    /// The devices whose memory it copies.
     queues: Vec<Arc<dyn CopyQueue>>,
     begun: Instant,
     cancel: Arc<AtomicBool>,
-    /// How long it may make no progress while somebody waits for it.
+    /// The longest time without progress before a wait fails.
     stall_timeout: Duration,
 }
 
 impl SaveInner {
-    /// The handle of a save without anything to wait for.
+    /// The handle of a save that never began.
     fn over(step: u64) -> Self {
         Self {
             step,
@@ -145,7 +146,7 @@ impl SaveInner {
     }
 }
 
-/// See the module documentation. Clones are the same save.
+/// A save. Clones are handles of the same save.
 #[derive(Clone)]
 pub struct Save {
     shared: Arc<SaveInner>,
@@ -177,7 +178,7 @@ impl Save {
         Self::of(SaveInner { refusal: Some(refusal), ..SaveInner::over(step) })
     }
 
-    /// One that has failed before anything was begun; its caller knows.
+    /// A save that failed before it began. Its caller has the error.
     pub(crate) fn failed_unbegun(step: u64, error: Error) -> Self {
         let save = Self::of(SaveInner::over(step));
         save.settle(Outcome::NotCommitted(Arc::new(error)));
@@ -189,7 +190,7 @@ impl Save {
         Self { shared: Arc::new(shared) }
     }
 
-    /// Says which saves are written before it: while they get on, so does it.
+    /// Sets the saves that are written before it. Their progress counts as its progress.
     pub(crate) fn set_ahead(&self, pending: &[Self]) {
         self.lock().ahead = pending.iter().map(|save| Arc::downgrade(&save.shared)).collect();
     }
@@ -198,9 +199,8 @@ impl Save {
         &self.shared.cancel
     }
 
-    /// True if nothing of it will ever be visible, even if it is not over: an incomplete capture is
-    /// not committed. (A step that may not be durable has not failed in this sense: it exists, and
-    /// its number is taken.)
+    /// True if the step will never be visible. A failed capture decides that before the save is
+    /// over. A step that may not be durable has not failed: it exists, and its number is taken.
     pub(crate) fn has_failed(&self) -> bool {
         let state = self.lock();
         match &state.outcome {
@@ -218,34 +218,33 @@ impl Save {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
 
-    /// The step.
+    /// Its step.
     pub fn step(&self) -> u64 {
         self.shared.step
     }
 
-    /// Why nothing was begun; `None` for a save that was.
+    /// Returns the reason why it was not begun. `None` if it was begun.
     pub fn refusal(&self) -> Option<Refusal> {
         self.shared.refusal
     }
 
-    /// True if it is over (a refused one always is).
+    /// True if it is over. A refused save always is.
     pub fn is_done(&self) -> bool {
         self.refusal().is_some() || self.lock().outcome.is_some()
     }
 
-    /// True if the state may be changed: every byte is captured, or the save is over.
+    /// True if the caller may change the state: every byte is captured, or the save is over.
     pub fn captured(&self) -> bool {
         self.refusal().is_some() || self.lock().is_captured()
     }
 
-    /// Waits until [`Save::captured`]. [`Error::Timeout`] as of [`Save::wait`].
+    /// Waits until [`Save::captured`]. Fails with [`Error::Timeout`] as [`Save::wait`] does.
     pub fn wait_captured(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait_until(timeout, "the capture", SaveTracks::is_captured)
     }
 
-    /// Waits until every copy of the capture has been started and all host memory is read: what is
-    /// left is for the devices that copy ([`Save::precede`]). [`Error::Timeout`] as of
-    /// [`Save::wait`].
+    /// Waits until all host memory is read and every copy of a device was started. Only devices
+    /// then still copy ([`Save::precede`]). Fails with [`Error::Timeout`] as [`Save::wait`] does.
     pub fn wait_started(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait_until(timeout, "the capture", SaveTracks::is_started)
     }
@@ -255,7 +254,7 @@ impl Save {
         self.refusal().is_some() || self.lock().is_started()
     }
 
-    /// The numbers of the devices that may still copy what is captured.
+    /// Returns the numbers of the devices that may still copy.
     pub fn devices(&self) -> Vec<u32> {
         if self.captured() {
             return Vec::new();
@@ -263,8 +262,8 @@ impl Save {
         self.shared.queues.iter().map(|queue| queue.ordinal()).collect()
     }
 
-    /// Makes what is put on the caller's streams from now on wait, each on its device, for the
-    /// copies that have been started. A device that no stream is named of is left out.
+    /// Makes later work on the caller's streams wait, on its device, for the copies that were
+    /// started. Skips devices without a given stream.
     pub fn precede(&self, streams: &BTreeMap<u32, UserStream>) -> stepwell_core::Result<()> {
         if self.captured() {
             return Ok(());
@@ -277,9 +276,9 @@ impl Save {
         Ok(())
     }
 
-    /// Ends it if it is not captured yet: the capture stops after the copy it is at, the call that
-    /// captures returns an error, and the save ends not committed. A save that is captured goes on.
-    /// Returns at once.
+    /// Ends it if it is not captured yet. The capture stops after its current copy, the call that
+    /// captures returns an error, and nothing is committed. A captured save goes on. Returns at
+    /// once.
     pub fn cancel(&self) {
         self.shared.cancel.store(true, Ordering::Release);
     }
@@ -293,8 +292,8 @@ impl Save {
         Ok(outcome)
     }
 
-    /// [`Save::wait`] for one who may not get to tell a failure, and says [`Save::acknowledge`]
-    /// when he has.
+    /// [`Save::wait`] for a caller that may fail to report a failure. Call [`Save::acknowledge`]
+    /// once it is reported.
     pub fn wait_unseen(&self, timeout: Option<Duration>) -> Result<Option<Outcome>> {
         if self.refusal().is_some() {
             return Ok(None);
@@ -303,17 +302,17 @@ impl Save {
         Ok(self.outcome())
     }
 
-    /// The outcome if there is one. Looking is not seeing: a failure stays sticky.
+    /// Returns the outcome if there is one. A failure stays unseen.
     pub fn outcome(&self) -> Option<Outcome> {
         self.lock().outcome.clone()
     }
 
-    /// Says that a failure has been told to someone.
+    /// Marks a failure as seen.
     pub fn acknowledge(&self) {
         self.lock().seen = true;
     }
 
-    /// Its statistics so far.
+    /// Returns its statistics so far.
     pub fn stats(&self) -> Stats {
         let mut stats = self.lock().stats;
         if let Some(progress) = &self.shared.progress {
@@ -322,8 +321,8 @@ impl Save {
         stats
     }
 
-    /// Calls back once it is over, on an engine thread (at once, on this thread, where it is over
-    /// already).
+    /// Runs a callback once it is over, on an engine thread. If it is over already, runs it here,
+    /// at once.
     pub fn on_done(&self, callback: Callback) {
         let mut state = self.lock();
         match state.outcome.clone() {
@@ -363,8 +362,8 @@ impl Save {
         }
     }
 
-    /// Something that changes as long as it gets on, or a save before it does: for one who waits in
-    /// slices, and gives up when it has not changed for [`Save::stall_timeout`].
+    /// Returns a value that changes as long as this save, or one before it, makes progress. A wait
+    /// fails when it has not changed for [`Save::stall_timeout`].
     pub fn progress(&self) -> impl PartialEq + Copy + Send + use<> {
         let ahead: Vec<_> = self.lock().ahead.iter().filter_map(Weak::upgrade).collect();
         let ahead: Vec<Self> = ahead.into_iter().map(|shared| Self { shared }).collect();
@@ -375,7 +374,7 @@ impl Save {
         (left, bytes, self.captured())
     }
 
-    /// How long it may make no progress while somebody waits for it without a deadline.
+    /// The longest time without progress before a wait without a timeout fails.
     pub fn stall_timeout(&self) -> Duration {
         self.shared.stall_timeout
     }
@@ -394,8 +393,8 @@ impl Save {
         set(&mut self.lock().stats);
     }
 
-    /// Ends it; the first outcome stays. The callbacks that this gives are to be called with
-    /// [`Save::call`] once the caller holds no lock.
+    /// Sets the outcome. The first one stays. Returns the callbacks, which the caller passes to
+    /// [`Save::call`] once it holds no lock.
     pub(crate) fn settle(&self, outcome: Outcome) -> Vec<Callback> {
         let mut state = self.lock();
         if state.outcome.is_some() {
@@ -408,38 +407,38 @@ impl Save {
         std::mem::take(&mut state.callbacks)
     }
 
-    /// Calls back.
+    /// Runs the callbacks.
     pub(crate) fn call(&self, callbacks: Vec<Callback>) {
         let Some(outcome) = self.outcome() else { return };
         for callback in callbacks {
-            // Each for itself: one that panics takes no other's turn, nor the thread that calls it.
+            // A callback that panics must end neither the others nor this thread.
             if let Err(error) = guarded("a callback", || callback(&outcome)) {
                 tracing::warn!(step = self.step(), %error, "what was to be called when this save was over failed");
             }
         }
     }
 
-    /// A number that changes as long as it gets on: bytes captured and written, and signs of life
-    /// of other ranks.
+    /// Returns a number that changes with progress: bytes captured and written, and heartbeats of
+    /// other ranks.
     pub fn progress_counter(&self) -> u64 {
         let stats = self.shared.progress.as_ref().map(|progress| progress.snapshot()).unwrap_or_default();
         let bytes = stats.captured_bytes.wrapping_add(stats.written_bytes);
         bytes.wrapping_add(self.shared.events.load(Ordering::Relaxed))
     }
 
-    /// It gets on, though no bytes move.
+    /// Records progress that moves no bytes.
     pub(crate) fn record_progress(&self) {
         self.shared.events.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The failure, if there is one that nobody has seen; it is seen from now on.
+    /// Returns a failure that nobody has seen, and marks it as seen.
     pub(crate) fn take_unseen(&self) -> Option<Arc<Error>> {
         let mut state = self.lock();
         let error = state.outcome.as_ref().and_then(|outcome| outcome.error().cloned())?;
         (!std::mem::replace(&mut state.seen, true)).then_some(error)
     }
 
-    /// A failure that was taken could not be told.
+    /// Marks a failure as unseen again, because it could not be reported.
     pub(crate) fn mark_unseen(&self) {
         self.lock().seen = false;
     }

@@ -1,7 +1,6 @@
-//! Making a save, whatever it is a part of: a step of a root or a singular checkpoint. Everything
-//! that can be wrong with it is found in [`plan`], before a byte is captured and before anything
-//! is made on disk; then it is cut into the [`SaveJob`] of a persister and the [`Capturing`] of the
-//! caller's thread.
+//! The preparation of a save, for a step of a root or a singular checkpoint. [`plan`] finds every
+//! error in the caller's data, before it captures a byte or touches the disk. The planned save is
+//! then split into the [`SaveJob`] of a persister and the [`Capturing`] of the caller's thread.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,7 +26,7 @@ use crate::manager::SaveRequest;
 use crate::options::{FilesPer, Options, WritersPer};
 use crate::state::{self, Census, Writing};
 
-/// Free memory where the system does not say how much there is.
+/// Assumed free memory in bytes, if the system does not report it.
 const UNKNOWN_MEMORY: u64 = 4 << 30;
 
 /// The facts that a plan needs beside the request.
@@ -43,22 +42,22 @@ pub(crate) struct PlanContext<'a> {
     pub census: Option<&'a Census>,
 }
 
-/// Its final place.
+/// The names of a save, and its place in its session.
 pub(crate) struct SaveTarget {
-    /// The source of the names of its temporary and its trash.
+    /// The label from which the names of its temporary and its trash are made.
     pub label: String,
-    /// The name that it gets.
+    /// The name of its directory after the commit.
     pub target: String,
     pub existing: Existing,
     /// The save counter of the session.
     pub counter: u64,
-    /// True if it goes into a root that has an epoch.
+    /// True if the root has an epoch file to check before the rename.
     pub fenced: bool,
     /// True if this rank's leaves have changed since the last census.
     pub stale: bool,
 }
 
-/// A save that nothing is wrong with.
+/// A planned save: all checks have passed.
 pub(crate) struct PlannedSave {
     draft: Draft,
     unwritten: Vec<ItemPart>,
@@ -73,15 +72,15 @@ pub(crate) struct PlannedSave {
     team: Arc<Team>,
 }
 
-/// The caller's streams, by the number of their device.
+/// The caller's streams, by device number.
 pub type Streams = BTreeMap<u32, UserStream>;
 
-/// A save that waits to be written.
+/// A save in the queue of a persister.
 pub(crate) struct SaveJob {
     pub save: Save,
     pub plan: CommitPlan,
     pub draft: Draft,
-    /// This rank's tensors of items that others write.
+    /// This rank's tensors in items that other ranks write.
     pub unwritten: Vec<ItemPart>,
     pub flush: Flush,
     pub queued: Instant,
@@ -98,15 +97,15 @@ pub(crate) struct Capturing {
     bytes: u64,
 }
 
-/// Orders the copies of a planned save behind what the caller has put on his streams, and makes the
-/// memory for it.
+/// Orders the copies of a planned save after the earlier work on the caller's streams, and
+/// allocates staging memory for it.
 pub(crate) fn allocate_staging(
     prepared: &mut PlannedSave,
     options: &Options,
     pool: &Arc<StagingPool>,
 ) -> Result<()> {
     prepared.follow()?;
-    // Memory for a late capture is allocated late too: two slots are enough to begin with.
+    // A late capture allocates its memory later. Two slots are enough until then.
     let hurry = prepared.has_eager();
     ensure_memory(pool, options, if hurry { prepared.tensor_bytes } else { 0 })?;
     if options.detect_torn {
@@ -116,8 +115,8 @@ pub(crate) fn allocate_staging(
     Ok(())
 }
 
-/// Items, chunks, both halves of the pipeline, and the manifest as far as it is known. Every check
-/// of the user's data is in here; nothing is read, written or made.
+/// Plans items, chunks, both halves of the pipeline, and the known part of the manifest. Makes
+/// every check of the user's data. Reads no data, and creates nothing.
 pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Instant) -> Result<PlannedSave> {
     let &PlanContext { root, environment, options, pool, team, census } = context;
     let SaveRequest { step, state, metrics, custom_metadata, cancel, streams, .. } = request;
@@ -142,7 +141,7 @@ pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Insta
         census,
     };
     let items = state::items(&state, &cut, &writing)?;
-    // The plan holds the providers from here on, and lets go of them early.
+    // The plan holds the providers from here on, and releases each as early as it can.
     drop(state);
     let draft = Draft {
         root: root.to_owned(),
@@ -187,7 +186,7 @@ pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Insta
 }
 
 impl PlannedSave {
-    /// Orders the copies behind what the caller has put on his streams.
+    /// Orders the copies after the earlier work on the caller's streams.
     fn follow(&self) -> Result<()> {
         for queue in self.capture.queues() {
             if let Some(stream) = self.streams.get(&queue.ordinal()) {
@@ -197,12 +196,12 @@ impl PlannedSave {
         Ok(())
     }
 
-    /// True if there is something to capture while the caller waits.
+    /// True if a part of the capture must happen before the caller continues.
     pub(crate) fn has_eager(&self) -> bool {
         self.capture.has_eager()
     }
 
-    /// Names everything, and parts what is written from what is captured.
+    /// Makes the names, and splits the save into its write and its capture.
     pub(crate) fn split(
         self,
         environment: &Environment,
@@ -248,7 +247,7 @@ impl Capturing {
         let Self { save, capture, streams, alone, bytes } = self;
         let fenced = capture.is_fenced();
         let captured = capture.run_eager();
-        // Also where it failed: what has been started still reads.
+        // Also after a failure: started copies still read.
         let ordered = if fenced { save.precede(&streams) } else { Ok(()) };
         let captured = captured.and_then(|rest| ordered.map(|()| rest));
         let error = match captured {
@@ -264,12 +263,12 @@ impl Capturing {
         save.set_captured(false);
         let cancelled = matches!(error.inner(), stepwell_core::Error::Cancelled(_));
         if cancelled && !save.cancel_flag().load(Ordering::Acquire) {
-            // The flush failed first; its error is the save's outcome, and told as every failure in
-            // the background is.
+            // The flush failed first. Its error is the save's outcome, and is reported as every
+            // background failure.
             return Ok((save, None));
         }
-        // The caller has the cause, here; the flush that was cancelled by it ends by itself. It is
-        // not waited for where it stands behind an earlier save's and the caller wants to go.
+        // The caller gets the error here, and the cancelled flush ends by itself. A cancelled
+        // caller does not wait for it if an earlier save's flush comes first.
         let waits = alone || !cancelled;
         if !waits || save.wait(Some(save.stall_timeout())).is_err() {
             save.acknowledge();
@@ -280,21 +279,21 @@ impl Capturing {
         })
     }
 
-    /// Captures all that is left, on this thread. How it ended is the save's outcome: a capture
-    /// that fails cancels its flush, with its reason.
+    /// Captures the rest, on this thread. A capture that fails cancels its flush with its error,
+    /// which becomes the save's outcome.
     pub(crate) fn run_rest(self, pool: &Arc<StagingPool>, options: &Options) {
         let Self { save, capture, bytes, .. } = self;
         if let Err(error) = ensure_memory(pool, options, bytes) {
-            // Two slots are there: it takes longer, and is no failed save.
+            // Two slots exist: the save takes longer, and does not fail.
             tracing::warn!(step = save.step(), %error, "the staging ring stays smaller than wanted: this save takes longer");
         }
         save.set_captured(capture.run().is_ok());
     }
 }
 
-/// Provides staging memory for a state of that size: all of it if allowed, and two slots at least.
-/// Without a requested size, a ring that the system refuses is made smaller: the save takes longer,
-/// but does not fail.
+/// Grows the staging ring for a state of that size: up to the allowed size, and at least two slots.
+/// If no size was requested and the system refuses the memory, the ring stays smaller. The save
+/// then takes longer, but does not fail.
 pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
     let wanted = if let Some(bytes) = options.staging_bytes {
@@ -313,13 +312,13 @@ pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_by
     if more == 0 {
         return Ok(());
     }
-    // Asked for as a whole before any of it is made: what a ring has grown by, it keeps.
+    // Ask for all of it first: a ring never shrinks again.
     if options.staging_bytes.is_some() {
         can_map(more).map_err(refused)?;
         return pool.ensure(bytes).map_err(refused);
     }
     let few = 2 * pool.slot_bytes();
-    // Half as much again is left for what else the process makes, its threads above all.
+    // Leave half as much again for other memory of the process, mainly for threads.
     while more > few && can_map(more.saturating_add(more / 2)).is_err() {
         more = (more / 2).max(few);
     }

@@ -1,4 +1,4 @@
-//! One save, from the order to the outcome; of a root or of its own.
+//! One save from the request to the outcome, in a root or under a path of its own.
 //!
 //! ```text
 //! order ─job: prepare, split─▶ Capturing (the caller's thread)
@@ -7,13 +7,13 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `job` | making a save: every check of the user's data, the plan, the draft of the manifest; then the two halves |
-//! | `persist` | running it: the pipeline and the commit, guarded, to an [`Outcome`] |
+//! | `job` | the preparation: every check of the user's data, the plan, the draft of the manifest, and the split into write and capture |
+//! | `persist` | the run: the pipeline and the commit, guarded against panics, up to an [`Outcome`] |
 //! | `participation` | what several ranks say to each other about one save, beside the commit |
-//! | `handle` | what the caller holds of it: [`Save`], with its two tracks |
+//! | `handle` | the caller's handle [`Save`], with its two tracks |
 //!
-//! The runner is elsewhere: a manager's persister ([`crate::manager`]), in order and with retention
-//! after each save; a thread of its own for a singular checkpoint ([`crate::singular`]).
+//! Two callers run saves. A manager's persister ([`crate::manager`]) runs them in order, with
+//! retention after each. A singular checkpoint ([`crate::singular`]) has a thread of its own.
 
 mod handle;
 #[cfg(all(test, feature = "interleavings"))]

@@ -1,5 +1,5 @@
-//! The persist track of a save: runs the pipeline and the commit machine, on a thread of its own,
-//! and says how it ended.
+//! The persist track of a save: runs the pipeline and the commit machine on a background thread,
+//! and returns how the save ended.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -22,18 +22,18 @@ use crate::guard::guarded;
 use crate::retire::Deleter;
 use crate::root;
 
-/// How long a save waits for free space on a full disk.
+/// The longest wait for free space on a full disk.
 const RECLAIM_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How a job ended.
+/// The end of a job.
 pub(crate) struct SaveEnd {
     pub outcome: Outcome,
-    /// Trash that the commit made.
+    /// The trash name of a step that the commit replaced.
     pub replaced: Option<String>,
 }
 
-/// Runs a job to its end. A panic of the engine becomes a failure of the save. `written` is called
-/// once its data is durable, before anything else is done with it.
+/// Runs a job to its end. A panic of the engine becomes a failure of the save. Calls `written` once
+/// the data is durable, before it votes.
 pub(crate) fn run(
     job: SaveJob,
     root: &Arc<dyn Dir>,
@@ -46,7 +46,7 @@ pub(crate) fn run(
     let step = save.step();
     let ended = guarded("the engine", || commit(job, root, environment, team, deleter, written));
     let ended = ended.unwrap_or_else(|source| {
-        // It may have panicked after the rename: nothing is claimed.
+        // It may have panicked after the rename, so the step may exist.
         SaveEnd {
             outcome: Outcome::DurabilityUncertain(Arc::new(Error::DurabilityUncertain { step, source })),
             replaced: None,
@@ -55,7 +55,7 @@ pub(crate) fn run(
     (save, ended)
 }
 
-/// A size for people, in decimal units.
+/// Formats a size in decimal units.
 fn size_text(bytes: u64) -> String {
     let mut scaled = bytes as f64;
     for unit in ["B", "kB", "MB", "GB"] {
@@ -67,7 +67,7 @@ fn size_text(bytes: u64) -> String {
     format!("{scaled:.1} TB")
 }
 
-/// Logs the commit of a save that is over: one line, on the leader. `what` was committed to
+/// Logs the commit of a save that is over, as one line on the leader. `what` was committed to
 /// `place`.
 pub(crate) fn log_commit(save: &Save, team: &Team, what: &str, place: &Path) {
     if team.leads() && matches!(save.outcome(), Some(Outcome::Committed)) {
@@ -142,16 +142,16 @@ struct SaveWorld<'a> {
     team: &'a Team,
     deleter: &'a Arc<Deleter>,
     save: &'a Save,
-    /// Its directory while it is written.
+    /// The name of its temporary directory.
     temporary: String,
-    /// By directory.
+    /// The items, by directory.
     items: HashMap<String, DraftItem>,
-    /// Parts of others, of which nothing is in a file of this rank.
+    /// This rank's parts of items that other ranks write.
     unwritten: Vec<ItemPart>,
     flush: Option<Flush>,
     written: &'a dyn Fn(),
     attempt: Attempt,
-    /// A rank's leaves are others than it has told.
+    /// True if a rank reported that its leaves have changed since the last census.
     stale: bool,
 }
 
@@ -164,7 +164,7 @@ struct SaveReclaimer<'a> {
 impl SpaceReclaimer for SaveReclaimer<'_> {
     fn reclaim(&mut self) -> bool {
         self.deleter.empty_now(RECLAIM_TIMEOUT);
-        // Also where that was not all in time: some of it may be gone.
+        // Also after a timeout: some of it may be deleted.
         true
     }
 
@@ -183,8 +183,8 @@ impl World for SaveWorld<'_> {
         let mut reclaimer = SaveReclaimer { deleter: self.deleter, temporary: &self.temporary };
         let written = flush.run_with_reclaimer(&*disk, temporary, &mut reclaimer);
         let synced = if written.is_ok() { self.deleter.spares().sync() } else { Ok(()) };
-        // A later save would not use these files either. Not earlier: a deleted directory cannot be
-        // synced.
+        // Give up the unused spares now: the next save would not use them either. Not before the
+        // sync: a deleted directory cannot be synced.
         self.deleter.give_up_spares();
         let written = written?;
         synced?;
@@ -250,7 +250,7 @@ impl World for SaveWorld<'_> {
 }
 
 impl SaveWorld<'_> {
-    /// A rank's last sign of life, if it is not through with this save.
+    /// A rank's last heartbeat, if it still has to report on this save.
     fn heartbeat_in_save(&self, rank: u32) -> Result<Option<u64>> {
         Ok(self.team.heartbeat_of(rank)?.in_save(self.attempt.counter))
     }
