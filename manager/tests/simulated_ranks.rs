@@ -196,7 +196,8 @@ impl SimWorld<'_> {
     fn heartbeat(&mut self) {
         let heartbeat = self.job.net.heartbeats.entry(self.rank).or_default();
         let voted = self.job.net.voted.contains(&(self.rank, self.save));
-        *heartbeat = RankHeartbeat { save: self.save + u64::from(voted), progress: heartbeat.progress + 1 };
+        heartbeat.save = self.save + u64::from(voted);
+        heartbeat.progress += 1;
     }
 
     /// A rank's last sign of life, if it is not through with this save.

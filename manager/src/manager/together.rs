@@ -330,8 +330,8 @@ impl Inner {
         participation::abstain(&self.team, counter, step, cause);
     }
 
-    /// Returns the holders of plain leaves. The ranks hold a census now if there is none, or if it
-    /// is stale. Sets on the ticket if this rank's leaves have changed since the census.
+    /// Returns the holders of plain leaves. Without a census, or with a stale one, the ranks hold a
+    /// census now. Sets on the ticket if this rank's leaves have changed since the census.
     pub(super) fn census(&self, ticket: &mut Ticket, state: &StateSource) -> Result<Option<Arc<Census>>> {
         if self.team.is_alone() {
             return Ok(None);
