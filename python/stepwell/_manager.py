@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, final, get_args, overload
+from typing import TYPE_CHECKING, Literal, final, get_args
 
 from . import _adapters as adapters
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from ._attached import Attached, Updates
-from ._checkpoint import Checkpoint, Metadata
+from ._checkpoint import Checkpoint
 from ._checks import (
     MANAGER_WORDS,
     SAVE_WORDS,
     flag,
-    given_step,
     instance,
     metadata_json,
     one_of,
@@ -39,25 +36,15 @@ from ._options import Options, StepName, to_json
 from ._policies import SavePolicy, as_policy
 from ._preemption import Preemption
 from ._public import public
-from ._reader import Reader
+from ._reading import Reading
 from ._restore import template
-from ._restore.options import (
-    ChoiceKeywords,
-    Globs,
-    RestoreKeywords,
-    RestoreOptions,
-    ResumeKeywords,
-    spelled_out,
-)
-from ._restore.plan import RestorePlan
-from ._restore.report import RestoreReport
-from ._retention import Retention, RetentionDecision, as_retention, decisions
+from ._restore.options import Globs
+from ._retention import Retention, as_retention
 from ._save_result import Save
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
-from ._steps import StepInfo, steps
 from ._timeouts import seconds, stall_seconds
-from .errors import ClosedError, MisuseError, StepNotFound
+from .errors import ClosedError, MisuseError
 from .events import OnEvent, tell_save
 
 if TYPE_CHECKING:
@@ -65,18 +52,15 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from ._background import Restore
     from .torch import TrainState
 
 Exists = Literal["error", "skip", "replace"]
 _EXISTS = get_args(Exists)
-Best: TypeAlias = tuple[str, Literal["min", "max"]]
-_T = TypeVar("_T")
 
 
 @public
 @final
-class CheckpointManager:
+class CheckpointManager(Reading):
     """The checkpoints of one run: saves steps without stalling training, never shows one that is
     not whole, restores any of them.
 
@@ -138,19 +122,18 @@ class CheckpointManager:
         #: The engine's part of each :class:`Hold`, without which it would end with the object that
         #: :meth:`hold` returned.
         self._held: set[_core.Held] = set()
-        #: The last restore in the background, until another call has waited for it.
-        self._restoring: Restore[object] | None = None
+        self._restoring = None
         self._policy = as_policy(save_policy)
         rules = as_retention(retention)
         options = Options() if options is None else options
         instance(options, Options, "options", "sw.Options(…)")
         if step_name is not None:
             instance(step_name, StepName, "step_name", "sw.StepName(…)")
-        board = coordinators.find(coordinator, read_only is True)
+        self._coordinator = coordinators.find(coordinator, read_only is True)
         if on_event is not None and not callable(on_event):
             raise MisuseError(f"on_event is a function of one event, not {shown(on_event)}")
         self._on_event = on_event
-        stall = stall_seconds(options.stall_timeout)
+        self._stall = stall_seconds(options.stall_timeout)
         if self._policy.signals and threading.current_thread() is not threading.main_thread():
             raise MisuseError(
                 "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
@@ -160,16 +143,9 @@ class CheckpointManager:
         self._told_read_only = False
         check_root(self._root)
         text = to_json(
-            options,
-            self._policy,
-            rules,
-            step_name,
-            staging_bytes,
-            max_pending,
-            read_only,
-            on_save_error,
+            options, self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
         )
-        ranks, service = coordinators.connected(board)
+        ranks, service = coordinators.connected(self._coordinator)
         try:
             with explaining(self._root):
                 self._core = core = _core.Manager(self._root, text, ranks)
@@ -178,12 +154,7 @@ class CheckpointManager:
                 service.close()
             raise
         self._updates = Updates(core)
-        # It must not keep the manager alive.
-        saves = self._saves
-        self._reader = Reader(
-            core, self._root, board, stall, on_event, lambda: [save.step for save in saves if not save.done()]
-        )
-        self._ending = Ending(core, self._root, self._owner, stall, service)
+        self._ending = Ending(core, self._root, self._owner, self._stall, service)
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
@@ -396,231 +367,7 @@ class CheckpointManager:
         latest = core.latest_step()  # which all processes ask for
         return self._policy.answers(step, latest) if core.ranks()[0] == 0 else {}
 
-    # ---- restoring ----
-
-    @overload
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        into: _T,
-        best: Best | None = None,
-        fallback: bool = False,
-        return_report: Literal[False] = False,
-        **options: Unpack[ChoiceKeywords],
-    ) -> _T: ...
-    @overload
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        into: _T,
-        best: Best | None = None,
-        fallback: bool = False,
-        return_report: Literal[True],
-        **options: Unpack[ChoiceKeywords],
-    ) -> tuple[_T, RestoreReport]: ...
-    @overload
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        best: Best | None = None,
-        fallback: bool = False,
-        **options: Unpack[RestoreKeywords],
-    ) -> Any: ...  # the stored structure, or that of like=
-    @spelled_out
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        best: Best | None = None,
-        fallback: bool = False,
-        **options: Unpack[RestoreKeywords],
-    ) -> object:
-        """Restores a step.
-
-        ``like`` describes the result and is never changed. ``into`` is filled where possible, and
-        returned with new values elsewhere. Without either, everything comes back as it is stored.
-        All differences are reported at once, before anything is written. Unfilled memory is never
-        returned. If several processes have opened the manager, all of them make this call. Each
-        reads what it wants; with ``broadcast=``, one reads for all that want the same.
-
-        Args:
-            step: its number; ``None``: the newest committed one.
-            best: the best step by a metric and a mode, such as ``("loss", "min")``.
-            fallback: pass over a damaged newest step, and restore the newest step that can be
-                restored. A warning and ``report.passed_over`` say which steps were passed over and
-                why. Only the bytes that this restore reads are checked. To save newer steps
-                afterwards, :meth:`rewind` to the restored step first.
-
-        Raises:
-            StepNotFound: the committed step does not exist.
-            MismatchError: the wanted and the stored leaves do not match; nothing was written.
-            CorruptCheckpoint: a stored block is damaged; ``overwritten`` lists the leaves of
-                ``into`` that were already filled.
-            RankFailed: another rank could not restore; ``overwritten`` as above.
-            MisuseError: no library is initialised for the exchange of ``broadcast=``.
-            CoordinatorError: an exchange failed, usually because another rank is gone.
-        """
-        self._open()
-        number = self._best(best, step) if best is not None else given_step(step)
-        return self._reader.restore(number, flag(fallback, "fallback"), options)
-
-    @spelled_out
-    def resume(
-        self, state: _T, *, fallback: bool = False, **options: Unpack[ResumeKeywords]
-    ) -> tuple[_T, int]:
-        """Restores the newest committed step into ``state``, and returns the state and the number
-        of the next step. Without a committed step it returns ``state`` as it is, and the number
-        0::
-
-            state, first = mgr.resume(state)
-            for step in range(first, steps):
-                ...
-
-        It fills the state and raises as :meth:`restore` with ``into=state`` does. If several
-        processes have opened the manager, all of them make this call.
-        """
-        for name in options:
-            if name not in ResumeKeywords.__annotations__:
-                RestoreOptions.of({name: None}, "resume")  # type: ignore[misc]  # raises for most
-                raise MisuseError(f"resume() fills the state that it is given; {name}= goes with restore()")
-        if self.latest_step() is not None:
-            state = self.restore(into=state, fallback=fallback, **options)
-        return state, self.next_step()
-
-    @overload
-    def restore_async(
-        self,
-        step: int | None = None,
-        *,
-        into: _T,
-        best: Best | None = None,
-        fallback: bool = False,
-        return_report: Literal[False] = False,
-        **options: Unpack[ChoiceKeywords],
-    ) -> Restore[_T]: ...
-    @overload
-    def restore_async(
-        self,
-        step: int | None = None,
-        *,
-        best: Best | None = None,
-        fallback: bool = False,
-        **options: Unpack[RestoreKeywords],
-    ) -> Restore[Any]: ...  # the stored structure, or that of like=
-    @spelled_out
-    def restore_async(
-        self,
-        step: int | None = None,
-        *,
-        best: Best | None = None,
-        fallback: bool = False,
-        **options: Unpack[RestoreKeywords],
-    ) -> Restore[Any]:  # see above
-        """Starts :meth:`restore` on another thread, and returns a future of its result
-        (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use
-        the arrays of ``into`` before ``result()`` has returned.
-
-        Every other call of the manager waits for the restore. If it has failed and nobody has
-        looked, that call raises its error. ``broadcast=`` is refused: it exchanges on the calling
-        thread.
-
-        Args:
-            step: as of :meth:`restore`.
-            best: as of :meth:`restore`.
-            fallback: as of :meth:`restore`.
-        """
-        self._open()
-        if RestoreOptions.of(options, "restore_async").broadcast:
-            raise MisuseError("broadcast= exchanges on the thread that calls; use restore()")
-        number = self._best(best, step) if best is not None else given_step(step)
-        flagged = flag(fallback, "fallback")
-        from ._background import Restore  # costs the import of concurrent.futures
-
-        restoring = Restore(
-            f"a restore of {self._root}", lambda: self._reader.restore(number, flagged, options)
-        )
-        self._restoring = restoring
-        return restoring
-
-    def _best(self, best: Best, step: int | None) -> int:
-        """Resolves ``restore(best=)``."""
-        if step is not None:
-            raise MisuseError("pass a step or best=, not both")
-        if not isinstance(best, (tuple, list)) or len(best) != 2:
-            raise MisuseError(f'best= takes a metric and a mode, such as ("loss", "min"), not {shown(best)}')
-        found = self.best_step(*best)
-        if found is None:
-            with self._reader.explaining():
-                raise StepNotFound(f"{self._root} has no committed step, so none is the best")
-        return found
-
-    @spelled_out
-    def plan(self, step: int | None = None, **options: Unpack[RestoreKeywords]) -> RestorePlan:
-        """Returns what :meth:`restore` with these keywords would read and do: bytes, blocks and
-        files, by item and in total, and the treatment of each leaf. Reads no array and changes
-        nothing. Raises the errors that ``restore`` would raise about the match.
-
-        With several processes, each plans its own reads without asking the others. Leaves that it
-        does not want itself are listed as left to them (``report.left_out``). ``restore`` raises if
-        no process wants them.
-
-        Args:
-            step: its number; ``None``: the newest committed one."""
-        self._open()
-        return self._reader.plan(step, options)
-
-    def checkpoint(self, step: int | None = None) -> Checkpoint:
-        """Opens a step (``None``: the newest) for reading, under a lease."""
-        self._open()
-        return self._reader.open(None if step is None else step_number(step))
-
-    def metadata(self, step: int | None = None) -> Metadata:
-        """Returns facts about a step without reading an array."""
-        with self.checkpoint(step) as checkpoint:
-            found = checkpoint.metadata()
-            return replace(found, metrics=self._open().metrics_of(checkpoint._open()))
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """Metrics of a step, those that came after the commit included."""
-        return self._open().metrics(step_number(step))
-
-    def add_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Adds metrics to a committed step (an evaluator's); retention counts them."""
-        self._open().add_metrics(step_number(step), real_numbers(metrics))
-
     # ---- steps ----
-
-    def latest_step(self) -> int | None:
-        """The newest committed step."""
-        return self._open().latest_step()
-
-    def all_steps(self) -> list[int]:
-        """All committed steps, in order."""
-        return self._open().all_steps()
-
-    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
-        """Returns the best committed step by a metric (default: the one that retention ranks by).
-        ``None`` without a step, or if no step has the metric of retention yet.
-
-        Raises:
-            MisuseError: no step has the given metric. The error lists the metrics of the steps.
-        """
-        if (metric is None) is not (mode is None):
-            raise MisuseError(
-                'best_step takes a metric and a mode, such as ("loss", "min"), or neither: then both are those of the retention'
-            )
-        if mode is not None:
-            text(metric, "a metric")
-            one_of(mode, "mode", ("min", "max"))
-        return self._open().best_step(metric, mode)
-
-    def next_step(self) -> int:
-        """The step to go on with: the last restored or saved step + 1, else the latest + 1, else
-        0."""
-        return self._open().next_step()
 
     def pending(self) -> list[Save]:
         """Saves that are not over."""
@@ -634,18 +381,6 @@ class CheckpointManager:
         branch = None if branch is None else text(branch, "the name of a branch")
         name, moved = self._open().rewind(step_number(step), branch)
         return Rewound(moved, name if moved else None)
-
-    def quarantined(self) -> dict[str, str]:
-        """Directories that have a step's name and are none, and why. They are never chosen and
-        never deleted."""
-        return dict(self._open().quarantined())
-
-    @property
-    def root_metadata(self) -> Any:  # the user's own JSON
-        """The JSON that belongs to the root (``Options.root_metadata`` of its first writer), or
-        ``None``."""
-        text: str | None = self._open().root_metadata()
-        return None if text is None else json.loads(text)
 
     def add(self, checkpoint: Checkpoint, *, progress: Callable[[int, int], object] | None = None) -> None:
         """Copies an open checkpoint into this root, byte for byte, as the step that it is. The copy
@@ -679,20 +414,10 @@ class CheckpointManager:
         number = step_number(step)
         return Hold(number, self._open().hold(number), self._held)
 
-    def plan_retention(self) -> list[RetentionDecision]:
-        """Returns the decisions of retention now, with reasons, in the order of the steps:
-        :class:`stepwell.results.RetentionDecision`."""
-        return decisions(self._open().plan_retention())
-
     def apply_retention(self) -> list[int]:
         """Applies retention now, as after each commit. Returns the steps that were deleted: their
         names are gone, and their files go until :meth:`close` returns."""
         return list(self._open().apply_retention())
-
-    def inspect(self) -> list[StepInfo]:
-        """Returns facts about every directory with a step's name, whole, damaged, or not a step, in
-        order: see :class:`stepwell.results.StepInfo`."""
-        return steps(self._open().report())
 
     def prepare(self, like: object) -> int:
         """Makes the staging memory that a state like this needs, so that the first save does not
@@ -701,15 +426,6 @@ class CheckpointManager:
         flat = _core.flatten(template.as_state(like))
         self._open().prepare(flat.nbytes, list(flat.devices()))
         return flat.nbytes
-
-    def reload(self) -> None:
-        """Reads the root again, to find what others have removed or added."""
-        self._open().reload()
-
-    @property
-    def root(self) -> str:
-        """The directory of the run."""
-        return self._root
 
     # ---- ending ----
 
@@ -740,6 +456,9 @@ class CheckpointManager:
                     held.close()
                 self._held.clear()
         self._settle()
+
+    def _saving(self) -> list[int]:
+        return [save.step for save in self._saves if not save.done()]
 
     def _open(self) -> _core.Manager:
         self._owner.check()
