@@ -79,25 +79,24 @@ class LanguageModel(nn.Module):
 
 def parallelize(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Tensor parallelism over ``tp``, with the norms along the sequence, and FSDP2 over ``dp``."""
-    if mesh["tp"].size() > 1:
-        gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        rows = RowwiseParallel(output_layouts=Shard(1))
-        embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        plan = {
-            "bytes": embedding,
-            "places": embedding,
-            "blocks.*.norm_1": SequenceParallel(),
-            "blocks.*.attention": gather,
-            **{f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"},
-            "blocks.*.attention.out": rows,
-            "blocks.*.norm_2": SequenceParallel(),
-            "blocks.*.mlp": gather,
-            "blocks.*.mlp.0": ColwiseParallel(),
-            "blocks.*.mlp.2": rows,
-            "norm": SequenceParallel(),
-            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh["tp"], plan)
+    gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    rows = RowwiseParallel(output_layouts=Shard(1))
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    plan = {
+        "bytes": embedding,
+        "places": embedding,
+        "blocks.*.norm_1": SequenceParallel(),
+        "blocks.*.attention": gather,
+        **{f"blocks.*.attention.{name}": ColwiseParallel() for name in "qkv"},
+        "blocks.*.attention.out": rows,
+        "blocks.*.norm_2": SequenceParallel(),
+        "blocks.*.mlp": gather,
+        "blocks.*.mlp.0": ColwiseParallel(),
+        "blocks.*.mlp.2": rows,
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -167,7 +166,7 @@ def train(
                 optimizer.step()
                 scheduler.step()
                 mean = loss.detach()
-                if dp > 1:
+                if launched:
                     dist.all_reduce(mean, group=mesh["dp"].get_group())
                     mean /= dp
                 last = mgr.save(step, state, metrics={"loss": mean}) or last

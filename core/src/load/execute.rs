@@ -134,7 +134,7 @@ fn prepare(files: &FileSet, index: &Index, copies: &[BoxCopy]) -> Result<(Vec<St
     let mut infos = FileInfos::new();
     for copy in copies {
         let strided = Strided::new(copy).map_err(|what| {
-            Error::internal(format!("a valid copy of leaf `{}`", index.tree.leaf_path(copy.leaf)), what)
+            Error::Misuse(format!("the copy of leaf `{}`: {what}", index.tree.leaf_path(copy.leaf)))
         })?;
         let Some(strided) = strided else { continue };
         if let Entry::Vacant(place) = infos.entry(strided.file) {

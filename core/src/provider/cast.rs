@@ -173,7 +173,8 @@ fn widen(bits: u16, exponent_bits: u32, fraction_bits: u32) -> f64 {
     if bits >> 15 == 1 { -size } else { size }
 }
 
-/// The nearest float of 16 bits; of two, the even one.
+/// The nearest float of 16 bits; of two, the even one. (The crate `half` drops the last 32 bits of a
+/// float64 before it rounds.)
 fn narrow(value: f64, exponent_bits: u32, fraction_bits: u32) -> u16 {
     let bits = value.to_bits();
     let sign = ((bits >> 63) as u16) << 15;
@@ -240,6 +241,12 @@ mod tests {
             (f32::NEG_INFINITY, 0xFC00),
         ] {
             assert_eq!(bits16(value, Dtype::Float16), wanted, "{value}");
+        }
+        for (to, tie, wanted) in [(Dtype::Float16, -11, 0x3C01_u16), (Dtype::Bfloat16, -8, 0x3F81)] {
+            let above = f64::from_bits((1.0 + f64::powi(2.0, tie)).to_bits() + 1);
+            let mut out = [0; 2];
+            assert!(cast(Dtype::Float64, to, &above.to_le_bytes(), &mut out));
+            assert_eq!(u16::from_le_bytes(out), wanted, "just above a tie of {to}");
         }
         let mut out = [0; 2];
         assert!(!cast(Dtype::Float32, Dtype::Float16, &65520_f32.to_le_bytes(), &mut out));

@@ -32,6 +32,31 @@
 //! let first = Destination::from(target);
 //! let second = first.clone(); // there is no such method
 //! ```
+//!
+//! nor do two threads that fill one target:
+//!
+//! ```compile_fail,E0382
+//! use stepwell_core::{load::Destination, sys::HostTarget};
+//! let mut bytes = vec![0_u8; 8];
+//! let target = HostTarget::from(bytes.as_mut_slice());
+//! std::thread::scope(|scope| {
+//!     scope.spawn(move || drop(Destination::from(target)));
+//!     scope.spawn(move || drop(Destination::from(target))); // it was moved
+//! });
+//! ```
+//!
+//! nor two threads with a target each of the same memory:
+//!
+//! ```compile_fail,E0499
+//! use stepwell_core::{load::Destination, sys::HostTarget};
+//! let mut bytes = vec![0_u8; 8];
+//! let first = HostTarget::from(bytes.as_mut_slice());
+//! let second = HostTarget::from(bytes.as_mut_slice()); // it is borrowed
+//! std::thread::scope(|scope| {
+//!     scope.spawn(move || drop(Destination::from(first)));
+//!     scope.spawn(move || drop(Destination::from(second)));
+//! });
+//! ```
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;

@@ -110,7 +110,8 @@ impl Drop for ScatterGuard<'_> {
 
 impl Scatter {
     /// Validates everything that [`Self::put`] relies on, and takes the targets. `windows` are in
-    /// file order and do not overlap.
+    /// file order and do not overlap. [`Error::Misuse`] if a copy does not fit its target: the
+    /// caller of the restore chose both.
     pub(crate) fn open(
         targets: Vec<ScatterTarget<'_>>,
         copies: Vec<Strided>,
@@ -119,26 +120,20 @@ impl Scatter {
     ) -> Result<ScatterGuard<'_>> {
         for copy in &copies {
             let target = targets.get(copy.dst as usize).ok_or_else(|| {
-                Error::internal(
-                    "a destination for each copy",
-                    format!("a copy to destination {} of {}", copy.dst, targets.len()),
-                )
+                Error::Misuse(format!("a copy to destination {} of {}", copy.dst, targets.len()))
             })?;
             let len = target.len();
             if copy.dst_span.end > len {
-                return Err(Error::internal(
-                    "copies inside their destinations",
-                    format!(
-                        "one that ends at byte {} of destination {}, which has {len}",
-                        copy.dst_span.end, copy.dst
-                    ),
-                ));
+                return Err(Error::Misuse(format!(
+                    "a copy ends at byte {} of destination {}, which has {len}",
+                    copy.dst_span.end, copy.dst
+                )));
             }
             if !copy.is_injective() {
-                return Err(Error::internal(
-                    "a copy that writes each byte once",
-                    format!("destination {} overlaps itself", copy.dst),
-                ));
+                return Err(Error::Misuse(format!(
+                    "destination {} overlaps itself: a copy would write some bytes twice",
+                    copy.dst
+                )));
             }
         }
         let ascending = windows.windows(2).all(|pair| match pair {

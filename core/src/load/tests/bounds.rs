@@ -72,7 +72,7 @@ fn refused(copies: &[BoxCopy], len: usize) -> String {
     let failure = execute(&item.disk, &item.files(), &item.index, copies, targets, &options()).unwrap_err();
     assert!(failure.overwritten.is_empty());
     assert!(into.iter().all(|&b| b == 0xEE));
-    assert_eq!(failure.error.kind(), "internal");
+    assert_eq!(failure.error.kind(), "invalid");
     failure.error.to_string()
 }
 
