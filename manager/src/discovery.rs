@@ -1,27 +1,26 @@
-//! Discovery: which steps a root holds.
+//! Discovery: the steps of a root.
 //!
-//! A *step* is a directory with a parsable, canonical step name that holds a `manifest.json` whose
-//! own checksum holds, which carries that number, and whose listed files exist with the listed
-//! lengths. Nothing else is one: a directory with a step's name that is none is *quarantined*,
-//! which means reported by name and reason, never chosen, never deleted. Listing reads manifests;
-//! [`damage`] is for the step that is chosen and for those that retention counts.
+//! A *step* is a directory with a canonical step name. Its `manifest.json` has a valid checksum and
+//! that number. Its listed files exist with the listed lengths. An invalid directory with a step's
+//! name is *quarantined*: it is reported with a reason, never chosen, never deleted. A listing
+//! reads manifests only. [`damage`] checks the files of a chosen step, and of those that retention
+//! counts.
 //!
-//! A disk error is not an answer: EIO, EMFILE, EACCES and others end a listing. If such a step were
-//! left out, an older one would become the latest, and retention would count wrong. Only missing
-//! steps are left out (ENOENT, ESTALE: another process has retired it).
+//! A disk error (EIO, EMFILE, EACCES) ends a listing. If it hid a step, an older one would become
+//! the latest, and retention would count wrong. Only a missing step is left out (ENOENT, ESTALE:
+//! another process has retired it).
 //!
-//! A directory is not listed in one step: between two of its parts another process commits a step,
-//! whose name the listing has passed already, and retires an older one, whose name it has not
-//! reached. So a listing counts only where nothing speaks against it, or where the next one finds
-//! the same: a reader never sees fewer steps than there always were.
+//! A directory is not read atomically. During the read, another process may commit a step whose
+//! name was passed already, and retire an older one whose name was not reached. So a listing counts
+//! only if the directory did not change, or if a second pass finds the same. A reader never misses
+//! a step that existed all the time.
 //!
 //! Manifests are cached by file identity and change time, so a repeated [`Discovery::list`] costs
-//! one `stat` per step and reads nothing. The writer of a root is nearly always the only process
-//! that changes it. Its [`Discovery::list_changes`] uses the record of its own changes
-//! ([`stepwell_core::io::change_log`]). If the directory shows a foreign change, it compares names
-//! and inode numbers. So the cost of a save does not grow with the number of steps. Manual changes
-//! inside a step are found when that step is chosen ([`Discovery::is_as_listed`]), and gradually by
-//! retention.
+//! one `stat` per step. A root's writer is nearly always the only process that changes it. Its
+//! [`Discovery::list_changes`] uses the log of its own changes ([`stepwell_core::io::change_log`]).
+//! After a foreign change, it compares names and inode numbers. So the cost of a save does not grow
+//! with the number of steps. Manual changes inside a step are found when that step is chosen
+//! ([`Discovery::is_as_listed`]), and gradually by retention.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,15 +36,14 @@ use crate::directory_layout::MANIFEST;
 use crate::error::Result;
 use crate::step_name::StepName;
 
-/// How often a root is listed for one answer, at most: as long as others take steps away while that
-/// is done.
+/// The most passes of one listing, while other processes retire steps.
 const MAX_PASSES: usize = 32;
 
-/// Manifests that are worth a thread of their own.
+/// A pass uses one thread for so many manifests.
 const MANIFESTS_PER_THREAD: usize = 256;
 
-/// Maximum age of a listing that a writer extends by its change log. Then it reads the directory
-/// again, at a time that delays nobody.
+/// The maximum age of a listing that a writer extends by its change log. The persister refreshes an
+/// older one after a commit.
 const MAX_LISTING_AGE: Duration = Duration::from_secs(10);
 
 /// A step that a listing found.
@@ -64,7 +62,7 @@ pub struct Quarantined {
     pub name: String,
     /// The violated condition.
     pub reason: String,
-    /// True if it has a manifest, which does not hold then.
+    /// True if it has an invalid manifest.
     pub has_manifest: bool,
 }
 
@@ -77,17 +75,17 @@ pub struct Listing {
     pub quarantined: Vec<Quarantined>,
 }
 
-/// Lists roots, and remembers manifests. See the module documentation.
+/// Lists a root, and caches its manifests.
 #[derive(Debug, Default)]
 pub struct Discovery {
-    /// A writer's: what it has changed itself.
+    /// The log of a writer's own changes.
     changes: Option<Arc<ChangeLog>>,
     cache: Mutex<Cache>,
 }
 
 #[derive(Debug, Default)]
 struct Cache {
-    /// Everything that was read as a step, by its directory's name.
+    /// The known steps, by the name of the directory.
     known: HashMap<String, KnownStep>,
     /// The result of the last pass.
     listing: Arc<Listing>,
@@ -95,26 +93,26 @@ struct Cache {
 
 #[derive(Clone, Debug)]
 struct KnownStep {
-    /// The inode number of the directory, as its entry in the root has it.
+    /// The inode number of the directory.
     entry: u64,
-    /// The manifest's file.
+    /// The state of the manifest's file.
     stat: Stat,
     manifest: Arc<Manifest>,
 }
 
-/// The result of reading a root's directory once.
+/// The result of one pass over a root's directory.
 struct Pass {
     listing: Arc<Listing>,
     /// Something was gone before it could be looked at.
     vanished: bool,
-    /// Something is missing that the pass before it knew.
+    /// A step of the previous pass is missing.
     lost: bool,
-    /// Something is there that the pass before it did not know.
+    /// A step is new since the previous pass.
     new: bool,
 }
 
 impl Discovery {
-    /// For the writer of a root, who knows what it changes there.
+    /// Returns the discovery of a root's writer, with the log of its changes.
     pub fn of_writer(changes: Arc<ChangeLog>) -> Self {
         Self { changes: Some(changes), cache: Mutex::default() }
     }
@@ -123,7 +121,7 @@ impl Discovery {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets everything.
+    /// Forgets all steps.
     pub fn forget(&self) {
         *self.lock() = Cache::default();
         if let Some(changes) = &self.changes {
@@ -131,7 +129,7 @@ impl Discovery {
         }
     }
 
-    /// Has this name inspected again, because its manifest has changed.
+    /// Makes the next listing inspect this name again, because its manifest has changed.
     pub fn touch(&self, name: &str) {
         self.lock().remove(name);
         if let Some(changes) = &self.changes {
@@ -139,13 +137,12 @@ impl Discovery {
         }
     }
 
-    /// The current content of the root, with every manifest inspected.
+    /// Lists the root. Checks the `stat` of every manifest.
     pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
         self.agree(root, names, false)
     }
 
-    /// [`Discovery::list`], in which a writer takes for granted what nobody else changes. See the
-    /// module documentation.
+    /// Lists the root. A writer inspects only changed names. See the module documentation.
     pub fn list_changes(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
         let Some(changes) = &self.changes else { return self.list(root, names) };
         match changes.since_listed(root.changed()?) {
@@ -158,7 +155,7 @@ impl Discovery {
         }
     }
 
-    /// Lists the whole directory where that was not done for a while: a writer's, who has time.
+    /// Lists the whole directory, if the writer's last listing is old.
     pub fn refresh(&self, root: &dyn Dir, names: &StepName) -> Result<()> {
         match &self.changes {
             Some(changes) if changes.is_older_than(MAX_LISTING_AGE) => {
@@ -185,7 +182,7 @@ impl Discovery {
         Ok(is)
     }
 
-    /// Lists until nothing speaks against what was found.
+    /// Lists the root until the result is certain.
     fn agree(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Arc<Listing>> {
         let mut passes = 0;
         loop {
@@ -193,8 +190,8 @@ impl Discovery {
             let begun = self.changes.as_ref().map(|changes| changes.now());
             let shows = root.changed()?;
             let Pass { listing, vanished, lost, new } = self.pass(root, names, by_entries)?;
-            // The clock of a file system ticks slowly: that a directory shows no change says little
-            // of the last milliseconds, and what is missing says more.
+            // File systems have coarse timestamps, so an unchanged directory proves little about
+            // the last milliseconds. A missing step proves more.
             let still = root.changed()? == shows;
             let whole = !vanished && !lost;
             let again = passes > 1 && whole && !new;
@@ -239,7 +236,7 @@ impl Discovery {
 
     fn pass(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Pass> {
         let entries = root.unsorted_entries()?;
-        // No lock is held while the disk is asked.
+        // Hold no lock during disk operations.
         let (others, mut lost) = {
             let cache = self.lock();
             let mut there = 0;
@@ -288,7 +285,7 @@ impl Discovery {
         let stat = match root.stat(&path) {
             Ok(Some(stat)) => stat,
             Ok(None) => {
-                // Retired between the listing and now, or never a step.
+                // It was retired since the listing, or was never a step.
                 let gone = root.stat(name)?.is_none();
                 return Ok(if gone {
                     NameInspection::Gone
@@ -319,7 +316,7 @@ impl Discovery {
 }
 
 impl Cache {
-    /// Nothing is known of this name any more.
+    /// Forgets a name.
     fn remove(&mut self, name: &str) {
         if self.listing.quarantined.iter().any(|one| one.name == name) {
             Arc::make_mut(&mut self.listing).quarantined.retain(|one| one.name != name);
@@ -331,7 +328,7 @@ impl Cache {
         }
     }
 
-    /// Takes up what a pass has read: everything that is `known` beside it stands as it stood.
+    /// Adds the result of a pass. All other known steps stay.
     fn remember(&mut self, names: &StepName, inspected: InspectedNames) {
         let InspectedNames { steps, mut quarantined, .. } = inspected;
         quarantined.sort_by(|a, b| a.name.cmp(&b.name));
@@ -350,7 +347,7 @@ impl Cache {
             }
             self.known.insert(name, known);
         }
-        // Of two names of one step one is the step's, and the other is quarantined: not here.
+        // Two names of one step need the slow path, which quarantines one of them.
         let mut numbers = BTreeSet::new();
         let mut is_free = |found: &Found| {
             let step = found.manifest.step;
@@ -360,7 +357,7 @@ impl Cache {
             && added.iter().all(&mut is_free)
             && self.listing.steps.len() + added.len() == self.known.len()
         {
-            // Only new steps, usually one: the others are not copied.
+            // The usual case: add the new steps without a copy of the others.
             if !added.is_empty() {
                 let steps = &mut Arc::make_mut(&mut self.listing).steps;
                 steps.extend(added.into_iter().map(|found| (found.manifest.step, found)));
@@ -372,14 +369,14 @@ impl Cache {
             let found = Found { name: name.clone(), manifest: Arc::clone(&known.manifest) };
             add(&mut listing, names, known.manifest.step, found);
         }
-        // Even for equal content: manifests are compared by identity, and one that was read again
-        // (its file was linked, or its permissions changed) has another.
+        // Replace the listing even if it is equal: manifests are compared by identity, and one that
+        // was read again has another.
         self.listing = Arc::new(listing);
     }
 }
 
-/// True if a read error describes the manifest (damaged, foreign, not a regular file), not the
-/// disk.
+/// True if a read error is a fault of the manifest (damaged, foreign, not a regular file), and not
+/// of the disk.
 pub(crate) fn is_not_a_step(error: &stepwell_core::Error) -> bool {
     use stepwell_core::Error::{Corrupt, Format, Limit};
     matches!(error, Corrupt { .. } | Format { .. } | Limit { .. }) || error.is_no_file()
@@ -422,29 +419,28 @@ fn add(listing: &mut Listing, names: &StepName, step: u64, found: Found) {
         listing.steps.insert(step, found);
         return;
     };
-    // Two patterns are read, and both have this number: the one that is written wins, whatever the
-    // order of the listing.
+    // Both names have this number, by two patterns. The pattern that is written wins, in any order.
     let (kept, dropped) = if names.is_primary(&found.name) { (found, other) } else { (other, found) };
     let reason = format!("{} is the same step under another name", kept.name);
     listing.quarantined.push(Quarantined { name: dropped.name, reason, has_manifest: true });
     listing.steps.insert(step, kept);
 }
 
-/// The manifest of a directory, checked by itself.
+/// Reads and checks the manifest of a directory.
 pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Manifest> {
     let path = format!("{name}/{MANIFEST}");
     let bytes = parent.read_file(&path, MAX_MANIFEST_BYTES)?;
     Manifest::decode(&bytes, &parent.path().join(path))
 }
 
-/// Describes files of a manifest that are missing or have another length. A disk error is not
-/// damage. A caller without the writer's lock checks [`is_current`] before it calls a step damaged:
-/// the step may have been retired or replaced meanwhile.
+/// Returns the first file of a manifest that is missing or has another length. A disk error is not
+/// damage. A caller without the writer's lock must check [`is_current`] too: the step may have been
+/// retired or replaced since.
 pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
     damage_by(manifest, |path| parent.stat(&format!("{name}/{path}")))
 }
 
-/// [`damage`], of a step whose files `stat` knows.
+/// [`damage`] with a function that finds the files.
 pub(crate) fn damage_by(
     manifest: &Manifest,
     stat: impl Fn(&str) -> stepwell_core::Result<Option<Stat>>,
@@ -459,7 +455,7 @@ pub(crate) fn damage_by(
             }
             Ok(Some(_)) => return Ok(Some(format!("{path} is no regular file"))),
             Ok(None) => return Ok(Some(format!("{path} is missing"))),
-            // A directory on the way is missing, or is not a directory.
+            // A parent directory is missing, or is not a directory.
             Err(error) if error.is_gone() || is_not_a_step(&error) => {
                 return Ok(Some(error.to_string()));
             }
@@ -474,7 +470,7 @@ pub fn is_current(parent: &dyn Dir, found: &Found) -> stepwell_core::Result<bool
     match read_manifest(parent, &found.name) {
         Ok(manifest) => Ok(manifest.attempt == found.manifest.attempt),
         Err(error) if error.is_gone() => Ok(false),
-        // Damage, and nobody's doing.
+        // It is damaged, not replaced.
         Err(error) if is_not_a_step(&error) => Ok(true),
         Err(error) => Err(error),
     }

@@ -1,5 +1,5 @@
-//! The one error type of this crate. [`Error::kind`] is a stable name that the Python exceptions
-//! mirror; messages say what happened, where, and what to do.
+//! The error type of this crate. [`Error::kind`] is a stable name that front ends map to their
+//! exceptions. Messages state the event, the place and the remedy.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,39 +12,39 @@ use stepwell_core::Kind;
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// See the module documentation.
+/// An error of the manager.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The step is there already (or is being saved).
+    /// The step exists already, or is being saved.
     #[error("{}", step_exists(*step, root, *latest, *rewind_to))]
     StepExists {
         /// The step.
         step: u64,
         /// The root (or the path of a singular checkpoint).
         root: PathBuf,
-        /// The latest step, where this one is below it: then it cannot be replaced either.
+        /// The latest step, if this one is below it. Then it cannot be replaced either.
         latest: Option<u64>,
         /// The newest step below it.
         rewind_to: Option<u64>,
     },
-    /// A checkpoint is there already, at a path of its own.
+    /// A checkpoint exists already at the path.
     #[error("{} exists already. Replace it, or pass another path", path.display())]
     PathExists {
         /// The path.
         path: PathBuf,
     },
-    /// No such step, or no step at all.
+    /// The step does not exist, or the root has no steps.
     #[error("{}", step_not_found(*step, root, *latest))]
     StepNotFound {
-        /// The step that was asked for; `None`: the latest.
+        /// The requested step. `None`: the latest.
         step: Option<u64>,
         /// The root.
         root: PathBuf,
-        /// The newest step that is there.
+        /// The newest existing step.
         latest: Option<u64>,
     },
-    /// The step was there when it was opened, and was removed or replaced since.
+    /// The step was removed or replaced after it was opened.
     #[error("{what} of {} is gone: it was removed or replaced while it was open; open it again or take a newer step", path.display())]
     StepGone {
         /// The step's directory.
@@ -52,20 +52,20 @@ pub enum Error {
         /// The missing thing.
         what: String,
     },
-    /// A step may not go back behind the latest one.
+    /// The step is below the latest one.
     #[error(
         "step {step} is below the latest step {latest}: saving backwards would make \"latest\" ambiguous; {}",
         way_back(*step, *rewind_to)
     )]
     StepOrder {
-        /// The step that was to be saved.
+        /// The step of the save.
         step: u64,
         /// The latest step, committed or being saved.
         latest: u64,
-        /// The newest step below the one that was to be saved.
+        /// The newest step below that of the save.
         rewind_to: Option<u64>,
     },
-    /// A save did not happen; nothing of it is visible. `source` keeps the errno.
+    /// The save failed. Nothing of it is visible. `source` has the errno.
     #[error("saving step {step} failed, nothing of it is visible: {source}")]
     SaveFailed {
         /// The step.
@@ -83,7 +83,7 @@ pub enum Error {
         /// Why.
         source: stepwell_core::Error,
     },
-    /// Another rank failed, so that no rank has committed.
+    /// A rank failed, so no rank committed.
     #[error("rank {rank} failed: {cause}; so it has ended on all ranks")]
     RankFailed {
         /// The rank.
@@ -94,15 +94,15 @@ pub enum Error {
     /// Ranks did not answer in time.
     #[error("waited {seconds:.1} s without progress for rank(s) {missing:?} {waited_for}")]
     CoordinationTimeout {
-        /// The ranks that are missing.
+        /// The missing ranks.
         missing: Vec<u32>,
         /// The awaited answer.
         waited_for: String,
         /// For how long, in seconds.
         seconds: f64,
     },
-    /// A call of this rank, or of one that it waited for, had no answer: the ranks no longer agree
-    /// which calls they have made.
+    /// A call of this rank, or of one that it waited for, had no answer. The ranks no longer agree
+    /// on their calls.
     #[error(
         "the session of the ranks is over: {cause}. Start the job again, or open the root again on all ranks"
     )]
@@ -112,30 +112,30 @@ pub enum Error {
         /// The first failure.
         cause: String,
     },
-    /// The other ranks have given up on this one, which decides: they had waited for it.
+    /// The other ranks gave up on this rank, the leader.
     #[error(
         "the other ranks have given up on step {step}: they had no sign of life of this one, which decides, for {seconds:.1} s; the step was not committed"
     )]
     GivenUpOn {
         /// The step.
         step: u64,
-        /// For how long they wait, in seconds.
+        /// Their timeout, in seconds.
         seconds: f64,
     },
-    /// The ranks' layouts of a tensor do not fit together; nothing is visible of the save.
+    /// The ranks' layouts of a tensor contradict each other. Nothing of the save is visible.
     #[error("leaf `{leaf}`: {what}; the step was not committed on any rank")]
     Layout {
         /// The rendered leaf path.
         leaf: String,
-        /// Which ranks, which regions.
+        /// The ranks and regions concerned.
         what: String,
         /// A remedy.
         advice: Option<Advice>,
     },
-    /// The board for the ranks' messages does not answer.
+    /// The board for messages between ranks does not answer.
     #[error("the ranks cannot reach each other: {0}")]
     Unreachable(String),
-    /// An error of the leader, in a call that all ranks have made.
+    /// An error that another rank reported.
     #[error("{0}")]
     Relayed(Relayed),
     /// Another live writer has the root.
@@ -143,18 +143,18 @@ pub enum Error {
     Locked {
         /// The root.
         root: PathBuf,
-        /// The other writer, as far as it is known.
+        /// The other writer, if it is known.
         owner: Option<String>,
     },
-    /// Someone holds the step, so that it is neither deleted nor replaced.
+    /// The step is held, so it is neither deleted nor replaced.
     #[error("step {step} stays as it is: {by}")]
     Held {
         /// The step.
         step: u64,
-        /// The holder, as far as it is known, and what to do.
+        /// The holder, and the remedy.
         by: String,
     },
-    /// The file system has no locks, and the caller has not said that it is the only writer.
+    /// The file system has no locks, and the caller did not ask to take the root over.
     #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one. Take the root over: this manager becomes the writer once no other one has sent a heartbeat for a while", root.display())]
     NoLocks {
         /// The root.
@@ -162,8 +162,7 @@ pub enum Error {
         /// The system's answer.
         answer: String,
     },
-    /// The root has steps under another pattern of names, which the one that was asked for does not
-    /// read.
+    /// The requested pattern of step names does not match existing steps of the root.
     #[error(
         "{} names its steps {recorded}, and {example} stands there: to a manager with the names {wanted} it would be no step, neither listed nor counted by retention. Pass the names {both}, or none to go on as the root says",
         root.display()
@@ -173,14 +172,14 @@ pub enum Error {
         root: PathBuf,
         /// The pattern of the root.
         recorded: String,
-        /// The pattern that was asked for.
+        /// The requested pattern.
         wanted: String,
-        /// A pattern that reads both.
+        /// A pattern that matches both.
         both: String,
-        /// The name of a step that only the root's pattern reads.
+        /// The name of a step that only the root's pattern matches.
         example: String,
     },
-    /// Steps were set aside under this name before.
+    /// A branch of this name exists already.
     #[error(
         "{} has a branch {branch:?} already ({example} stands there), and two lines of steps are not mixed in one; nothing was moved: choose another name, or none to have one made",
         root.display()
@@ -190,10 +189,10 @@ pub enum Error {
         root: PathBuf,
         /// The branch.
         branch: String,
-        /// The name of something of it.
+        /// The name of one of its steps.
         example: String,
     },
-    /// The buffer of a leaf was donated before it could be captured.
+    /// The buffer of a leaf was donated before its capture.
     #[error(
         "leaf `{leaf}`: its buffer was donated before it was captured. Save before the donating call, or capture eagerly"
     )]
@@ -201,7 +200,7 @@ pub enum Error {
         /// The rendered leaf path.
         leaf: String,
     },
-    /// The handle belongs to the parent process.
+    /// The handle was made before a fork, in the parent process.
     #[error("this {0} was made before a fork and belongs to the parent process; make a new one in the child")]
     ForkedProcess(&'static str),
     /// The manager was closed.
@@ -210,7 +209,7 @@ pub enum Error {
         /// The root.
         root: PathBuf,
     },
-    /// The manager writes nothing.
+    /// The manager is read-only.
     #[error("cannot {what}: this manager of {} only reads", root.display())]
     ReadOnly {
         /// The request.
@@ -218,7 +217,7 @@ pub enum Error {
         /// The root.
         root: PathBuf,
     },
-    /// A name in the root that is not a step, or is one under a wrong name.
+    /// The directory is not a step, or has a wrong name.
     #[error("{} is no step: {reason}", path.display())]
     NotAStep {
         /// The directory.
@@ -226,44 +225,44 @@ pub enum Error {
         /// The violated condition.
         reason: String,
     },
-    /// An argument that cannot work.
+    /// An invalid argument.
     #[error("{0}")]
     Invalid(String),
-    /// A wait ended by its deadline.
+    /// A wait reached its deadline.
     #[error("waited {:.1} s for {waited_for}; it goes on in the background", waited.as_secs_f64())]
     Timeout {
-        /// The awaited event.
+        /// The event that did not come.
         waited_for: String,
         /// For how long.
         waited: Duration,
     },
-    /// An earlier background save failed, and nobody had seen it yet. A caller that cannot report
-    /// it gives it to [`Manager::put_back`].
+    /// An earlier background save failed, and nobody has seen it yet. A caller that cannot report
+    /// it passes it to [`Manager::put_back`].
     ///
     /// [`Manager::put_back`]: crate::Manager::put_back
     #[error("an earlier save failed: {source}{}", not_begun(*unsaved))]
     Earlier {
-        /// The step whose save raises this instead of saving: that save was not begun.
+        /// The step whose save raised this instead, and was not begun.
         unsaved: Option<u64>,
         /// Why it failed.
         source: Arc<Error>,
     },
-    /// The system gives no staging memory.
+    /// The system refused staging memory.
     #[error(
         "no memory for a staging ring of {wanted} bytes, of which {there} are there already ({source}). Allow less staging memory, or raise the limit of this process (`ulimit -v`)"
     )]
     NoStagingMemory {
-        /// Bytes that were to be there.
+        /// The requested bytes, in all.
         wanted: u64,
-        /// Bytes that are.
+        /// The allocated bytes.
         there: u64,
         /// The system's answer.
         source: stepwell_core::Error,
     },
-    /// From planning; a mismatch carries the whole report.
+    /// An error of planning. A mismatch has the whole report.
     #[error(transparent)]
     Reshard(#[from] stepwell_reshard::Error),
-    /// From the engine.
+    /// An error of the engine.
     #[error(transparent)]
     Core(#[from] stepwell_core::Error),
 }
@@ -279,7 +278,7 @@ fn step_exists(step: u64, root: &std::path::Path, latest: Option<u64>, rewind_to
     }
 }
 
-/// Advice for a run that continues from an older step than the latest.
+/// The remedy for a run that continues from an older step than the latest.
 fn way_back(step: u64, rewind_to: Option<u64>) -> String {
     match rewind_to {
         Some(older) => {
@@ -323,12 +322,12 @@ fn owned_by(owner: Option<&str>) -> String {
 }
 
 impl Error {
-    /// An invariant that does not hold: see [`stepwell_core::Error::Internal`].
+    /// Returns the error of a broken invariant: see [`stepwell_core::Error::Internal`].
     pub fn internal(expected: impl Into<String>, found: impl Into<String>) -> Self {
         stepwell_core::Error::internal(expected, found).into()
     }
 
-    /// Stable name of its [`Kind`]; part of the public interface.
+    /// Returns the stable name of its [`Kind`], a part of the public interface.
     pub fn kind(&self) -> &'static str {
         let kind = match self {
             Self::StepExists { .. } | Self::PathExists { .. } => Kind::StepExists,
@@ -364,7 +363,7 @@ impl Error {
         kind.name()
     }
 
-    /// The remedy that the front end puts into its own terms.
+    /// Returns the remedy, which the front end words in its own terms.
     pub fn advice(&self) -> Option<Advice> {
         match self {
             Self::StepExists { latest: None, .. } => Some(Advice::ReplaceOrKeepStep),
@@ -386,7 +385,7 @@ impl Error {
         }
     }
 
-    /// The engine's error underneath, where there is one.
+    /// Returns the underlying error of the engine, if there is one.
     pub fn core(&self) -> Option<&stepwell_core::Error> {
         match self {
             Self::SaveFailed { source, .. }
@@ -398,7 +397,7 @@ impl Error {
         }
     }
 
-    /// The ranks that did not answer, where the error says that some did not.
+    /// Returns the ranks that did not answer, if it names some.
     pub fn missing(&self) -> Option<&[u32]> {
         match self {
             Self::CoordinationTimeout { missing, .. } | Self::SessionLost { missing, .. } => Some(missing),
@@ -407,7 +406,7 @@ impl Error {
         }
     }
 
-    /// The errno of the failed file operation underneath, where there is one.
+    /// Returns the errno of the failed file operation, if there is one.
     pub fn errno(&self) -> Option<i32> {
         if let Self::Relayed(relayed) = self {
             return relayed.errno;
@@ -416,12 +415,12 @@ impl Error {
     }
 }
 
-/// A message or record that cannot be written as JSON.
+/// Returns the error of a record that cannot be encoded as JSON.
 pub(crate) fn unencodable(error: &serde_json::Error) -> Error {
     Error::internal("a record that JSON can hold", error.to_string())
 }
 
-/// A remedy for an error, which the front end puts into its own terms.
+/// A remedy for an error, which the front end words in its own terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Advice {
     /// Replace the step, or keep it.
@@ -444,13 +443,13 @@ pub enum Advice {
     LessStaging,
     /// Change leaves under a guard only.
     GuardUpdates,
-    /// Say which copies of a part are replicas.
+    /// Declare which copies of a part are replicas.
     NameReplicas,
-    /// Say that a leaf has a value for each rank, or that one rank's value counts.
+    /// Declare that a leaf has a value for each rank, or that one rank's value is stored.
     NamePerRank,
 }
 
-/// An error as one rank tells the others of it: they raise the same kind with the same words.
+/// An error that one rank reports to others. They raise the same kind with the same text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{text}")]
 pub struct Relayed {
@@ -458,16 +457,16 @@ pub struct Relayed {
     text: String,
     errno: Option<i32>,
     advice: Option<Advice>,
-    /// The step that it is about, where it has one.
+    /// The step concerned, if the error names one.
     pub step: Option<u64>,
-    /// The rank that has failed, where it says that one has.
+    /// The failed rank, if the error names one.
     pub rank: Option<u32>,
-    /// The ranks that were missing, where it says that some were.
+    /// The missing ranks, if the error names some.
     pub missing: Option<Vec<u32>>,
 }
 
 impl Relayed {
-    /// The report of an error to other ranks.
+    /// Returns the report of an error to other ranks.
     pub fn of(error: &Error) -> Self {
         let step = match error {
             Error::StepExists { step, .. }
@@ -494,7 +493,7 @@ impl Relayed {
         }
     }
 
-    /// See [`Error::kind`].
+    /// Returns its kind: see [`Error::kind`].
     pub fn kind(&self) -> &'static str {
         let known = Kind::ALL.iter().find(|kind| kind.name() == self.kind);
         known.unwrap_or(&Kind::RankFailed).name()

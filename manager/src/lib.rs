@@ -8,14 +8,14 @@
 //! |---|---|
 //! | [`manager`] | the manager of one root |
 //! | [`singular`] | one state under one path |
-//! | [`copy`] | copies of checkpoints, verified and published by one rename |
+//! | [`copy`] | verified copies of checkpoints |
 //! | [`checkpoint`] | one step, opened and leased for reading |
-//! | [`save`] | one save: making it, running it, its handle |
-//! | [`state`] [`options`] [`environment`] | what goes in |
-//! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: which steps are saved, which stay, how things are called |
+//! | [`save`] | one save: its preparation, its run, its handle |
+//! | [`state`] [`options`] [`environment`] | the inputs |
+//! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: the steps to save, the steps to keep, all names |
 //! | [`commit`] | the commit machine and every rename |
-//! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`root`] | what is found, held, mended, deleted, added |
-//! | [`coordination`] | how ranks agree |
+//! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`root`] | the consistency of a root |
+//! | [`coordination`] | the agreement of ranks |
 #![forbid(unsafe_code)]
 
 pub mod checkpoint;

@@ -1,9 +1,9 @@
-//! A state as the front end hands it over, and how it is cut into items.
+//! A state as the front end passes it, and its division into items.
 //!
 //! **Items** are the top-level containers and stateful objects. Plain leaves share one item, `.`. A
-//! state with more than [`MAX_SPLIT_ITEMS`] such entries, or without string keys, is one item.
-//! Grouping never alters leaf paths. Ties are shared within an item. A tie between two items is
-//! stored in both, so that each can be restored alone. [`sharing`] decides which rank writes what.
+//! state with more than [`MAX_SPLIT_ITEMS`] such entries, or without string keys, is one item. Leaf
+//! paths do not depend on items. Ties are shared within an item. A tie between two items is stored
+//! in both, so that each can be restored alone. [`sharing`] assigns the writes to the ranks.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -31,16 +31,16 @@ pub(crate) mod item;
 
 mod sharing;
 
-/// More top-level containers than this make one item of all.
+/// A state with more top-level containers is one item.
 pub const MAX_SPLIT_ITEMS: usize = 64;
-/// The item of loose leaves, and of a state that is one item.
+/// The name of the item of plain leaves, and of a state that is one item.
 pub const LOOSE: &str = ".";
 
-/// A state to be saved: its structure, and one source per leaf.
+/// A state to save: its structure, and one source per leaf.
 pub struct StateSource {
     /// Containers and leaves, in order.
     pub tree: Tree,
-    /// One per leaf of the tree, in leaf order.
+    /// The sources, in the order of the tree's leaves.
     pub leaves: Vec<LeafSource>,
 }
 
@@ -51,19 +51,19 @@ pub enum LeafSource {
     Tensor {
         /// Element type.
         dtype: Dtype,
-        /// Shape of all of it, on all processes together.
+        /// The global shape, over all processes.
         shape: Vec<u64>,
         /// The parts that this process holds.
         parts: Vec<Part>,
-        /// The source of the bytes: an array of that shape, of which only the parts are requested.
-        /// The provider knows their memory layout.
+        /// The source of the bytes: an array of that shape, of which the save requests only the
+        /// parts.
         provider: Arc<dyn StateProvider>,
     },
-    /// A plain value, of which every rank that has this leaf has the same.
+    /// A plain value, equal on all ranks that have this leaf.
     Object(Value),
-    /// A plain value that may differ between ranks: the first rank's counts.
+    /// A plain value that may differ between ranks. The first rank's is stored.
     Drifting(Value),
-    /// The same value as another leaf, which is no alias itself.
+    /// The same value as another leaf, which must not be an alias.
     Alias(u32),
 }
 
@@ -76,36 +76,35 @@ pub struct Part {
     pub holders: Holders,
 }
 
-/// The holders of a region: one of them writes each byte of it.
+/// The holders of a region. One of them writes each byte.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Holders {
     /// This process alone.
     This,
-    /// Every process whose state has this box of this leaf, all with equal values, which are
-    /// compared. For layouts that know some of the holders, but perhaps not all.
+    /// Every process whose state has this box of this leaf. Their values must be equal, and are
+    /// compared. For layouts that may not know all holders.
     Everyone,
-    /// The same, but they may differ: the first one's counts.
+    /// As [`Holders::Everyone`], but values may differ: the first holder's is stored.
     First,
-    /// These ranks, in order; this one is among them.
+    /// These ranks, in order. This one is among them.
     Ranks(Arc<[u32]>),
-    /// So many processes, of which this is that one (counted from 0): who they are is not said.
+    /// A number of replicas on unnamed processes.
     Replicas {
-        /// Which one this is.
+        /// The number of this replica, from 0.
         index: u32,
-        /// How many there are.
+        /// The number of replicas.
         count: u32,
     },
 }
 
 impl LeafSource {
-    /// A tensor of which every process that has it holds all, as every tensor of a single process
-    /// is.
+    /// A tensor that each of its holders holds whole, as in a single process.
     pub fn whole(dtype: Dtype, shape: Vec<u64>, provider: Arc<dyn StateProvider>) -> Self {
         let parts = vec![Part { region: Region::whole(&shape), holders: Holders::Everyone }];
         Self::Tensor { dtype, shape, parts, provider }
     }
 
-    /// The same, where ranks that have it may differ: the first one's counts.
+    /// Returns the same leaf with values that may differ between ranks. The first rank's is stored.
     #[must_use]
     pub fn of_first(mut self) -> Self {
         if let Self::Tensor { parts, .. } = &mut self {
@@ -116,8 +115,8 @@ impl LeafSource {
         self
     }
 
-    /// Returns the same leaf, stored as `to`. Leaves without dimensions (the count of an optimizer,
-    /// say) and leaves that are not floating-point stay as they are.
+    /// Returns the same leaf, stored as `to`. Scalars (such as an optimizer's step count) and
+    /// leaves that are not floating-point stay as they are.
     pub fn cast(self, to: Dtype, path: &LeafPath) -> Result<Self> {
         match self {
             Self::Tensor { dtype, shape, parts, provider }
@@ -132,7 +131,7 @@ impl LeafSource {
         }
     }
 
-    /// A tensor of which this process holds boxes, each in an array of its own.
+    /// A tensor of which this process holds boxes, each in its own array.
     pub fn sharded(dtype: Dtype, shape: Vec<u64>, shards: Vec<(Part, Arc<dyn StateProvider>)>) -> Self {
         let (parts, providers): (Vec<Part>, Vec<_>) = shards.into_iter().unzip();
         let regions = parts.iter().map(|part| part.region.clone());
@@ -141,11 +140,11 @@ impl LeafSource {
     }
 }
 
-/// A state, cut into items.
+/// A state, divided into items.
 pub(crate) struct StateItems {
-    /// This rank's data files, one plan for each.
+    /// The plans of this rank's data files.
     pub plans: Vec<ItemPlan>,
-    /// This rank's tensors of items that others write, so that the leader notices unwritten tensors
+    /// This rank's tensors in items that others write, so that the leader finds unwritten tensors
     /// and disagreements.
     pub unwritten: Vec<ItemPart>,
     /// All items of the state.
@@ -153,11 +152,11 @@ pub(crate) struct StateItems {
     /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
     pub plan_hash: String,
-    /// Bytes of all tensors as this rank writes them.
+    /// Bytes of the tensors that this rank writes.
     pub tensor_bytes: u64,
 }
 
-/// Cuts a state into items, and what this rank writes of its tensors into chunks.
+/// Divides a state into items, and this rank's regions of its tensors into chunks.
 pub(crate) fn items(
     state: &StateSource,
     chunks: &subchunk::Options,
@@ -171,7 +170,7 @@ pub(crate) fn items(
     let mut unwritten = Vec::new();
     let mut drafts = Vec::with_capacity(groups.len());
     let mut tensor_bytes = 0_u64;
-    // A tie to another item's leaf is stored as that is.
+    // A tie to a leaf of another item is stored as that leaf is.
     let holder = |origin: u32| match state.leaves.get(origin as usize) {
         Some(LeafSource::Alias(of)) => *of,
         _ => origin,
@@ -187,8 +186,7 @@ pub(crate) fn items(
             plans.push(ItemPlan { dir, tree, leaves });
         } else {
             let index = tensors(&tree, &leaves);
-            // Of objects the ranks say the same by their claims; an empty container has nothing
-            // else that tells of it.
+            // Claims compare objects. Only this part reports an empty container.
             if !index.leaves.is_empty() || has_empty_container(&tree) {
                 unwritten.push(ItemPart { item: draft.clone(), index, tensor_bytes: 0 });
             }
@@ -244,7 +242,7 @@ fn check(state: &StateSource) -> Result<()> {
 struct ItemGroup {
     name: String,
     top_level: Vec<TopLevel>,
-    /// The top-level nodes of the state that belong to it.
+    /// The numbers of its top-level nodes.
     nodes: BTreeSet<u32>,
 }
 
@@ -271,8 +269,7 @@ fn groups(tree: &Tree) -> Vec<ItemGroup> {
         let new =
             |name: String, entry| ItemGroup { name, top_level: vec![entry], nodes: BTreeSet::from([number]) };
         if is_container(number) {
-            // A key `.` would be mistaken for the loose leaves; it is escaped where it is an item's
-            // name.
+            // A key `.` must not name the item of plain leaves, so it is escaped.
             let name = if entry.name == LOOSE { "\\.".to_owned() } else { entry.name.clone() };
             groups.push(new(name, entry));
         } else if let Some(group) = loose.and_then(|at| groups.get_mut(at)) {
@@ -310,12 +307,12 @@ fn is_string_keyed(tree: &Tree) -> bool {
             .all(|node| matches!(node.component, Some(Component::Key(_))))
 }
 
-/// The part of a tree below some top-level nodes, rooted at the state's root, and the state's leaf
-/// number of each of its leaves.
+/// Returns the subtree below some top-level nodes, rooted at the state's root, and for each of its
+/// leaves the number in the state.
 fn subtree(tree: &Tree, top: &BTreeSet<u32>) -> (Tree, Vec<u32>) {
     let mut out = Tree::new();
     let mut origins = Vec::new();
-    // New number of a node of the state, where it is in this part.
+    // The new number of a node, if it is in the subtree.
     let mut numbers: HashMap<u32, u32> = HashMap::new();
     for (number, node) in (0_u32..).zip(tree.nodes()) {
         let parent = if number == 0 {
@@ -348,7 +345,7 @@ fn has_empty_container(tree: &Tree) -> bool {
         .any(|(number, node)| matches!(node.kind, NodeKind::Container(_)) && !parents.contains(&number))
 }
 
-/// The containers and the tensors of an item, of none of which this rank writes anything.
+/// Returns the containers and tensors of an item of which this rank writes nothing.
 fn tensors(tree: &Tree, leaves: &[LeafPlan]) -> Index {
     let mut index = Index::default();
     let mut numbers: Vec<u32> = Vec::with_capacity(tree.nodes().len());
@@ -380,14 +377,14 @@ fn leaves(
     shares: &Shares,
     tensor_bytes: &mut u64,
 ) -> Result<Vec<LeafPlan>> {
-    // For each leaf with a value: its number in this item.
+    // The number in this item of each leaf with a value.
     let mut stored: HashMap<u32, u32> = (0_u32..)
         .zip(origins)
         .filter(|(_, origin)| !matches!(state.leaves.get(**origin as usize), Some(LeafSource::Alias(_))))
         .map(|(here, &origin)| (origin, here))
         .collect();
     let mut out = Vec::with_capacity(origins.len());
-    // Chunks that the item may still have.
+    // The number of chunks that the item may still get.
     let mut room = MAX_CHUNKS;
     for (here, &origin) in (0_u32..).zip(origins) {
         let mut holder = origin;
@@ -405,8 +402,8 @@ fn leaves(
             Some(LeafSource::Tensor { dtype, shape, provider, .. }) => {
                 let itemsize = dtype.size() as u64;
                 let options = if is_on_a_device(&**provider) { chunks.on_device() } else { *chunks };
-                // The array is the tensor, so a chunk has one address in both. No chunk reaches
-                // over the border of a part.
+                // The array has the tensor's shape, so a chunk has one region in both. No chunk
+                // crosses the border of a part.
                 let mut chunks: Vec<ChunkPlan> = Vec::new();
                 for share in shares.regions(holder) {
                     let parts = subchunk::cut(share, shape, itemsize, &options);
@@ -463,9 +460,9 @@ fn is_on_a_device(provider: &dyn StateProvider) -> bool {
     found
 }
 
-/// A hash of the structure: paths, kinds, dtypes, shapes and ties, not of any value. It is compared
-/// between ranks and stored, so it is taken over the format's own tags, which mean the same in
-/// every build. FNV-1a, twice: it finds ranks that do not agree, and is no security.
+/// Returns a hash of the structure: paths, kinds, dtypes, shapes and ties, but no values. It is
+/// stored and compared between ranks, so it uses the format's tags, which are equal in every build.
+/// FNV-1a twice: it finds ranks that disagree, and gives no security.
 fn plan_hash(state: &StateSource) -> String {
     let mut hash = Fnv::new();
     for node in state.tree.nodes() {
@@ -495,7 +492,7 @@ fn plan_hash(state: &StateSource) -> String {
     format!("{a:016x}{b:016x}")
 }
 
-/// See [`plan_hash`].
+/// Two FNV-1a hashes, 128 bits together.
 pub(crate) struct Fnv([u64; 2]);
 
 impl Fnv {

@@ -1,17 +1,16 @@
-//! How a commit ends, and the leader's announcement of it to the other ranks, with the failure and
-//! the ranks concerned. Pure.
+//! The verdict of a commit, and the leader's announcement of it to the other ranks. Pure.
 
 use serde::{Deserialize, Serialize};
 
 use crate::coordination::LEADER;
 use crate::error::{Error, Relayed, Result};
 
-/// How a commit ended.
+/// The verdict of a commit.
 #[derive(Debug)]
 pub enum Verdict {
     /// The step survives a power cut.
     Committed {
-        /// The name in the root of the step that was replaced, ready to be deleted.
+        /// The trash name of the replaced step, ready to be deleted.
         replaced: Option<String>,
     },
     /// Nothing is visible.
@@ -20,7 +19,7 @@ pub enum Verdict {
     Uncertain(stepwell_core::Error),
 }
 
-/// How a commit ended, for the other ranks.
+/// The verdict, as the leader announces it to the other ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Announcement {
     /// The step survives a power cut.
@@ -36,18 +35,18 @@ pub enum Announcement {
     },
 }
 
-/// The knowledge of a rank that waits for the leader.
+/// The news of a rank that waits for the leader.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct LeaderNews {
-    /// The leader's word, if it is there.
+    /// The leader's announcement, if it has come.
     pub announcement: Option<Announcement>,
     /// The leader's last heartbeat. While it changes, the leader makes progress or waits for
     /// others.
     pub heartbeat: u64,
 }
 
-/// A rank's report of a failed save: the leader's to all, another rank's in its vote. A failure of
-/// this rank alone names it.
+/// Returns a rank's report of a failed save: the leader's to all ranks, or another rank's in its
+/// vote. It names `rank` if the error names no rank.
 pub fn failure(rank: u32, error: &Error) -> Relayed {
     let named = match error {
         Error::RankFailed { .. }
@@ -65,7 +64,7 @@ pub fn failure(rank: u32, error: &Error) -> Relayed {
 }
 
 impl Announcement {
-    /// The leader's announcement of its verdict.
+    /// Returns the leader's announcement of its verdict.
     pub fn of(verdict: &Verdict) -> Self {
         match verdict {
             Verdict::Committed { .. } => Self::Committed,
@@ -74,7 +73,7 @@ impl Announcement {
         }
     }
 
-    /// The verdict for another rank. `target` is the step, for messages.
+    /// Returns the verdict for another rank. `target` is the step, for messages.
     pub fn verdict(self, target: &std::path::Path) -> Verdict {
         match self {
             Self::Committed => Verdict::Committed { replaced: None },
@@ -87,12 +86,12 @@ impl Announcement {
         }
     }
 
-    /// As a message; `stale`: a rank's leaves are others than it has told.
+    /// Encodes a message. `stale`: a rank's leaves have changed since the last census.
     pub fn encode(&self, stale: bool) -> Result<Vec<u8>> {
         serde_json::to_vec(&(self, stale)).map_err(|error| crate::error::unencodable(&error))
     }
 
-    /// From a message.
+    /// Decodes a message.
     pub fn decode(message: &[u8]) -> Result<(Self, bool)> {
         serde_json::from_slice(message).map_err(|error| Error::RankFailed {
             rank: LEADER,

@@ -1,5 +1,5 @@
-//! Renames that take something away, and the one that replaces a small file. Each is one rename
-//! inside one directory, followed by that directory's sync.
+//! Renames that retire a step, set it aside, or replace a small file. Each is one rename inside one
+//! directory, followed by that directory's sync.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::directory_layout::{self, LEASE, MANIFEST, MANIFEST_NEW};
 use crate::discovery::read_manifest;
 use crate::error::Result;
 
-/// Takes a step (or a dead temporary) out of sight. It may be deleted once this has returned `Ok`,
-/// and not before: the rename is durable then.
+/// Retires a step, or a dead temporary. It may be deleted only after this has returned `Ok`: the
+/// rename is durable then.
 pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<()> {
     root.rename(name, trash, Rename::NoReplace)?;
     root.sync()
@@ -23,24 +23,24 @@ pub fn retire(root: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<
 #[derive(Debug, Default)]
 #[must_use]
 pub struct Retired {
-    /// How many were renamed, from the first one on.
+    /// The number of renamed steps, from the first on.
     pub renamed: usize,
-    /// True if those renames are durable. Before that nothing of them may be deleted: a power cut
-    /// could bring the old names back.
+    /// True if those renames are durable. Otherwise nothing may be deleted: a power cut could
+    /// restore the old names.
     pub durable: bool,
     /// The error that ended it early.
     pub error: Option<stepwell_core::Error>,
 }
 
 impl Retired {
-    /// How many may be deleted.
+    /// Returns the number of steps that may be deleted.
     pub fn deletable(&self) -> usize {
         if self.durable { self.renamed } else { 0 }
     }
 }
 
-/// Takes several out of sight, (name, trash) each, with one sync for all of them. A rename that
-/// fails ends it; what was renamed before is made durable all the same.
+/// Retires several steps, (name, trash) each, with one sync for all. A failed rename ends it. The
+/// earlier renames are still made durable.
 pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
     let mut retired = Retired::default();
     for (name, trash) in names {
@@ -61,8 +61,8 @@ pub fn retire_all(root: &dyn Dir, names: &[(String, String)]) -> Retired {
     retired
 }
 
-/// Renames a dead owner's temporary to trash. Returns true if it did. An empty one without a lease
-/// is removed at once: its owner was killed, or has not locked it yet and will recreate it.
+/// Renames a dead owner's temporary to trash. Returns true if it did. Removes an empty one without
+/// a lease at once: its owner was killed, or has not locked it yet and will create it again.
 pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_core::Result<bool> {
     let dir = match parent.open_dir(name) {
         Ok(dir) => dir,
@@ -74,8 +74,8 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
         match parent.remove_dir(name) {
             Ok(()) => return Ok(false),
             Err(error) if error.is_gone() => return Ok(false),
-            // A live owner makes and locks the lease before anything else: it has come just now,
-            // and is told by that, or a power cut took the lease.
+            // A live owner locks the lease before it writes anything else. So either it has come
+            // just now, and its lock shows that, or a power cut lost the lease.
             Err(error) if error.is_occupied() => {
                 lock = dir.try_lock(LEASE, LockKind::Exclusive, true);
             }
@@ -86,21 +86,21 @@ pub fn retire_abandoned(parent: &dyn Dir, name: &str, trash: &str) -> stepwell_c
         Ok(Some(_lock)) => {
             match parent.rename(name, trash, Rename::NoReplace) {
                 Ok(()) => Ok(true),
-                // Its owner has just finished it, and the locked directory has its final name.
+                // Its owner has just committed it: the locked directory has its final name.
                 Err(error) if error.is_not_found() => Ok(false),
                 Err(error) => Err(error),
             }
         }
         Ok(None) => Ok(false),
         Err(error) if error.is_gone() => Ok(false),
-        // Nobody knows whether its owner lives.
+        // Without locks, nothing shows if its owner is alive.
         Err(error) if error.is_without_locks() => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-/// Takes files of trash away from those who open them by their own names: gives each that of a
-/// spare, below the root. Nothing is synced: both names are of trash.
+/// Renames files of trash, so that no reader opens them by their old names. Returns the new names,
+/// relative to the root. Syncs nothing: both names are trash.
 pub fn rename_apart(root: &dyn Dir, trash: &str, files: &[&str]) -> stepwell_core::Result<Vec<String>> {
     let apart = |(number, file): (usize, &&str)| {
         let name = format!("{trash}/.spare-{number}");
@@ -110,19 +110,19 @@ pub fn rename_apart(root: &dyn Dir, trash: &str, files: &[&str]) -> stepwell_cor
     files.iter().enumerate().map(apart).collect()
 }
 
-/// Gives a complete and durable copy its name, durably. EEXIST if the name is taken.
+/// Gives a complete and durable copy its name. Fails with EEXIST if the name is taken.
 pub fn publish_copy(parent: &dyn Dir, temporary: &str, name: &str) -> stepwell_core::Result<()> {
     parent.rename(temporary, name, Rename::NoReplace)?;
     parent.sync()
 }
 
-/// Sets a step aside into a branch.
+/// Moves a step into a branch.
 pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Result<()> {
     root.rename(name, &directory_layout::branch(branch, name), Rename::NoReplace)?;
     root.sync()
 }
 
-/// Rewrites a small file. Either the old or the new one exists at any instant.
+/// Replaces a small file. Either the old or the new one exists at any time.
 pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> stepwell_core::Result<()> {
     ignore_missing(dir.remove_file(new_name))?;
     dir.write_file(new_name, bytes)?;
@@ -131,7 +131,7 @@ pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> 
 }
 
 /// Replaces a damaged file, and keeps it under another name. The new one is durable before the old
-/// one loses its name; a crash in between leaves both under their other names.
+/// one loses its name. A crash in between leaves both under their other names.
 pub fn replace_and_keep(
     dir: &dyn Dir,
     name: &str,
@@ -150,20 +150,20 @@ pub fn replace_and_keep(
 /// The result of a thinning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Thinned {
-    /// These items are gone.
+    /// These items were dropped.
     Dropped(Vec<String>),
-    /// These items are of the step no more; their files stay for a grace period, as there are no
-    /// locks to tell who reads them.
+    /// These items were dropped from the manifest. Their files stay for the grace period, as no
+    /// lock shows who reads them.
     Later(Vec<String>),
-    /// Readers hold the step; it stays as it is for now.
+    /// Readers hold the step, so it stays as it is for now.
     Held,
-    /// There was nothing to drop.
+    /// No item had to be dropped.
     Nothing,
 }
 
-/// Drops the items of a step that are not in `keep`: a new manifest with tombstones takes the old
-/// one's place, then the files go. A crash in between leaves files that a tombstone names; recovery
-/// deletes those.
+/// Drops the items of a step that are not in `keep`. A new manifest with tombstones replaces the
+/// old one, then the files are deleted. After a crash in between, recovery deletes the files that
+/// tombstones name.
 pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -> Result<Thinned> {
     let step = root.open_dir(name)?;
     let lock = match step.try_lock(LEASE, LockKind::Exclusive, true) {
@@ -199,8 +199,8 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
     Ok(Thinned::Dropped(names))
 }
 
-/// Deletes what the tombstones of a manifest name. The caller holds the step's lease exclusively,
-/// or knows that no reader has it.
+/// Deletes the files that the tombstones of a manifest name. The caller holds the step's lease
+/// exclusively, or knows that no reader has it.
 pub fn apply_tombstones(step: &Arc<dyn Dir>, manifest: &Manifest) -> stepwell_core::Result<()> {
     let mut changed = false;
     for tombstone in &manifest.dropped {

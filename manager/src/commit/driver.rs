@@ -1,4 +1,4 @@
-//! Carries out the commit machine's actions over a root directory.
+//! The driver of the commit machine: it carries out the actions over a root directory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,14 +16,14 @@ use crate::error::Result;
 use crate::lease::{OwnedTemporary, own_temporary};
 use crate::state::item::ItemPart;
 
-/// How a commit ended, and what it cost.
+/// The verdict of a commit, and its durations.
 #[derive(Debug)]
 pub struct CommitOutcome {
-    /// How it ended.
+    /// The verdict.
     pub verdict: Verdict,
     /// Time in the save pipeline.
     pub data: Duration,
-    /// Time for everything else: records, syncs, votes, the rename.
+    /// Time of all else: records, syncs, votes, the rename.
     pub commit: Duration,
 }
 
@@ -32,26 +32,25 @@ pub struct CommitOutcome {
 pub struct PolledVotes {
     /// The votes that have come.
     pub votes: Vec<Vote>,
-    /// Of ranks that have not voted: their last signs of life.
+    /// The last heartbeats of ranks that have not voted.
     pub heartbeats: Vec<(u32, u64)>,
 }
 
-/// The driver's needs beside the root directory.
+/// The services that the driver needs beside the root directory.
 pub trait World {
-    /// Runs the save pipeline into the temporary; called once at most.
+    /// Runs the save pipeline into the temporary. Called once at most.
     fn write_data(&mut self, temporary: &Arc<dyn Dir>) -> stepwell_core::Result<Vec<ItemPart>>;
-    /// The disk is full: deletes what is on its way out, now, and gives whether there may be room
-    /// then.
+    /// Deletes trash at once, because the disk is full. Returns true if there may be space then.
     fn reclaim_space(&mut self) -> bool;
-    /// The other writer that has taken the root over, if any.
+    /// Returns the other writer that has taken the root over, if any.
     fn other_writer(&mut self) -> stepwell_core::Result<Option<String>>;
     /// Publishes this rank's vote.
     fn send_vote(&mut self, vote: &Vote) -> Result<()>;
-    /// The votes of these ranks that are there, and the last signs of life of the others.
+    /// Returns the votes of these ranks that have come, and the last heartbeats of the others.
     fn poll_votes(&mut self, missing: &[u32], timeout: Duration) -> Result<PolledVotes>;
-    /// Tells the other ranks.
+    /// Announces the verdict to the other ranks.
     fn announce(&mut self, announcement: &Announcement) -> Result<()>;
-    /// The leader's announcement, if it is there within that time, and its last sign of life.
+    /// Returns the leader's announcement, if it comes within that time, and its last heartbeat.
     fn listen(&mut self, timeout: Duration) -> Result<LeaderNews>;
 }
 
@@ -81,7 +80,7 @@ pub struct Commit {
 }
 
 impl Commit {
-    /// A commit of which nothing has been done.
+    /// Begins a commit. Nothing is done yet.
     pub fn begin(mut machine: Machine) -> Self {
         let action = Some(machine.start());
         Self { machine, action, temporary: Temporary::default() }
@@ -92,7 +91,7 @@ impl Commit {
         matches!(self.action, Some(Action::WriteData))
     }
 
-    /// Does what is next; the verdict, where that was the end.
+    /// Carries out the next action. Returns the verdict at the end.
     pub fn step(&mut self, root: &Arc<dyn Dir>, clock: &dyn Clock, world: &mut dyn World) -> Option<Verdict> {
         let action = self.action.take()?;
         tracing::trace!(?action, "commit");
@@ -106,11 +105,11 @@ impl Commit {
     }
 }
 
-/// The directory while it is written.
+/// The temporary directory of a commit.
 #[derive(Default)]
 struct Temporary {
     dir: Option<Arc<dyn Dir>>,
-    /// Says that its owner lives, where no root's lock does; its file is the step's `.lease`.
+    /// The held `.lease` shows that its owner is alive, where no root's lock shows it.
     life: Option<Box<dyn Lock>>,
 }
 
@@ -157,7 +156,7 @@ fn execute(
             let polled = world.poll_votes(&missing, timeout);
             reached(polled.map(|PolledVotes { votes, heartbeats }| Event::Votes { votes, heartbeats }))
         }
-        // It is there, empty, and locked.
+        // The file exists, empty and locked.
         Action::WriteFile { path, .. } if path == LEASE && temporary.life.is_some() => Event::Done,
         Action::WriteFile { path, bytes } => {
             done(opened(temporary).and_then(|dir| dir.write_file(&path, &bytes)))
@@ -186,19 +185,19 @@ fn execute(
                 _ => {}
             }
             if plan.world_size > 1 {
-                // Mostly nobody has.
+                // It rarely exists.
                 let _ = root.remove_dir(&plan.given_up);
             }
             Event::Done
         }
         Action::Announce(announcement) => reached(world.announce(&announcement).map(|()| Event::Done)),
         Action::Listen { timeout } => reached(world.listen(timeout).map(Event::LeaderNews)),
-        // The caller returns before.
+        // The caller has returned before.
         Action::Finish(_) => Event::Done,
     }
 }
 
-/// The temporary: made, or found where another rank has.
+/// Creates the temporary, or opens the one that another rank created.
 fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary> {
     let plan = machine.plan();
     if !plan.fenced {
@@ -212,14 +211,14 @@ fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary>
     Ok(Temporary { dir: Some(dir?), life: None })
 }
 
-/// True if a rank has given up on the leader. Checked after the temporary was created, so a later
-/// leader finds the mark.
+/// True if a rank has given up on the leader. Call it after the temporary was created, so that a
+/// later leader finds the mark.
 fn is_given_up(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<bool> {
     let plan = machine.plan();
     Ok(plan.world_size > 1 && root.stat(&plan.given_up)?.is_some())
 }
 
-/// ENOENT for the first file that is not there, or has another length.
+/// Checks files. Returns ENOENT for the first one that is missing or has another length.
 fn find(dir: &dyn Dir, files: &[(String, u64)]) -> stepwell_core::Result<()> {
     for (path, length) in files {
         if dir.stat(path)?.is_none_or(|stat| stat.len != *length) {
@@ -234,8 +233,8 @@ fn reached(result: Result<Event>) -> Event {
     result.unwrap_or_else(Event::Unreachable)
 }
 
-/// Returns the state of a name, or an error. In a root the name implies the `step` (as a listing
-/// demands). The name of a singular checkpoint implies nothing.
+/// Returns the state of a name. In a root the name implies the number `step`. The name of a
+/// singular checkpoint implies nothing.
 fn inspect(root: &Arc<dyn Dir>, name: &str, step: Option<u64>) -> stepwell_core::Result<TargetState> {
     if root.stat(name)?.is_none() {
         return Ok(TargetState::Absent);

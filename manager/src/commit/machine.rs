@@ -1,6 +1,6 @@
-//! The commit machine. One action at a time: [`Machine::start`] gives the first, [`Machine::on`]
-//! takes what came of it and gives the next, until [`Action::Finish`]. It never touches a file, a
-//! clock or another rank itself.
+//! The commit machine. [`Machine::start`] returns the first action. [`Machine::on`] takes its
+//! result and returns the next one, until [`Action::Finish`]. The machine itself touches no file,
+//! no clock and no other rank.
 //!
 //! ```text
 //! every rank:          create the temporary ─▶ write data ─▶ vote ─┐
@@ -10,10 +10,10 @@
 //! ```
 //!
 //! Invariants: a rename follows the syncs of everything below it. A failed write or sync is never
-//! retried; only *creating* the temporary is, once, after the trash was emptied. An error before
-//! the rename is `NotCommitted` and removes the temporary. An error after it is `Uncertain` and
-//! keeps everything. An invalid step under the name is renamed aside, and that is synced, before
-//! the name is used.
+//! retried. Only the creation of the temporary is retried, once, after the trash was emptied. An
+//! error before the rename is `NotCommitted` and removes the temporary. An error after it is
+//! `Uncertain` and keeps everything. An invalid step under the target name is renamed aside,
+//! durably, before the name is used.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -27,7 +27,8 @@ use crate::coordination::LEADER;
 use crate::error::{Error, Relayed};
 use crate::state::item::ItemPart;
 
-/// How long one look for votes or for the verdict takes at most, so that deadlines are kept.
+/// The longest wait of one action for votes or for the verdict. The machine checks its deadlines in
+/// between.
 const VOTE_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// The task of a commit.
@@ -35,32 +36,32 @@ const VOTE_POLL_INTERVAL: Duration = Duration::from_millis(250);
 pub struct CommitPlan {
     /// The step, for messages.
     pub step: u64,
-    /// The save.
+    /// The id of this save.
     pub attempt: Attempt,
-    /// The directory while it is written.
+    /// The name of the directory while it is written.
     pub temporary: String,
-    /// A directory that says, where there is one, that a rank has given up on the leader.
+    /// The name of a directory that marks that a rank has given up on the leader.
     pub given_up: String,
-    /// The name that it gets.
+    /// The name that the directory gets.
     pub target: String,
     /// The treatment of an existing step.
     pub existing: Existing,
-    /// The name that a replaced step gets.
+    /// The new name for a replaced step.
     pub trash: String,
     /// The new name for an invalid step.
     pub quarantine: String,
-    /// This rank and all ranks.
+    /// This rank.
     pub rank: u32,
-    /// All ranks.
+    /// The number of ranks.
     pub world_size: u32,
-    /// For each rank the number of its node; ranks beyond are of node 0. The first rank of a node
+    /// For each rank, the number of its node. Missing ranks are on node 0. The first rank of a node
     /// gathers its votes.
     pub nodes: Arc<[u32]>,
-    /// How long nothing may happen while others are waited for.
+    /// The longest time without progress of another rank.
     pub stall_timeout: Duration,
-    /// True if there is an epoch file to look at before the rename.
+    /// True if the root has an epoch file to check before the rename.
     pub fenced: bool,
-    /// This rank's leaves are others than it has told the ranks.
+    /// True if this rank's leaves have changed since the last census.
     pub stale: bool,
 }
 
@@ -69,8 +70,8 @@ impl CommitPlan {
         self.nodes.get(rank as usize).copied().unwrap_or(0)
     }
 
-    /// The ranks whose votes come to this one: those of its node, if it is the first there; on the
-    /// leader also the first ones of all other nodes.
+    /// Returns the ranks whose votes this rank gathers. The first rank of a node gathers its node's
+    /// votes. The leader also gathers those of the first ranks of all other nodes.
     fn awaited(&self) -> Vec<u32> {
         let mut gathered = BTreeSet::new();
         // Ranks in order, and whether each is the first of its node.
@@ -85,30 +86,30 @@ impl CommitPlan {
     }
 }
 
-/// The treatment of an existing step with the name.
+/// The treatment of an existing step with the target name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Existing {
-    /// It stays; the commit is refused.
+    /// The step stays, and the commit fails.
     Refuse,
-    /// It is swapped with the new one in one operation, then retired.
+    /// The step is swapped with the new one in one operation, then retired.
     Replace,
 }
 
 /// A request of the machine.
 #[derive(Debug)]
 pub enum Action {
-    /// Make [`CommitPlan::temporary`]; another rank may have made it (world size > 1), or be
-    /// through with it: [`Event::GivenUp`].
+    /// Create [`CommitPlan::temporary`]. With several ranks, another one may have created it, or
+    /// given the save up: [`Event::GivenUp`].
     CreateTemporary,
-    /// Make [`CommitPlan::given_up`]; another rank may have.
+    /// Create [`CommitPlan::given_up`]. Another rank may have created it.
     GiveUp,
-    /// Run the save pipeline into the temporary; answer with [`Event::Data`].
+    /// Run the save pipeline into the temporary. The result is [`Event::Data`].
     WriteData,
     /// Publish this rank's vote.
     SendVote(Box<Vote>),
-    /// Look for the votes of these ranks.
+    /// Read the votes of these ranks.
     PollVotes {
-        /// Those that have not voted.
+        /// The ranks that have not voted.
         missing: Vec<u32>,
         /// At most so long.
         timeout: Duration,
@@ -120,11 +121,11 @@ pub enum Action {
         /// Its content.
         bytes: Vec<u8>,
     },
-    /// Look whether these files of all ranks are below the temporary: paths and lengths.
+    /// Check that the files of all ranks are below the temporary, each with its length.
     FindFiles(Vec<(String, u64)>),
-    /// Sync a directory: of the temporary (relative path), or the temporary itself (empty).
+    /// Sync a directory of the temporary. An empty path is the temporary itself.
     SyncDir(String),
-    /// Read the epoch: is this still the root's writer?
+    /// Read the epoch file, to check that this is still the root's writer.
     CheckFence,
     /// Inspect this name.
     InspectTarget(String),
@@ -139,28 +140,28 @@ pub enum Action {
     },
     /// Make the root's entries durable.
     SyncRoot,
-    /// Remove the temporary and all in it, and what says that it was given up; failing to is no
-    /// error (the next writer does it).
+    /// Remove the temporary with its content, and its given-up mark. A failure is no error: the
+    /// next writer removes them.
     RemoveTemporary,
-    /// Tell the other ranks.
+    /// Announce the verdict to the other ranks.
     Announce(Announcement),
-    /// Look for the leader's announcement, and for what else there is to know.
+    /// Wait for the leader's announcement, and read its heartbeat.
     Listen {
         /// At most so long.
         timeout: Duration,
     },
-    /// The end.
+    /// End the commit.
     Finish(Box<Verdict>),
 }
 
 /// The result of an action.
 #[derive(Debug)]
 pub enum Event {
-    /// It was done.
+    /// The action succeeded.
     Done,
-    /// It failed.
+    /// The action failed.
     Failed(stepwell_core::Error),
-    /// A rank has given up on the leader: nobody may go on.
+    /// A rank has given up on the leader, so no rank may go on.
     GivenUp,
     /// The data files of this rank are written and synced.
     Data(Vec<ItemPart>),
@@ -168,25 +169,26 @@ pub enum Event {
     Votes {
         /// They.
         votes: Vec<Vote>,
-        /// Of ranks that have not voted: a number that changes as long as they get on.
+        /// The heartbeats of ranks that have not voted: rank, and a number that changes with
+        /// progress.
         heartbeats: Vec<(u32, u64)>,
     },
     /// The state of the inspected name.
     TargetState(TargetState),
-    /// The fence: `None` if this is still the writer, else who is.
+    /// The fence: `None` if this is still the writer, else the other writer.
     Fence(Option<String>),
-    /// This rank's knowledge of the others.
+    /// The news from the leader.
     LeaderNews(LeaderNews),
-    /// Ranks could not be reached.
+    /// The other ranks could not be reached.
     Unreachable(Error),
 }
 
-/// The state of a name.
+/// The state of the target name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TargetState {
     /// Nothing.
     Absent,
-    /// A step, of this attempt.
+    /// A committed step, with its attempt.
     Committed(Attempt),
     /// An invalid step, with the reason.
     NotAStep(String),
@@ -207,16 +209,16 @@ enum CommitState {
     Writing,
     Voting,
     Gathering,
-    /// Between two looks for votes, whether the leader has decided without them.
+    /// Between two reads of votes, checks if the leader has decided without them.
     CheckingVerdict,
     Recording(VecDeque<Action>),
     Fencing,
-    /// Looking at the target before the rename (only where a step may be replaced).
+    /// Inspects the target before the rename, if the save may replace a step.
     InspectingTarget,
     Renaming {
         exchange: bool,
     },
-    /// A rename has failed: whose attempt is there now?
+    /// A rename has failed: checks which attempt has the target name.
     InspectingAfterRename {
         exchange: bool,
         error: stepwell_core::Error,
@@ -228,7 +230,7 @@ enum CommitState {
     },
     RetiringOld,
     SyncingOld,
-    /// The others are told that it is over.
+    /// Announces the failure to the other ranks.
     AnnouncingFailure(Error),
     Removing(Error),
     Awaiting {
@@ -236,41 +238,41 @@ enum CommitState {
         /// The leader's last heartbeat.
         heartbeat: u64,
     },
-    /// The leader is silent: later participants of this save must leave it.
+    /// The leader is silent: marks the save, so that later participants leave it.
     GivingUp(Error),
-    /// Prevents a late rename by the leader.
+    /// Renames the temporary away, to prevent a late rename by the leader.
     BlockingLeader(Error),
-    /// The leader has renamed, or another rank was faster: does the step exist?
+    /// The leader has renamed, or another rank was faster: checks if the step exists.
     InspectingBlocked(Error),
     Announcing(Verdict),
     Finished,
 }
 
-/// See the module documentation.
+/// The state machine of one commit.
 #[derive(Debug)]
 pub struct Machine {
     plan: CommitPlan,
     draft: Draft,
     state: CommitState,
     votes: BTreeMap<u32, Vote>,
-    /// Ranks without a vote: the last heartbeat of each, and its time.
+    /// The ranks that have not voted, each with its last heartbeat and its time.
     missing: BTreeMap<u32, (u64, Duration)>,
     quarantined: bool,
 }
 
 impl Machine {
-    /// A commit that has not begun.
+    /// Returns a commit that has not begun.
     pub fn new(plan: CommitPlan, draft: Draft) -> Self {
         let state = CommitState::Creating;
         Self { plan, draft, state, votes: BTreeMap::new(), missing: BTreeMap::new(), quarantined: false }
     }
 
-    /// Its task.
+    /// Returns its plan.
     pub fn plan(&self) -> &CommitPlan {
         &self.plan
     }
 
-    /// The first action.
+    /// Returns the first action.
     pub fn start(&mut self) -> Action {
         self.state = CommitState::Creating;
         Action::CreateTemporary
@@ -292,7 +294,7 @@ impl Machine {
                     Action::Listen { timeout: VOTE_POLL_INTERVAL },
                 )
             }
-            // Without this rank's vote the step fails. Report the reason to the leader if possible.
+            // Without this rank's vote the save fails. Report the reason to the leader if possible.
             (CommitState::Gathering | CommitState::CheckingVerdict, Event::Unreachable(error)) => self.give_up(error),
             // The vote may have come through, and the leader may commit on it.
             (CommitState::Voting | CommitState::Awaiting { .. }, Event::Unreachable(error)) => self.block_leader(error),
@@ -329,8 +331,8 @@ impl Machine {
             (CommitState::InspectingAfterRename { error, .. }, Event::Failed(_)) | (CommitState::Syncing { .. }, Event::Failed(error)) => {
                 self.end(Verdict::Uncertain(error))
             }
-            // Durable before the name has another owner: a power cut could keep the second rename
-            // without the first, and what was set aside would be nowhere.
+            // Sync before the name has another owner: a power cut could keep the second rename
+            // without the first, and lose the invalid step.
             (CommitState::Quarantining, Event::Done) => self.to(CommitState::SyncingAside, Action::SyncRoot),
             // A sync may take long, so check the owner of the root and the name again.
             (CommitState::SyncingAside, Event::Done) => self.fence(),
@@ -345,11 +347,11 @@ impl Machine {
                 let replaced = Some(self.plan.trash.clone());
                 self.end(Verdict::Committed { replaced })
             }
-            // The new step is durable; what is left of the old one is the next writer's.
+            // The new step is durable. The next writer retires the old one.
             (CommitState::RetiringOld | CommitState::SyncingOld, Event::Failed(_)) => {
                 self.end(Verdict::Committed { replaced: None })
             }
-            // True if or not they could be told.
+            // Even if they could not be reached.
             (CommitState::AnnouncingFailure(error), _) => self.to(CommitState::Removing(error), Action::RemoveTemporary),
             (CommitState::Removing(error), _) | (CommitState::BlockingLeader(error), Event::Done) => {
                 self.finish(Verdict::NotCommitted(error))
@@ -397,7 +399,7 @@ impl Machine {
         Error::GivenUpOn { step: self.plan.step, seconds: self.plan.stall_timeout.as_secs_f64() }
     }
 
-    /// This rank comes to a save that another one has left.
+    /// This rank comes to a save that another rank has given up.
     fn given_up(&mut self) -> Action {
         if self.is_leader() {
             return self.abort(self.late());
@@ -407,7 +409,7 @@ impl Machine {
         self.to(CommitState::Announcing(Verdict::NotCommitted(error)), Action::SendVote(Box::new(vote)))
     }
 
-    /// This rank's data could not be written: the others are told, then it is over here.
+    /// This rank could not write its data. It reports that, and ends.
     fn own_failure(&mut self, error: stepwell_core::Error) -> Action {
         if self.is_leader() {
             return self.abort(self.failed(error));
@@ -445,7 +447,7 @@ impl Machine {
 
     fn gather(&mut self, votes: Vec<Vote>, heartbeats: &[(u32, u64)], now: Now) -> Action {
         for mut vote in votes {
-            // A straggler of a dead attempt does not count.
+            // Ignore late votes of an earlier attempt.
             if vote.attempt == self.plan.attempt && self.missing.remove(&vote.rank).is_some() {
                 if vote.step != self.plan.step {
                     let cause = format!(
@@ -502,8 +504,8 @@ impl Machine {
             Ok((data, files)) => {
                 let mut actions = VecDeque::new();
                 if self.plan.world_size > 1 {
-                    // Ranks that gave up on this one have removed the temporary with their files,
-                    // and it may have been recreated.
+                    // Ranks that gave up on this one have removed the temporary with their files.
+                    // It may have been created again.
                     actions.push_back(Action::FindFiles(data));
                 }
                 for (dir, file) in files {
@@ -524,8 +526,7 @@ impl Machine {
         self.to(CommitState::Gathering, Action::PollVotes { missing, timeout: VOTE_POLL_INTERVAL })
     }
 
-    /// Votes that are gathered cannot be had, or one of them says no: the leader is told, and
-    /// decides.
+    /// A gathered vote is missing or a failure. Reports it to the leader, which decides.
     fn give_up(&mut self, error: Error) -> Action {
         if self.is_leader() {
             return self.abort(error);
@@ -579,8 +580,8 @@ impl Machine {
         )
     }
 
-    /// After a rename that reported an error: the attempt under the name decides, not the errno (a
-    /// network file system loses answers).
+    /// Decides after a rename that reported an error. The attempt under the target name counts, not
+    /// the errno: a network file system loses answers.
     fn resolve_rename(&mut self, exchange: bool, error: stepwell_core::Error, target: TargetState) -> Action {
         match target {
             TargetState::Committed(attempt) if attempt == self.plan.attempt => {
@@ -595,8 +596,8 @@ impl Machine {
         }
     }
 
-    /// As long as the leader gives signs of life it is waited for: it writes, or waits for others,
-    /// and has a deadline for them.
+    /// Waits as long as the leader's heartbeat changes: it writes, or waits for others with a
+    /// deadline of its own.
     fn await_leader(&mut self, progress: Duration, heartbeat: u64, news: LeaderNews, now: Now) -> Action {
         if let Some(announcement) = news.announcement {
             return self.follow_leader(announcement);
@@ -617,20 +618,21 @@ impl Machine {
         self.block_leader(error)
     }
 
-    /// The leader is silent. First announce that to anyone who recreates the directory, then rename
-    /// it aside. If that succeeds, the step will never exist. (Before the leader's rename, all
-    /// ranks have created or found the directory, so nobody puts another one in its place.)
+    /// Blocks a silent leader. First mark the save as given up, for ranks that would create the
+    /// directory again. Then rename the directory away. If that succeeds, the step will never
+    /// exist. (All ranks have created or found the directory before the leader's rename, so no rank
+    /// creates another one.)
     fn block_leader(&mut self, error: Error) -> Action {
         if self.plan.existing == Existing::Replace {
-            // The temporary may be what was replaced by now, which is nobody's to take away before
-            // that is durable.
+            // The temporary may be the replaced step by now. It must stay until the replacement is
+            // durable.
             return self.uncertain("the leader to say what became of the step that is replaced");
         }
         self.to(CommitState::GivingUp(error), Action::GiveUp)
     }
 
     /// The silent leader may have renamed before. If the step exists, its durability is unknown. If
-    /// it does not, it never will, because its directory is gone.
+    /// it does not, it never will, since its directory is gone.
     fn blocked(&mut self, error: Error, event: &Event) -> Action {
         match event {
             Event::TargetState(TargetState::Committed(attempt)) if *attempt == self.plan.attempt => {
@@ -641,14 +643,14 @@ impl Machine {
         }
     }
 
-    /// The leader has fallen silent, and may have committed or commit still.
+    /// Ends as uncertain: the silent leader may have committed, or may still commit.
     fn uncertain(&mut self, waited_for: &str) -> Action {
         let (waited_for, seconds) = (waited_for.to_owned(), self.plan.stall_timeout.as_secs_f64());
         self.finish(Verdict::Uncertain(stepwell_core::Error::Timeout { waited_for, seconds }))
     }
 
-    /// Before the rename: nothing is visible, and the temporary goes. Only the leader removes it,
-    /// since other ranks may still write there; they are told first.
+    /// Fails before the rename: nothing is visible. Only the leader removes the temporary, after
+    /// its announcement, since other ranks may still write there.
     fn abort(&mut self, error: Error) -> Action {
         if !self.is_leader() {
             return self.finish(Verdict::NotCommitted(error));

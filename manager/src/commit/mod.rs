@@ -1,13 +1,11 @@
-//! The commit: how a step gets its name and loses it. **The only module that renames.**
+//! The commit: how a step gets its name, and how it loses it. **No other module renames.**
 //!
-//! * [`machine`]: the commit as a sans-IO state machine: events in, actions out; the product, the
-//!   simulators and the crash tests run the same code.
+//! * [`machine`]: the commit as a state machine without I/O: events in, actions out. The product,
+//!   the simulators and the crash tests run the same code.
 //! * [`driver`]: carries out the machine's actions over a [`Dir`](stepwell_core::io::Dir).
-//! * [`records`]: what is written beside the data: indexes and the manifest, from the ranks' votes.
-//!   Pure.
-//! * [`announcement`]: how a commit ends, and what the leader tells the other ranks. Pure.
-//! * [`aside`]: renames that take something away: retire, quarantine, rewind, and thinning's new
-//!   manifest.
+//! * [`records`]: the indexes and the manifest, made from the ranks' votes. Pure.
+//! * [`announcement`]: the verdict, and the leader's announcement of it. Pure.
+//! * [`aside`]: all other renames: retire, rewind, thin, replace a small file.
 
 pub mod announcement;
 pub mod aside;

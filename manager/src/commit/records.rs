@@ -1,4 +1,4 @@
-//! The records beside the data, from the votes of all ranks: one index per item and the manifest.
+//! The records of a step, made from the votes of all ranks: one index per item, and the manifest.
 //! Pure.
 
 use std::cmp::Reverse;
@@ -27,7 +27,7 @@ use crate::state::claims::Claim;
 use crate::state::item::{DraftItem, ItemPart};
 use crate::state::{MAX_SPLIT_ITEMS, leaf_hashes};
 
-/// A rank's vote: what it wrote, or why it could not.
+/// A rank's vote: the index of its data, or its failure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Vote {
     /// The rank.
@@ -36,11 +36,11 @@ pub struct Vote {
     pub step: u64,
     /// The attempt that it votes on.
     pub attempt: Attempt,
-    /// Its leaves are others than it has told the ranks.
+    /// True if its leaves have changed since the last census.
     pub stale: bool,
     /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
-    /// Its parts, and those of the ranks that it has gathered; or why there are none.
+    /// Its parts, with those of the ranks whose votes it gathered, or a failure.
     pub parts: Result<Vec<ItemPart>, Relayed>,
 }
 
@@ -51,9 +51,9 @@ pub struct Draft {
     pub root: PathBuf,
     /// The step.
     pub step: u64,
-    /// When the save began.
+    /// The time at which the save began, in nanoseconds since 1970.
     pub started_unix_ns: i64,
-    /// Hash of the plan on which the ranks agreed.
+    /// The hash of the state's structure.
     pub plan_hash: String,
     /// The items, in order: directory, name, top-level entries.
     pub items: Vec<DraftItem>,
@@ -66,10 +66,9 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Refuses what a commit of this draft would refuse in its manifest, before anything of it is
-    /// captured: the manifest is made as [`records`] makes it, with the widest numbers for what is
-    /// not known yet, encoded by the same code, and read back. Of many ranks, the files of two are
-    /// in it, and the others' are counted.
+    /// Refuses, before the capture, a manifest that the commit would refuse. It makes the manifest
+    /// as [`records`] does, with the widest numbers for unknown values, encodes it, and decodes it.
+    /// Of many ranks it includes the files of two, and counts the others'.
     pub fn check(&self, session: &str, world_size: u32) -> Result<()> {
         let limit = |what: &str, found: u64, limit: u64| match found {
             found if found > limit => Err(stepwell_core::Error::Limit { what: what.into(), found, limit }),
@@ -94,7 +93,7 @@ impl Draft {
         Ok(())
     }
 
-    /// The manifest with the widest numbers for what is not known yet, and the files of some ranks.
+    /// Returns a manifest with the widest numbers for unknown values, and the files of some ranks.
     fn widest(&self, session: &str, world_size: u32, ranks: Range<u32>) -> Manifest {
         let items = self.items.iter().map(|item| {
             let index = IndexEntry {
@@ -122,7 +121,7 @@ impl Draft {
         self.manifest(&attempt, world_size, i64::MAX, items.collect(), files.collect())
     }
 
-    /// The commit record: the only place that makes one.
+    /// Makes the manifest. No other function makes one.
     fn manifest(
         &self,
         attempt: &Attempt,
@@ -178,13 +177,13 @@ pub struct Record {
     pub bytes: Vec<u8>,
 }
 
-/// Files below a step: their paths, and their lengths.
+/// Files below a step: path and length.
 pub type DataFiles = Vec<(String, u64)>;
-/// Files to write, in order, each with the directory to sync after it.
+/// The files to write, in order, each with the directory to sync after it.
 pub type Records = Vec<(Option<String>, Record)>;
 
-/// The data files of all ranks, which must be there; and the files to write: indexes, the lease,
-/// and the manifest last.
+/// Returns the data files of all ranks, which must exist, and the files to write: indexes, the
+/// lease, and the manifest last.
 pub fn records(
     draft: &Draft,
     attempt: &Attempt,
@@ -207,9 +206,8 @@ pub fn records(
         merged.push((item.draft, index, tensor_bytes));
     }
     claimed.check(merged.iter().map(|(_, index, _)| index))?;
-    // Ranks that do not agree on a tensor also share out others differently: first of all items
-    // what they do not agree on. One process's own plan covers everything by construction; one of
-    // several may be alone with an item.
+    // Check conflicts of all items before coverage: ranks that disagree on one tensor also
+    // partition others differently. The plan of a single process covers everything by construction.
     if world_size > 1 {
         merged.iter().try_for_each(|(_, index, _)| check_coverage(index))?;
     }
@@ -251,8 +249,8 @@ pub fn records(
     Ok((data, out))
 }
 
-/// Merges the votes of a node's ranks into one, which that rank sends. A conflict becomes its
-/// failure.
+/// Merges the votes of a node's ranks into one, which `rank` sends. A conflict becomes a failed
+/// vote.
 pub fn gather(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> Vote {
     let stale = votes.iter().any(|vote| vote.stale);
     let (claims, parts) = match gather_parts(draft, votes) {
@@ -267,7 +265,7 @@ fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<Item
     let items = gathered.items().into_iter().filter(|item| !item.parts.is_empty());
     let merged = items.map(|item| {
         let mut draft = item.draft;
-        // Holders of an entry report its position. The leader orders the entries.
+        // Keep each entry with its holder's position. The leader orders them.
         let mut known: HashSet<String> = draft.top_level.iter().map(|entry| entry.name.clone()).collect();
         for (_, part) in &item.parts {
             let new = part.item.top_level.iter().filter(|entry| known.insert(entry.name.clone()));
@@ -282,30 +280,30 @@ fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<Item
         Ok(ItemPart { item: draft, index, tensor_bytes })
     });
     let parts = merged.collect::<Result<_>>()?;
-    // Report differences on this node too: only other ranks may have written the leaf.
+    // Forward differences too: perhaps only other nodes have written the leaf.
     Ok((claimed.told(), parts))
 }
 
 /// The parts of all ranks, by item.
 #[derive(Default)]
 struct Gathered {
-    /// In the order of the leader's state; what it does not have comes after that.
+    /// The items, in the order of the leader's state, then items that it does not have.
     items: Vec<GatheredItem>,
     by_dir: HashMap<String, usize>,
-    /// Position of a top-level entry in the state of the first rank that has it.
+    /// The position of a top-level entry, in the state of the first rank that has it.
     positions: HashMap<String, u64>,
-    /// The item that a top-level entry is in, and whose part says so.
+    /// The item of a top-level entry, and the ranks that reported it.
     item_of: HashMap<String, (usize, String)>,
 }
 
 struct GatheredItem {
     draft: DraftItem,
-    /// By rank.
+    /// The parts, by rank.
     parts: Vec<(u32, ItemPart)>,
 }
 
 impl Gathered {
-    /// From votes, with what the ranks claim in them. One that is a failure is that of all.
+    /// Collects parts and claims from votes. A failed vote fails it.
     fn of(draft: &Draft, votes: Vec<Vote>) -> Result<(Self, Claimed)> {
         let (mut gathered, mut claimed) = (Self::default(), Claimed::default());
         for item in &draft.items {
@@ -320,7 +318,7 @@ impl Gathered {
         Ok((gathered, claimed))
     }
 
-    /// The number of an item, which is there from now on.
+    /// Returns the number of an item. Adds the item if it is new.
     fn item(&mut self, draft: &DraftItem) -> usize {
         for entry in &draft.top_level {
             self.positions.entry(entry.name.clone()).or_insert(entry.position);
@@ -356,7 +354,7 @@ impl Gathered {
         std::mem::take(&mut self.items)
     }
 
-    /// The top-level entries of an item, in the order of its tree.
+    /// Sets the top-level entries of an item, in the order of its tree.
     fn order(&self, item: &mut DraftItem, index: &Index) {
         let tops = index.tree.nodes().iter().skip(1).filter(|node| node.parent == 0);
         item.top_level = tops
@@ -370,8 +368,8 @@ impl Gathered {
     }
 }
 
-/// Gives each top-level entry a place of its own in the state: those of an item in its order, and
-/// all as near as can be to where the ranks have them, of which each may have other entries.
+/// Numbers the top-level entries of all items. Entries of one item keep their order. All are as
+/// near as possible to their positions on the ranks, which may have different entries.
 fn number(items: &mut [Item]) {
     let head = |(item, of): (usize, &Item)| Some(Reverse((of.top_level.first()?.position, item, 0_usize)));
     let mut heads: BinaryHeap<_> = items.iter().enumerate().filter_map(head).collect();
@@ -392,7 +390,7 @@ fn number(items: &mut [Item]) {
 struct Claimed {
     /// By the part.
     first: HashMap<u64, Claim>,
-    /// By the leaf's path: two claims that do not say the same.
+    /// Two different claims on a leaf, by the hash of its path.
     differ: HashMap<u64, (Claim, Claim)>,
 }
 
@@ -402,7 +400,7 @@ impl Claimed {
             let entry = self.first.entry(claim.part).or_insert(claim);
             let known = *entry;
             if known.value == 0 {
-                // Nobody has looked there: what follows is compared with this one.
+                // The known claim has no sample: compare later claims with this one.
                 *entry = claim;
             }
             let other_value = known.value != 0 && claim.value != 0 && known.value != claim.value;
@@ -412,8 +410,7 @@ impl Claimed {
         }
     }
 
-    /// What somebody who adds it up with others' needs of it: one claim for each part, and all that
-    /// differ.
+    /// Returns the claims that a vote forwards: one for each part, and all that differ.
     fn told(&self) -> Vec<Claim> {
         let differ = self.differ.values().flat_map(|&(one, other)| [one, other]);
         let mut told: Vec<Claim> = self.first.values().copied().chain(differ).collect();
@@ -422,14 +419,13 @@ impl Claimed {
         told
     }
 
-    /// Refuses a step of which a leaf is not the same on all ranks; the indexes are those of all
-    /// its items.
+    /// Refuses a step with a leaf that differs between ranks. `items` are the indexes of all items.
     fn check<'a>(&self, mut items: impl Iterator<Item = &'a Index>) -> Result<()> {
         if self.differ.is_empty() {
             return Ok(());
         }
         items.try_for_each(|index| self.check_item(index))?;
-        // No difference is passed over, whatever became of its leaf.
+        // Report a difference even if no index has its leaf.
         let ranks = self.differ.values().map(|(one, other)| (one.rank, other.rank)).min();
         let (one, other) = ranks.unwrap_or_default();
         Err(Error::Invalid(format!(
@@ -460,9 +456,9 @@ impl Claimed {
     }
 }
 
-/// One index from parts, each that of a rank, or of a node under the rank that has gathered it; and
-/// the leaves of which somebody's copy still counts because nobody has heard of another. Refuses
-/// what does not fit together, with the leaf and the ranks.
+/// Merges parts into one index. A part is a rank's, or a node's under the rank that gathered it.
+/// Also returns the leaves that are still unsettled. Names the leaf and the ranks of a
+/// contradiction.
 fn merge(
     mut parts: Vec<(u32, ItemPart)>,
     merge: impl FnOnce(Vec<Index>, Twice) -> std::result::Result<Index, Refusal>,
@@ -484,7 +480,7 @@ fn merge(
     Ok((index, unsettled))
 }
 
-/// Names the owner of a part, for messages.
+/// Names the ranks of a part, for messages.
 fn named(rank: u32, index: &Index) -> String {
     let mut ranks: Vec<u32> = index.files.iter().filter_map(rank_of).collect();
     ranks.sort_unstable();
@@ -494,14 +490,14 @@ fn named(rank: u32, index: &Index) -> String {
     }
 }
 
-/// The rank of a data file.
+/// Returns the rank that wrote a data file.
 fn rank_of(file: &FileRecord) -> Option<u32> {
     file.name.strip_suffix(".data")?.parse().ok()
 }
 
-/// Of leaves of which ranks have written boxes without knowing of each other, what others have
-/// settled stays, and of the rest what the first has written. Gives the leaves of which a copy of
-/// somebody who knew of nobody has stayed.
+/// Keeps one copy of each unsettled leaf: ranks wrote it without knowing of each other. Settled
+/// copies have priority, then the first rank's. Returns the leaves of which an unsettled copy was
+/// kept.
 fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
     let mut kept: HashMap<LeafPath, HashSet<Region>> = HashMap::new();
     for (_, part) in parts.iter() {
@@ -530,8 +526,7 @@ fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
                 if !settled {
                     tensor.chunks.retain(|chunk| {
                         let region = region_of(chunk);
-                        // Most are copies of one another; all others are held against each that is
-                        // kept.
+                        // Most are equal copies, so compare by equality first.
                         !kept.contains(&region) && kept.iter().all(|other| other.intersect(&region).is_none())
                     });
                     if !tensor.chunks.is_empty() {
@@ -545,7 +540,7 @@ fn take_once(parts: &mut [(u32, ItemPart)]) -> HashSet<LeafPath> {
     stayed
 }
 
-/// The chunks of every tensor must tile its shape exactly once.
+/// Checks that the chunks of every tensor tile its shape exactly once.
 fn check_coverage(index: &Index) -> Result<()> {
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
@@ -589,7 +584,7 @@ fn check_coverage(index: &Index) -> Result<()> {
     Ok(())
 }
 
-/// How a vote travels: a JSON head, then the encoded indexes back to back.
+/// The JSON head of an encoded vote. The claims and the encoded indexes follow it.
 #[derive(Serialize, Deserialize)]
 struct Head {
     step: u64,
@@ -605,13 +600,13 @@ struct HeadPart {
     item: DraftItem,
     index_bytes: u64,
     tensor_bytes: u64,
-    /// Of each file of the index: the one that it is a part of, and where it begins there.
+    /// For each file of the index: the file that contains it, and its offset there.
     #[serde(default)]
     within: Vec<Option<(Box<str>, u64)>>,
 }
 
 impl Vote {
-    /// The vote as a message.
+    /// Encodes the vote.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut indexes = Vec::new();
         let mut parts = Vec::new();
@@ -645,12 +640,12 @@ impl Vote {
         Ok(out)
     }
 
-    /// A vote that says no.
+    /// Returns a failed vote.
     pub fn failed(rank: u32, step: u64, attempt: Attempt, failure: Relayed) -> Self {
         Self { rank, step, attempt, stale: false, claims: Vec::new(), parts: Err(failure) }
     }
 
-    /// A vote from a message of that rank.
+    /// Decodes a vote of that rank.
     pub fn decode(rank: u32, bytes: &[u8]) -> Result<Self> {
         let bad = || Error::RankFailed {
             rank,

@@ -1,14 +1,14 @@
-//! How ranks agree. Correctness comes from the file system (each rank's footer and vote, one
-//! rename); a coordinator only makes it prompt.
+//! How ranks agree. Correctness comes from the file system: each rank's footer and vote, and one
+//! rename. A coordinator only makes it prompt.
 //!
 //! | module | what it is |
 //! |---|---|
-//! | here | [`Coordinator`]: a board on which ranks leave messages for each other. All that a framework must have |
-//! | [`shared_directory`] | ranks that share nothing but a file system |
-//! | [`team`] | what a manager makes of it: who is there, calls that all make, answers of the leader, votes |
+//! | here | [`Coordinator`]: a board for the messages of ranks. A framework must provide no more |
+//! | [`shared_directory`] | a board in a directory, for ranks that share only a file system |
+//! | [`team`] | the session of ranks over a board: meeting, calls of all ranks, answers of the leader, votes |
 //!
-//! One process is the case of one rank, with a vote of its own. Every wait has a deadline; who
-//! gives up says for whom it waited.
+//! One process is one rank with one vote. Every wait has a deadline. Its error names the missing
+//! ranks.
 
 use std::time::Duration;
 
@@ -25,42 +25,42 @@ pub const LEADER: u32 = 0;
 /// A message between ranks: a few bytes, or an index.
 pub type Message = Vec<u8>;
 
-/// A board that all ranks of a job see. Keys are paths of plain components. Nothing is ever put
-/// under a key twice, but for signs of life.
+/// A board that all ranks of a job share. Keys are paths of plain components. Only heartbeats are
+/// put under one key twice.
 ///
-/// An implementation may be called from several threads at once, and must not need the others to
-/// make a call of theirs at the same time (as a collective operation would).
+/// Several threads may call an implementation at once. It must not need the other ranks to make the
+/// same call, as a collective operation would.
 pub trait Coordinator: Send + Sync {
-    /// This process.
+    /// The rank of this process.
     fn rank(&self) -> u32;
 
-    /// All processes.
+    /// The number of ranks.
     fn world_size(&self) -> u32;
 
-    /// A fresh name on the board: the same on all ranks if all call it equally often.
+    /// Returns a fresh name on the board. The n-th call returns the same name on all ranks.
     fn namespace(&self) -> String;
 
     /// Puts a message, replacing an older one. A reader sees all of it or none.
     fn put(&self, key: &str, message: &[u8]) -> Result<()>;
 
-    /// The message under a key: `None` if nothing is there within that time.
+    /// Returns the message under a key. `None` if there is no message within that time.
     fn get(&self, key: &str, timeout: Duration) -> Result<Option<Message>>;
 
-    /// Takes a message off the board, if it is there. Only tidiness depends on it.
+    /// Removes a message, if it exists. Only tidiness depends on it.
     fn remove(&self, key: &str) -> Result<()>;
 
-    /// The machine that this process is on: ranks of one name gather among themselves first.
+    /// The name of this process's machine. Ranks of one machine gather their votes first.
     fn node(&self) -> String {
         stepwell_core::sys::host_name()
     }
 
-    /// The socket of that machine that it is bound to, if it is to one.
+    /// The socket to which this process is bound, if it is bound to one.
     fn socket(&self) -> Option<u32> {
         stepwell_core::sys::socket()
     }
 }
 
-/// One process.
+/// The coordinator of one process.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SingleProcess;
 

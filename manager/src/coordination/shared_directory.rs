@@ -1,18 +1,18 @@
-//! Ranks that share nothing but a file system: each message is a small file, which begins with its
-//! length and checksum. One that is not whole is not there yet.
+//! A board for ranks that share only a file system. Each message is a small file that begins with
+//! its length and checksum. An incomplete message does not exist yet.
 //!
-//! The directory of a job may hold what earlier runs of it have left, and what another manager of
-//! these processes says. So nothing is said before all ranks have met:
+//! The directory of a job may hold messages of earlier runs, and of other managers of these
+//! processes. So the ranks meet before they send any other message:
 //!
 //! ```text
-//! each rank   hello-<rank>: a number that it has drawn, and the meetings that its process still holds
-//! leader      meeting: an id that it has drawn, and everybody's numbers          (anew, where a number changes: it was an earlier run's)
-//! each rank   seen-<id>-<rank>, where its own number is in it
-//! leader      <id>/, once all have seen it
+//! each rank   hello-<rank>: a random number, and the meetings that its process still holds
+//! leader      meeting: a random id, and the numbers of all ranks (again if a number changes: an earlier run wrote it)
+//! each rank   seen-<id>-<rank>, if the meeting has its own number
+//! leader      <id>/, once all ranks have seen the meeting
 //! ```
 //!
-//! Leftovers of an earlier run name other ids. All later messages are in that directory, which
-//! belongs to this meeting alone. Each rank removes its earlier messages.
+//! Leftovers of an earlier run name other ids. All later messages are in `<id>/`, which belongs to
+//! this meeting alone. Each rank removes its messages of the meeting.
 //!
 //! A rank that ends writes `<id>/left-<rank>`, and the last one removes the directory. So a late
 //! reader still finds the leader's last message, for example why it could not open. A killed rank
@@ -36,35 +36,34 @@ use crate::delete_tree::{delete_tree, ignore_missing};
 use crate::environment::Rng;
 use crate::error::{Error, Result};
 
-/// A message is at most so long: the index of a rank's part of a large state.
+/// The largest message: a vote with the indexes of a large state.
 const MAX_MESSAGE_BYTES: u64 = 1 << 30;
-/// Length and CRC-32C of a message, before it.
+/// The length and CRC-32C that precede a message.
 const HEAD_BYTES: usize = 12;
-/// Between two looks for a file: a message that is on its way arrives within the first few, and
-/// nobody waits for one that takes long.
+/// The poll interval grows from the first value to the second: most messages come soon, and a slow
+/// one is polled rarely.
 const MIN_POLL_INTERVAL: Duration = Duration::from_micros(500);
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// The directory of a job is taken away where it is empty, perhaps by another rank while this one
-/// comes: so often it is made again. So often, too, a message that another rank has put in the same
-/// moment is put once more.
+/// Retries of a creation that races with another rank: of the job's directory, which ranks remove
+/// when it is empty, and of a message.
 const TRIES: usize = 32;
 
-/// The meetings of this process that are not over, each once for every rank that is a thread of it.
+/// The meetings that this process holds, once for each rank that is a thread of it.
 static HELD: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// Which of how many processes, of which job.
+/// A rank's place in a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Membership {
-    /// This process.
+    /// The rank of this process.
     pub rank: u32,
-    /// All processes.
+    /// The number of ranks.
     pub world_size: u32,
-    /// Identifies this job in the directory: letters, digits, `_`, `-` and `.`.
+    /// The job's id in the directory: letters, digits, `_`, `-` and `.`.
     pub job_id: String,
 }
 
 impl Membership {
-    /// Refuses what cannot be.
+    /// Refuses an impossible rank or job id.
     pub fn check(&self) -> Result<()> {
         let Self { rank, world_size, job_id } = self;
         if rank >= world_size {
@@ -85,7 +84,7 @@ impl Membership {
     }
 }
 
-/// One rank of a job.
+/// The coordinator of one rank of a job.
 pub struct SharedDirectory {
     parent: Arc<dyn Dir>,
     job: Arc<dyn Dir>,
@@ -109,8 +108,8 @@ struct Meeting {
 }
 
 impl SharedDirectory {
-    /// Meets the other ranks of the job below `parent`; all of them must call this, and the
-    /// deadline is for them to come.
+    /// Meets the other ranks of the job below `parent`. All of them must call this within the
+    /// timeout.
     pub fn meet(
         parent: &Arc<dyn Dir>,
         membership: Membership,
@@ -132,11 +131,11 @@ impl SharedDirectory {
         Ok(Self { parent, job, membership, meeting, messages, namespaces })
     }
 
-    /// This rank needs nobody any more, and the last one takes everything away.
+    /// Leaves the meeting. The last rank removes its directory.
     fn leave(&self) -> Result<()> {
         let Membership { rank, world_size, .. } = self.membership;
         write(&*self.messages, &left(rank), b"")?;
-        // The leader is among the last ones: only those look for the others who come after it.
+        // Only ranks that leave after the leader count the others.
         if rank != LEADER && read(&*self.messages, &left(LEADER))?.is_none() {
             return Ok(());
         }
@@ -163,7 +162,7 @@ impl Drop for SharedDirectory {
     }
 }
 
-/// A rank on its way to a meeting. Its messages are removed when it has arrived or given up.
+/// A rank on its way to a meeting. Its messages are removed when it is dropped.
 struct Joining<'a> {
     parent: &'a dyn Dir,
     membership: &'a Membership,
@@ -190,7 +189,7 @@ impl<'a> Joining<'a> {
                 Ok(joining)
             });
             match joining {
-                // With a hello in it, it stays.
+                // Once the directory holds a message, it stays.
                 Err(Error::Core(error)) if error.is_gone() && tries < TRIES => tries += 1,
                 joining => return joining,
             }
@@ -245,8 +244,8 @@ impl<'a> Joining<'a> {
         let mut last: Option<String> = None;
         loop {
             let meeting: Option<Meeting> = self.read_message("meeting")?;
-            // Looked for after that: what was heard may be the leader's next meeting, which it has
-            // begun after this one.
+            // Check this after the read: the message may be the leader's next meeting, begun after
+            // this one.
             if let Some(id) = &last {
                 match self.job.open_dir(id) {
                     Err(error) if error.is_gone() => {}
@@ -277,12 +276,13 @@ impl<'a> Joining<'a> {
         Ok(())
     }
 
-    /// Deletes what earlier runs of this job have left, but no meeting of these.
+    /// Deletes leftovers of earlier runs of this job, but not these meetings.
     fn forget_others(&self, meetings: &HashSet<&str>) -> Result<()> {
         let hellos: HashSet<String> =
             (0..self.membership.world_size).map(|rank| format!("hello-{rank}")).collect();
         for entry in self.job.unsorted_entries()? {
-            // A hello may be one to the next meeting; each rank takes its own away.
+            // Keep the introductions: they may be for the next meeting, and each rank removes its
+            // own.
             if meetings.contains(&*entry.name) || hellos.contains(&entry.name) {
                 continue;
             }
@@ -315,7 +315,7 @@ impl Drop for Joining<'_> {
                 tracing::debug!(%error, "what this rank has said to meet the others stays for now");
             }
         }
-        // It is, where nobody has come.
+        // It is empty if no other rank has come.
         remove_if_empty(self.parent, self.membership);
     }
 }
@@ -384,7 +384,7 @@ fn open(parent: &dyn Dir, name: &str) -> Result<Arc<dyn Dir>> {
     }
 }
 
-/// The directory of a job stays where another meeting has something in it.
+/// Removes the job's directory, unless another meeting uses it.
 fn remove_if_empty(parent: &dyn Dir, membership: &Membership) {
     let _ = parent.remove_dir(&membership.directory());
 }
@@ -396,10 +396,10 @@ fn write(dir: &dyn Dir, name: &str, message: &[u8]) -> Result<()> {
     bytes.extend_from_slice(message);
     let mut tries = 0;
     loop {
-        // A message of an earlier run, or an older sign of life.
+        // There may be a message of an earlier run, or an older heartbeat.
         delete(dir, name)?;
         match dir.write_file(name, &bytes) {
-            // Several ranks may say in one moment that the job is to be preempted.
+            // Several ranks may announce preemption at once.
             Err(error) if error.already_exists() && tries < TRIES => tries += 1,
             written => return Ok(written?),
         }
@@ -418,7 +418,7 @@ fn delete(dir: &dyn Dir, name: &str) -> Result<()> {
     Ok(ignore_missing(dir.remove_file(name))?)
 }
 
-/// The message of a file, if all of it is there.
+/// Returns the message in a file, if it is complete.
 fn whole(bytes: &[u8]) -> Option<Message> {
     let (length, rest) = bytes.split_first_chunk::<8>()?;
     let (crc, message) = rest.split_first_chunk::<4>()?;

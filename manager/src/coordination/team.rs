@@ -1,21 +1,22 @@
-//! The ranks that have opened one manager together. The names of their messages begin with the
+//! The session of ranks that opened one manager together. The keys of their messages begin with the
 //! session:
 //!
-//! | name | who leaves it | what it is |
+//! | key | sender | content |
 //! |---|---|---|
-//! | `<namespace>/hello/<rank>`, `<namespace>/welcome` | each, the leader | who is there; the session, or why there is none |
+//! | `<namespace>/hello/<rank>`, `<namespace>/welcome` | each rank, the leader | the introduction; the session, or its failure |
 //! | `<session>/call/<n>` | the leader | its answer to the n-th call that all make |
-//! | `<session>/part/<n>/<rank>` | each | what it has to say in that call, where the leader asks |
-//! | `<session>/vote/<save>/<rank>`, `<session>/verdict/<save>` | each, the leader | the commit |
-//! | `<session>/heartbeat/<rank>` | each | its oldest save, and a number that changes as long as its saves get on ([`RankHeartbeat`]) |
-//! | `<session>/signal` | whoever hears of it | the job is to be preempted |
-//! | `<session>/bye/<rank>` | each | it has closed |
+//! | `<session>/part/<n>/<rank>` | each rank | its report in that call, if the leader gathers reports |
+//! | `<session>/vote/<save>/<rank>`, `<session>/verdict/<save>` | each rank, the leader | the commit |
+//! | `<session>/heartbeat/<rank>` | each rank | its progress ([`RankHeartbeat`]) |
+//! | `<session>/signal` | any rank | the job is to be preempted |
+//! | `<session>/read/<rank>` | each rank | the last answer that it has read |
+//! | `<session>/bye/<rank>` | each rank | it has closed |
 //!
-//! All ranks make the same calls in the same order; one that makes another is told so. A rank whose
-//! call ends without an answer (a timeout, an unreachable board) does not know what the others do.
-//! So the session is over for it: its later calls raise [`Error::SessionLost`], and its last
-//! heartbeat ([`RankHeartbeat::LEFT`]) ends the session of each rank that waits for it. The leader
-//! takes off what everybody has read.
+//! All ranks make the same calls in the same order. A rank that makes another call gets an error. A
+//! rank whose call ends without an answer (a timeout, an unreachable board) does not know what the
+//! others do. So the session is over for it: its later calls fail with [`Error::SessionLost`], and
+//! its last heartbeat ([`RankHeartbeat::LEFT`]) ends the session of each rank that waits for it.
+//! The leader removes messages that all ranks have read.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -32,23 +33,23 @@ use super::{Coordinator, LEADER, Message};
 use crate::error::{Error, Relayed, Result};
 use crate::runs::repeats;
 
-/// Timeout of one look at the board, so that a waiting rank notices other news.
+/// The timeout of one read of the board. Between two reads, a waiting rank checks heartbeats.
 const BOARD_POLL_INTERVAL: Duration = Duration::from_millis(200);
-/// How long a vote or a verdict that could not be put is tried again.
+/// The time for which a failed put of an important message is retried.
 const PUT_RETRY_TIMEOUT: Duration = Duration::from_secs(10);
-/// After so many calls, ranks say how far they have read.
+/// After so many calls, each rank reports how far it has read.
 const CALLS_KEPT: u64 = 64;
 
 /// A rank's introduction when it arrives.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Version of the software: all ranks must plan alike.
+    /// The version of stepwell: all ranks must plan alike.
     version: String,
     /// The path that it opens.
     what: String,
-    /// The machine that it is on.
+    /// The name of its machine.
     node: String,
-    /// The socket of that machine.
+    /// Its socket on that machine, if it is bound to one.
     socket: Option<u32>,
     /// The settings that must be equal on all ranks, each with its name.
     agreed: Vec<(String, String)>,
@@ -67,23 +68,22 @@ type Answer<T> = std::result::Result<T, Relayed>;
 /// A rank's report in a call of all ranks, or the text of its failure.
 type CallReport<T> = std::result::Result<T, String>;
 
-/// A rank's last sign of life.
+/// A rank's heartbeat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RankHeartbeat {
-    /// The first save of which it still has something to say: its vote, or as the leader how it has
-    /// ended.
+    /// The first save on which it still has to report: its vote, or the leader's verdict.
     pub save: u64,
-    /// Changes as long as it gets on.
+    /// A number that changes with the progress of its saves.
     pub progress: u64,
 }
 
 impl RankHeartbeat {
-    /// The heartbeat of a rank for which the session is over.
+    /// The last heartbeat of a rank for which the session is over.
     const LEFT: Self = Self { save: u64::MAX, progress: u64::MAX };
 
-    /// The news for a rank that waits for a report on that save: `None` if the report was already
-    /// sent. Without this, two live ranks would wait for each other permanently after a lost
-    /// message.
+    /// Returns the progress for a rank that waits for a report on that save. `None` if this rank
+    /// already sent the report. Without this, two live ranks would wait for each other permanently
+    /// after a lost message.
     pub fn in_save(self, save: u64) -> Option<u64> {
         (self.save <= save).then_some(self.progress)
     }
@@ -101,44 +101,45 @@ impl RankHeartbeat {
     }
 }
 
-/// See the module documentation.
+/// A rank's side of a session.
 pub struct Team {
     coordinator: Arc<dyn Coordinator>,
-    /// The name of this team's meeting.
+    /// The namespace of the meeting.
     namespace: String,
     session: String,
     places: Places,
     timeout: Duration,
-    /// The number of calls that all ranks have made. Locked during a call: they have one order.
+    /// The number of calls that all ranks have made. Locked during a call, so that calls have one
+    /// order.
     calls: Mutex<u64>,
-    /// Why the session is over for this rank.
+    /// The reason why the session is over for this rank.
     lost: OnceLock<SessionEnd>,
     notes: Mutex<Notes>,
-    /// The leader waits for what the others have to say.
+    /// True while the leader gathers reports.
     is_gathering: AtomicBool,
 }
 
 /// This rank's notes on the messages of the others.
 #[derive(Default)]
 struct Notes {
-    /// The first call whose answer has not been taken off.
+    /// The first call whose answer was not removed.
     calls_from: u64,
-    /// The first save whose verdict has not been taken off.
+    /// The first save whose verdict was not removed.
     verdicts_from: u64,
-    /// The leader's saves from there on that have failed.
+    /// Failed saves of the leader whose verdict was not removed.
     failed: BTreeSet<u64>,
     /// Saves on which this rank has voted.
     voted: BTreeSet<u64>,
-    /// The save before which the ranks have told each other their leaves.
+    /// The save before which the ranks held the last census.
     census_agreed_at: u64,
-    /// The first save since then of which a rank has said that its leaves are others.
+    /// The first save since then in which a rank reported changed leaves.
     census_stale_since: Option<u64>,
-    /// The leader's last save, and the ranks that it has waited for in vain, each with its last
+    /// The leader's last save, and the ranks that did not vote in time, each with its last
     /// heartbeat.
     missed: (u64, BTreeMap<u32, RankHeartbeat>),
 }
 
-/// Why a session is over.
+/// The end of a session.
 struct SessionEnd {
     /// The ranks that did not answer.
     missing: Vec<u32>,
@@ -146,7 +147,7 @@ struct SessionEnd {
 }
 
 impl Team {
-    /// One process that asks nobody.
+    /// The session of one process, which asks nobody.
     pub fn alone(session: String) -> Self {
         let places = Places { nodes: vec![0], sockets: vec![0] };
         Self::new(Arc::new(super::SingleProcess), String::new(), session, places, Duration::ZERO)
@@ -205,27 +206,27 @@ impl Team {
         Ok(Self::new(Arc::clone(coordinator), namespace, session, places, timeout))
     }
 
-    /// This process.
+    /// The rank of this process.
     pub fn rank(&self) -> u32 {
         self.coordinator.rank()
     }
 
-    /// All processes.
+    /// The number of ranks.
     pub fn world_size(&self) -> u32 {
         self.coordinator.world_size()
     }
 
-    /// True if this is the rank that decides.
+    /// True if this rank is the leader.
     pub fn leads(&self) -> bool {
         self.rank() == LEADER
     }
 
-    /// True if there are others.
+    /// True if there is no other rank.
     pub fn is_alone(&self) -> bool {
         self.world_size() == 1
     }
 
-    /// The manager that they have opened.
+    /// The id of the session.
     pub fn session(&self) -> &str {
         &self.session
     }
@@ -235,14 +236,14 @@ impl Team {
         &self.places.nodes
     }
 
-    /// The number of this rank's node, where there are others on it.
+    /// The number of this rank's node, if other ranks are on it.
     pub fn shared_node(&self) -> Option<u32> {
         let own = *self.nodes().get(self.rank() as usize)?;
         (self.nodes().iter().filter(|&&node| node == own).count() > 1).then_some(own)
     }
 
-    /// For each rank, the number of its socket, counted over all nodes. Ranks of a node that are
-    /// bound to none are on one of their own.
+    /// For each rank, the number of its socket, counted over all nodes. The unbound ranks of a node
+    /// count as one socket.
     pub fn sockets(&self) -> &[u32] {
         &self.places.sockets
     }
@@ -294,7 +295,7 @@ impl Team {
             if !self.leads() {
                 let part = mine.as_ref().map_err(ToString::to_string);
                 self.put_surely(&self.part_key(number, self.rank()), &encoded(&part)?)?;
-                // Its own failure is told here as it is, and not as the leader has heard of it.
+                // Report this rank's own failure as it is, not in the leader's words.
                 return match mine {
                     Ok(_) => self.await_answer(number, what),
                     Err(error) => Ok(Err(error)),
@@ -323,8 +324,8 @@ impl Team {
         Ok(said)
     }
 
-    /// True if the leader waits for what the others have to say: it lives, and will say for whom it
-    /// has waited in vain.
+    /// True while the leader gathers reports: it is alive, and its own timeout names the missing
+    /// ranks.
     pub fn is_gathering(&self) -> bool {
         self.is_gathering.load(Ordering::Relaxed)
     }
@@ -343,13 +344,13 @@ impl Team {
                 *calls += 1;
                 answer.map_err(|error| if is_lost(&error) { self.end_session(error) } else { error })
             }
-            // A call that the others have not made, and that so is none.
+            // The other ranks made another call: this one does not count.
             Err(error @ Error::Invalid(_)) => Err(error),
             Err(error) => Err(self.end_session(error)),
         }
     }
 
-    /// Raises [`Error::SessionLost`] once the session is over for this rank.
+    /// Fails with [`Error::SessionLost`] once the session is over for this rank.
     pub fn check_session(&self) -> Result<()> {
         let lost = |SessionEnd { missing, cause }: &SessionEnd| Error::SessionLost {
             missing: missing.clone(),
@@ -358,7 +359,7 @@ impl Team {
         self.lost.get().map_or(Ok(()), |why| Err(lost(why)))
     }
 
-    /// Ends the session for this rank, for that reason. Its heartbeat reports it to the others.
+    /// Ends the session for this rank, for that reason. Its last heartbeat tells the others.
     pub fn end_session(&self, error: Error) -> Error {
         let cause = match &error {
             Error::SessionLost { cause, .. } => cause.clone(),
@@ -373,12 +374,12 @@ impl Team {
         error
     }
 
-    /// The job is to be preempted, this rank has heard.
+    /// Announces that the job is to be preempted.
     pub fn report_preemption(&self) -> Result<()> {
         self.coordinator.put(&self.key("signal"), b"")
     }
 
-    /// True if a rank has heard that.
+    /// True if a rank has announced preemption.
     pub fn is_preemption_reported(&self) -> Result<bool> {
         Ok(!self.is_alone() && self.coordinator.get(&self.key("signal"), Duration::ZERO)?.is_some())
     }
@@ -411,12 +412,12 @@ impl Team {
         Ok(answer.map_err(Error::Relayed))
     }
 
-    /// The message of a rank, as long as that gives signs of life.
+    /// Waits for the message of a rank, as long as its heartbeat changes.
     fn wait(&self, key: &str, rank: u32, what: &str) -> Result<Message> {
         self.board().wait(key, rank, &format!("to call {what}"), || self.heartbeat_of(rank))
     }
 
-    /// Takes off the answers that everybody has read.
+    /// Removes the answers that all ranks have read.
     fn forget_read(&self) -> Result<()> {
         let mut read_by_all = u64::MAX;
         for rank in 1..self.world_size() {
@@ -440,7 +441,7 @@ impl Team {
     /// Publishes this rank's vote on a save.
     pub fn send_vote(&self, save: u64, vote: &[u8]) -> Result<()> {
         let put = self.put_surely(&self.key(&format!("vote/{save}/{}", self.rank())), vote);
-        // Also where it could not: it is not said again.
+        // Also after a failure: the vote is sent only once.
         self.notes().voted.insert(save);
         put
     }
@@ -450,7 +451,7 @@ impl Team {
         self.notes().voted.contains(&save)
     }
 
-    /// Saves before that one have ended here.
+    /// Forgets this rank's votes on saves below that number.
     pub fn forget_votes(&self, before: u64) {
         let mut notes = self.notes();
         notes.voted = notes.voted.split_off(&before);
@@ -470,7 +471,8 @@ impl Team {
         }
     }
 
-    /// The votes of these ranks that are there. Waits a moment for the first of them.
+    /// Returns the votes of these ranks that have come. Waits up to `timeout` for the first rank's
+    /// vote.
     pub fn votes(&self, save: u64, of: &[u32], timeout: Duration) -> Result<Vec<(u32, Message)>> {
         let mut found = Vec::new();
         for &rank in of {
@@ -484,8 +486,8 @@ impl Team {
         Ok(found)
     }
 
-    /// Tells all ranks how a save has ended. One that has failed may leave votes that nobody reads:
-    /// they go with its verdict.
+    /// Announces the verdict on a save. A failed save may leave unread votes, which are removed
+    /// with its verdict.
     pub fn send_verdict(&self, save: u64, verdict: &[u8], has_failed: bool) -> Result<()> {
         if has_failed {
             self.notes().failed.insert(save);
@@ -502,7 +504,7 @@ impl Team {
         }
     }
 
-    /// The first save of which that was said since the ranks have told each other.
+    /// Returns the first save since the last census in which a rank reported changed leaves.
     pub fn census_stale_since(&self) -> Option<u64> {
         self.notes().census_stale_since
     }
@@ -513,7 +515,7 @@ impl Team {
         (notes.census_agreed_at, notes.census_stale_since) = (save, None);
     }
 
-    /// Takes off the verdicts on saves before that one: everybody has read them.
+    /// Removes the verdicts on saves below that number, which all ranks have read.
     pub fn forget_verdicts(&self, before: u64) -> Result<()> {
         let from = self.notes().verdicts_from;
         for save in from..before {
@@ -527,12 +529,12 @@ impl Team {
         Ok(())
     }
 
-    /// How a save has ended, if the leader has said so within that time.
+    /// Returns the verdict on a save, if the leader announces it within that time.
     pub fn verdict(&self, save: u64, timeout: Duration) -> Result<Option<Message>> {
         self.coordinator.get(&self.key(&format!("verdict/{save}")), timeout)
     }
 
-    /// Says that this rank gets on.
+    /// Sends this rank's heartbeat.
     pub fn send_heartbeat(&self, heartbeat: RankHeartbeat) -> Result<()> {
         let heartbeat = if self.lost.get().is_some() { RankHeartbeat::LEFT } else { heartbeat };
         self.coordinator.put(&self.key(&format!("heartbeat/{}", self.rank())), &heartbeat.encode())
@@ -544,15 +546,15 @@ impl Team {
         Ok(heartbeat.and_then(|message| RankHeartbeat::decode(&message)).unwrap_or_default())
     }
 
-    /// The leader's save has waited for these ranks in vain.
+    /// Records the ranks that did not vote on the leader's save in time.
     pub fn record_missed(&self, save: u64, ranks: &[u32]) {
         let heartbeats =
             ranks.iter().map(|&rank| (rank, self.heartbeat_of(rank).unwrap_or_default())).collect();
         self.notes().missed = (save, heartbeats);
     }
 
-    /// True if the last save has missed a rank, and that has given no sign of life since, nor a
-    /// vote that came too late.
+    /// True if the rank missed the last save, and has sent neither a heartbeat nor a late vote
+    /// since.
     fn is_gone(&self, rank: u32) -> Result<bool> {
         let (save, heartbeat) = {
             let notes = self.notes();
@@ -563,13 +565,13 @@ impl Team {
         Ok(vote.is_none() && self.heartbeat_of(rank)? == heartbeat)
     }
 
-    /// How often to beat, so that nobody takes this rank for a silent one.
+    /// The interval of heartbeats, short enough that no rank counts as silent.
     pub fn heartbeat_interval(&self) -> Duration {
         (self.timeout / 8).clamp(Duration::from_millis(10), Duration::from_secs(5))
     }
 
-    /// Leaves the team. The leader waits until no rank needs it, and then clears the board. `saves`
-    /// is the number of saves. Dead ranks are not waited for, nor is any after a lost session.
+    /// Leaves the session. The leader waits until all ranks have left, then clears the board.
+    /// `saves` is the number of saves. It does not wait for dead ranks, nor after a lost session.
     /// Returns true if every rank has left.
     pub fn leave(&self, saves: u64, timeout: Duration) -> Result<bool> {
         if !self.leads() {
@@ -579,7 +581,7 @@ impl Team {
         if self.lost.get().is_some() {
             return Ok(false);
         }
-        // One deadline for all: of a machine that is gone, several ranks are missing.
+        // One deadline for all ranks: a dead machine takes several with it.
         let (begun, deadline) = (Instant::now(), deadline_after(timeout));
         let mut missing = Vec::new();
         for rank in 1..self.world_size() {
@@ -619,7 +621,7 @@ struct Board<'a> {
 }
 
 impl Board<'_> {
-    /// `life`: changes as long as that rank lives.
+    /// Waits for a message as long as the result of `life` changes.
     fn wait(
         &self,
         key: &str,
@@ -655,7 +657,7 @@ impl Board<'_> {
         decoded::<Answer<T>>(LEADER, &message)?.map_err(Error::Relayed)
     }
 
-    /// Collects introductions and places. Refuses ranks with other settings.
+    /// Collects the introductions of all ranks. Refuses ranks with other settings.
     fn gather_hellos(&self, namespace: &str, own: &Hello, size: u32) -> Result<Places> {
         let mut nodes = Numbered::default();
         let mut sockets = Numbered::default();
@@ -686,8 +688,8 @@ impl Board<'_> {
     }
 }
 
-/// The node and socket number of each rank. Every rank reads it, and ranks of one node are mostly
-/// adjacent.
+/// The node and socket number of each rank. Ranks of one node are mostly adjacent, so it is encoded
+/// as repeats.
 #[derive(Serialize, Deserialize)]
 struct Places {
     #[serde(with = "repeats")]
@@ -696,7 +698,7 @@ struct Places {
     sockets: Vec<u32>,
 }
 
-/// Names in the order in which they were first heard.
+/// Numbers for names, in the order of their first mention.
 struct Numbered<T> {
     known: HashMap<T, u32>,
     of: Vec<u32>,
@@ -737,7 +739,7 @@ impl Hello {
     }
 }
 
-/// True for the end of the session, also as the leader reports it.
+/// True for the end of a session, also if the leader relays it.
 fn is_lost(error: &Error) -> bool {
     error.kind() == Kind::SessionLost.name()
 }

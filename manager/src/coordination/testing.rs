@@ -25,7 +25,7 @@ pub struct InProcess {
 }
 
 impl InProcess {
-    /// As many ranks, in order, on machines of `per_node` ranks.
+    /// Returns all ranks, in order, on machines of `per_node` ranks.
     pub fn ranks(world_size: u32, per_node: u32) -> Vec<Self> {
         let board = Arc::new(Messages::default());
         let rank = |rank| Self {
@@ -38,7 +38,7 @@ impl InProcess {
         (0..world_size).map(rank).collect()
     }
 
-    /// How many messages nobody has taken off.
+    /// Returns the keys of the messages that are left.
     pub fn left(&self) -> Vec<String> {
         let messages = self.board.messages.lock().unwrap_or_else(PoisonError::into_inner);
         let mut left: Vec<String> = messages.keys().cloned().collect();
@@ -87,7 +87,7 @@ impl Coordinator for InProcess {
         format!("node-{}", self.rank / self.per_node)
     }
 
-    /// Pairs of them have one.
+    /// Two ranks share a socket.
     fn socket(&self) -> Option<u32> {
         Some(self.rank / 2)
     }

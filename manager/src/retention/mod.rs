@@ -1,12 +1,11 @@
-//! Retention: which steps stay, and what of them. Small pure objects: committed steps in, an
+//! Retention: the steps, or parts of steps, that stay. Rules are pure: committed steps in, an
 //! explained plan out.
 //!
-//! * Only committed steps are counted, ordered by their number.
-//! * The newest committed step always stays whole, whatever the policy says.
-//! * A union (`|`) keeps what any of its parts keeps; a step that one part keeps whole and another
-//!   thins stays whole.
-//! * Nothing is kept less than was asked: [`Retention::KeepBest`] counts steps without the metric
-//!   only where there are not enough with it.
+//! * Only committed steps count, ordered by number.
+//! * The newest committed step always stays whole.
+//! * A union keeps what any of its rules keeps. A step that one rule keeps whole and another thins
+//!   stays whole.
+//! * [`Retention::KeepBest`] counts steps without the metric only if too few have it.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,13 +25,13 @@ pub use rank::{Mode, best};
 pub struct Candidate<'a> {
     /// Its number.
     pub step: u64,
-    /// When it was committed: nanoseconds since 1970.
+    /// The time of its commit, in nanoseconds since 1970.
     pub committed_unix_ns: i64,
     /// Its metrics.
     pub metrics: Metrics<'a>,
-    /// The names of its items that are still there.
+    /// The names of its items that were not dropped.
     pub items: Names<'a>,
-    /// True if this process holds it (`hold`).
+    /// True if this process holds it.
     pub held: bool,
 }
 
@@ -54,7 +53,7 @@ impl Metrics<'_> {
 /// The names of a step's items.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Names<'a> {
-    /// Those of its manifest: most rules do not look at them.
+    /// The names in its manifest, which most rules do not read.
     Of(&'a Manifest),
     /// These.
     Given(Vec<&'a str>),
@@ -75,7 +74,7 @@ impl<'a> Names<'a> {
     }
 }
 
-/// See the module documentation.
+/// A rule of retention.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "policy", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Retention {
@@ -87,8 +86,8 @@ pub enum Retention {
         /// How many.
         n: u64,
     },
-    /// Steps divisible by `steps`; with `items`, only the items that a glob matches: the rest is
-    /// *thinned* away.
+    /// Steps divisible by `steps`. With `items`, only the items that a glob matches: the step is
+    /// *thinned*.
     KeepEvery {
         /// The interval; at least 1.
         steps: u64,
@@ -96,8 +95,8 @@ pub enum Retention {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         items: Option<Vec<String>>,
     },
-    /// The oldest step, and each that was committed at least so many seconds after the one that
-    /// this rule kept before it; of them only `items`, as above.
+    /// The oldest step, and each that was committed at least so many seconds after the last one
+    /// that this rule keeps. With `items`, only those items.
     KeepEverySeconds {
         /// The interval in seconds.
         seconds: f64,
@@ -105,13 +104,13 @@ pub enum Retention {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         items: Option<Vec<String>>,
     },
-    /// The best `n` by a metric. NaN is worst; of equals the later is better.
+    /// The best `n` by a metric. NaN is worst. Of equals, the later is better.
     KeepBest {
         /// How many.
         n: u64,
         /// The metric.
         metric: String,
-        /// Which end is best.
+        /// The best end of the metric.
         mode: Mode,
     },
     /// These steps.
@@ -141,7 +140,7 @@ pub enum KeptItems {
     Only(BTreeSet<String>),
 }
 
-/// The decision on a step, with reasons.
+/// The decision on a step, with its reasons.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "decision", rename_all = "snake_case")]
 pub enum StepDecision {
@@ -159,7 +158,7 @@ pub enum StepDecision {
     },
 }
 
-/// A plan, which explains itself: one decision per step, in their order.
+/// A plan: one decision per step, by number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RetentionPlan {
     /// The decisions.
@@ -167,12 +166,12 @@ pub struct RetentionPlan {
 }
 
 impl RetentionPlan {
-    /// The steps that go, oldest first.
+    /// Returns the deleted steps, oldest first.
     pub fn deleted(&self) -> impl Iterator<Item = u64> + '_ {
         self.steps.iter().filter(|(_, d)| matches!(d, StepDecision::Delete { .. })).map(|(&step, _)| step)
     }
 
-    /// The steps that stay in part, and what of them.
+    /// Returns the thinned steps, each with the items that stay.
     pub fn thinned(&self) -> impl Iterator<Item = (u64, &BTreeSet<String>)> + '_ {
         self.steps.iter().filter_map(|(&step, decision)| match decision {
             StepDecision::Keep { items: KeptItems::Only(items), .. } => Some((step, items)),
@@ -180,14 +179,14 @@ impl RetentionPlan {
         })
     }
 
-    /// The steps that stay, wholly or in part.
+    /// Returns the steps that stay, whole or thinned.
     pub fn kept(&self) -> impl Iterator<Item = u64> + '_ {
         self.steps.iter().filter(|(_, d)| matches!(d, StepDecision::Keep { .. })).map(|(&step, _)| step)
     }
 }
 
 impl Retention {
-    /// Refuses what can never work.
+    /// Refuses a rule that can never work.
     pub fn check(&self) -> Result<()> {
         match self {
             Self::KeepEvery { steps: 0, .. } => {
@@ -218,7 +217,7 @@ impl Retention {
         }
     }
 
-    /// The first [`Retention::KeepBest`] in it: what `best_step` means when it is not told.
+    /// Returns the metric of the first [`Retention::KeepBest`], the default of `best_step`.
     pub fn metric(&self) -> Option<(&str, Mode)> {
         match self {
             Self::KeepBest { metric, mode, .. } => Some((metric, *mode)),
@@ -227,7 +226,7 @@ impl Retention {
         }
     }
 
-    /// The metrics that its rules ask for, each once.
+    /// Returns the metrics that its rules use, each once.
     pub fn metrics(&self) -> Vec<String> {
         fn add(rule: &Retention, names: &mut Vec<String>) {
             match rule {
@@ -323,8 +322,8 @@ impl Retention {
             }
             Self::KeepNewerThan { seconds } => {
                 for (at, candidate) in steps.iter().enumerate() {
-                    // A clock that was set back makes a step younger, never older: nothing is
-                    // deleted too early.
+                    // A clock that was set back makes a step younger, so nothing is deleted too
+                    // early.
                     #[expect(clippy::cast_precision_loss, reason = "a microsecond more or less is no age")]
                     let age = (now.saturating_sub(candidate.committed_unix_ns)) as f64 / 1e9;
                     if age < *seconds {
@@ -338,22 +337,22 @@ impl Retention {
     }
 }
 
-/// The votes of the rules on all steps.
+/// The votes of all rules on all steps.
 struct Ballot<'a> {
-    /// In the order of their numbers.
+    /// The steps, by number.
     steps: Vec<&'a Candidate<'a>>,
-    /// One for each of them.
+    /// One tally for each step.
     tallies: Vec<Tally>,
     /// True if reasons are wanted.
     explained: bool,
 }
 
-/// The votes of the rules on one step.
+/// The votes of all rules on one step.
 #[derive(Clone, Default)]
 struct Tally {
     /// All of it.
     whole: bool,
-    /// These items, where not all of it.
+    /// The items that rules keep.
     items: BTreeSet<String>,
     reasons: Vec<String>,
 }
@@ -377,7 +376,7 @@ impl<'a> Ballot<'a> {
         }
     }
 
-    /// Keeps the steps that `wanted` says whole, or the items of them that a glob matches.
+    /// Keeps the `wanted` steps: whole, or only the items that a glob matches.
     fn keep_items(&mut self, wanted: &[bool], items: Option<&[String]>, interval: &str) -> Result<()> {
         let matcher = items.map(matcher).transpose()?;
         let rule = || match items {
@@ -396,8 +395,8 @@ impl<'a> Ballot<'a> {
             let of_it = items.iter().filter(|item| globs.selects(item).unwrap_or(false));
             let kept: BTreeSet<String> = of_it.map(|&item| item.to_owned()).collect();
             if kept.is_empty() {
-                // A rule that says "keep a part" never means "delete it all": more likely the glob
-                // is mistyped, or the state's items have other names.
+                // A rule for a part of a step never means to delete all of it. Probably the glob
+                // has a typo, or the items have other names.
                 self.keep(at, KeptItems::All, || {
                     let have = items.join(", ");
                     format!("{}: none of its items ({have}) matches, so it is kept whole", rule())
@@ -427,7 +426,7 @@ impl Tally {
 }
 
 /// Selects the oldest step, and each that was committed at least so many seconds after the last
-/// selected one. A selected step stays selected when the others are gone.
+/// selected one. The selection does not change when the others are deleted.
 fn apart(steps: &[&Candidate<'_>], seconds: f64) -> Vec<bool> {
     let mut last: Option<i64> = None;
     let is_due = |candidate: &&Candidate<'_>| {

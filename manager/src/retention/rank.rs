@@ -1,11 +1,11 @@
-//! Which of two steps is better by a metric.
+//! The order of steps by a metric.
 
 use std::cmp::Ordering;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Which end of a metric is best.
+/// The best end of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
@@ -24,8 +24,8 @@ impl fmt::Display for Mode {
     }
 }
 
-/// The best `n` of some steps (number and value each), best first, each by its place and its value:
-/// real values, then NaN, then those without the metric; of equals the later first.
+/// Returns the best `n` of some steps, given as (number, value). The result is (index, value), best
+/// first: real values, then NaN, then no value. Of equals, the later comes first.
 pub(super) fn ranked(
     steps: impl Iterator<Item = (u64, Option<f64>)>,
     mode: Mode,
@@ -45,7 +45,7 @@ pub(super) fn ranked(
     ranked.into_iter().map(|(at, (_, value))| (at, value)).collect()
 }
 
-/// The best of some steps (number and value of the metric each). `None` if none has the metric.
+/// Returns the best of some steps, given as (number, value). `None` if no step has a value.
 pub fn best(steps: impl IntoIterator<Item = (u64, Option<f64>)>, mode: Mode) -> Option<u64> {
     let known = steps.into_iter().filter(|(_, value)| value.is_some());
     known.min_by(|a, b| compare(a.1, b.1, mode).then_with(|| b.0.cmp(&a.0))).map(|(step, _)| step)

@@ -1,5 +1,5 @@
-//! Samples of leaves that should be equal on all ranks, compared by the leader before it commits.
-//! If ranks had drifted apart, the step would mix their states.
+//! Samples of leaves that should be equal on all ranks. The leader compares them before it commits:
+//! if ranks had drifted apart, the step would mix their states.
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::checksum::crc32c;
@@ -11,27 +11,27 @@ use stepwell_core::value::Value;
 use super::Fnv;
 use crate::error::Result;
 
-/// Bytes that are looked at of a large region: as many pieces, spread evenly, the last ones too.
+/// The samples of a large region: so many pieces, evenly spread, including its end.
 const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
-/// A rank's value of a leaf.
+/// A rank's claim on the value of a leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
     /// The rank.
     pub rank: u32,
-    /// Hash of the leaf's path.
+    /// The hash of the leaf's path.
     pub path: u64,
-    /// Hash of which part of it that is; of all of it, the path's.
+    /// The hash of the part of the leaf. For the whole leaf it is the path's.
     pub part: u64,
-    /// Hash of what it is: an object, or a tensor of that dtype and shape.
+    /// The hash of its kind: an object, or a tensor's dtype and shape.
     pub kind: u32,
-    /// Checksum of its value, or of samples of it; 0: nobody has looked.
+    /// The checksum of its value, or of samples of it. 0: not sampled.
     pub value: u32,
 }
 
 impl Claim {
-    /// Bytes of one in a vote.
+    /// Bytes of one claim in a vote.
     pub(crate) const BYTES: usize = 28;
 
     pub(super) fn of_object(rank: u32, path: u64, value: &Value) -> Result<Self> {
@@ -82,7 +82,7 @@ impl Claim {
     }
 }
 
-/// A checksum of a region, or of pieces of it; `None` where it cannot be looked at.
+/// Returns a checksum of a region, or of pieces of it. `None` if its provider cannot be read early.
 fn sampled(region: &Region, itemsize: u64, provider: &dyn StateProvider) -> Result<Option<u32>> {
     let bytes = volume(&region.extent).unwrap_or(0).saturating_mul(itemsize);
     let mut all = Vec::new();

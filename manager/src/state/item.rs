@@ -13,8 +13,8 @@ pub struct DraftItem {
     pub name: String,
     /// Its top-level entries.
     pub top_level: Vec<TopLevel>,
-    /// Leaves of which this rank has written all that it has without knowing who else has it, in
-    /// order: what the first rank has counts.
+    /// Leaves that this rank has written without knowing the other holders, in order. The leader
+    /// keeps one copy of each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unsettled: Vec<u32>,
 }
@@ -22,7 +22,7 @@ pub struct DraftItem {
 /// A rank's part of one item.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ItemPart {
-    /// The item, as this rank's state has it.
+    /// The item in this rank's state.
     pub item: DraftItem,
     /// The content of its data file; `files[0]` is that file.
     pub index: Index,

@@ -1,9 +1,8 @@
-//! This rank's part of the writing: everything that it alone holds, and its share of replicated
+//! This rank's part of the writes: the regions that it alone holds, and its share of replicated
 //! regions ([`stepwell_reshard::partition`]).
 //!
-//! Every holder of a region knows the others. Layouts name them. For plain leaves, and for boxes
-//! whose layout knows only some holders, the ranks have exchanged this. So the plan needs no
-//! message.
+//! Every holder of a region knows the others: layouts name them, or the ranks have exchanged them
+//! in a census. So the plan needs no message.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +17,8 @@ use super::{Claim, Fnv, Holders, LeafSource, Part, StateSource};
 use crate::error::{Error, Result};
 use crate::runs::{numbers_of, runs_of};
 
-/// The weight of an object when bytes are balanced. Its real size is known only after encoding.
+/// The weight in bytes of an object when writes are balanced. Its real size is known only after
+/// encoding.
 const OBJECT_BYTES: u64 = 64;
 
 /// The writing rank, and its knowledge of the others.
@@ -28,12 +28,12 @@ pub(crate) struct Writing<'a> {
     pub world_size: u32,
     /// For each rank, the number of its node.
     pub nodes: &'a [u32],
-    /// At most so many writers, of what several have.
+    /// The most writers of a replicated region.
     pub limit: Option<Limit<'a>>,
-    /// True if what layouts say that several have is compared too.
+    /// True if replicas that layouts declare are compared too.
     pub compares: bool,
-    /// The holders of plain leaves. `None` before the first census: every rank writes all of its
-    /// own.
+    /// The holders of plain leaves. `None` before the first census: every rank then writes all that
+    /// it has.
     pub census: Option<&'a Census>,
 }
 
@@ -43,8 +43,8 @@ impl Writing<'_> {
     pub(crate) const ALONE: Self =
         Self { rank: 0, world_size: 1, nodes: &[0], limit: None, compares: false, census: None };
 
-    /// The directory of an item. One process numbers them; ranks whose states differ must come to
-    /// the same name by themselves.
+    /// Returns the directory of an item. One process numbers items. Several ranks derive it from
+    /// the item's name, since their states may differ.
     pub(super) fn dir(&self, number: usize, name: &str) -> String {
         if self.world_size == 1 {
             return format!("i{number}");
@@ -54,7 +54,7 @@ impl Writing<'_> {
         format!("i-{:016x}", hash.half())
     }
 
-    /// True if that part should be the same on others, who say what they have of it.
+    /// True if other ranks should have the same value of that part, and claim it too.
     fn is_compared(&self, holders: &Holders, part: u64) -> bool {
         match holders {
             Holders::Everyone => self.is_shared(part) || self.is_news(part),
@@ -64,13 +64,14 @@ impl Writing<'_> {
         }
     }
 
-    /// True if other ranks have said that they have that part too.
+    /// True if the census has other holders of that part.
     fn is_shared(&self, part: u64) -> bool {
         let holders = self.census.and_then(|census| census.holders(part));
         holders.is_some_and(|ranks| ranks.len() > 1 && ranks.contains(&self.rank))
     }
 
-    /// True if this rank has not said that it has that part: others may have it, too.
+    /// True if the census does not have this rank as a holder of that part. Others may have it,
+    /// too.
     fn is_news(&self, part: u64) -> bool {
         let encoded = |census: &Census| census.holders(part).is_some_and(|ranks| ranks.contains(&self.rank));
         self.census.is_some_and(|census| !encoded(census))
@@ -98,19 +99,20 @@ impl Writing<'_> {
     }
 }
 
-/// Which ranks have what is simply there: leaves, and boxes of leaves.
+/// The holders of plain leaves, and of boxes of leaves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Census {
-    /// Hashes ([`part_hash`]), in order, each with the number of its set of ranks.
+    /// Hashes ([`part_hash`]), sorted, each with the number of its set of ranks.
     leaves: Vec<(u64, u32)>,
     sets: Vec<Arc<[u32]>>,
 }
 
-/// Leaves, each with the number of its set of ranks; and those sets, as runs.
+/// A census as a message: leaves, each with the number of its set of ranks, and those sets, as
+/// runs.
 pub(crate) type EncodedCensus = (Vec<(u64, u32)>, Vec<Vec<(u32, u32)>>);
 
 impl Census {
-    /// From what each rank has: ranks in order, and their leaves' hashes.
+    /// Makes a census from the hashes of each rank's leaves.
     pub(crate) fn new(ranks: &[(u32, Vec<u64>)]) -> Self {
         let mut holders: HashMap<u64, Vec<u32>> = HashMap::new();
         for (rank, leaves) in ranks {
@@ -134,24 +136,24 @@ impl Census {
         Self { leaves, sets }
     }
 
-    /// As it is told: every leaf once, however many ranks have it.
+    /// Returns the census as a message. It has every leaf once.
     pub(crate) fn encoded(self) -> EncodedCensus {
         (self.leaves, self.sets.iter().map(|set| runs_of(set)).collect())
     }
 
-    /// From what was told.
+    /// Returns the census of a message.
     pub(crate) fn decoded((leaves, sets): EncodedCensus) -> Self {
         Self { leaves, sets: sets.into_iter().map(|set| numbers_of(set).into()).collect() }
     }
 
-    /// The holders of a part; `None` if unknown.
+    /// Returns the holders of a part. `None` if they are unknown.
     fn holders(&self, part: u64) -> Option<Arc<[u32]>> {
         let at = self.leaves.binary_search_by_key(&part, |&(leaf, _)| leaf).ok()?;
         let (_, set) = self.leaves.get(at)?;
         self.sets.get(*set as usize).cloned()
     }
 
-    /// The leaves of a rank, in order: whether they are still those that it has.
+    /// True if the census has exactly these leaves for the rank. `leaves` is sorted.
     pub(crate) fn has(&self, rank: u32, leaves: &[u64]) -> bool {
         let of = |set: &Arc<[u32]>| set.binary_search(&rank).is_ok();
         let mine: Vec<bool> = self.sets.iter().map(of).collect();
@@ -160,7 +162,8 @@ impl Census {
     }
 }
 
-/// Hashes of what is simply there in a state, in order: of leaves, and of boxes of leaves.
+/// Returns the sorted hashes of a state's plain leaves, and of boxes whose holders only the census
+/// knows.
 pub(crate) fn plain_leaves(state: &StateSource) -> Vec<u64> {
     let mut plain = Vec::new();
     for (source, path) in state.leaves.iter().zip(path_hashes(state)) {
@@ -179,7 +182,7 @@ pub(crate) fn plain_leaves(state: &StateSource) -> Vec<u64> {
     plain
 }
 
-/// A hash of a leaf's path and of a box of it; of all of it, the path's own.
+/// Returns a hash of a leaf's path and a box of it. For the whole leaf it is the path's hash.
 fn part_hash(path: u64, shape: &[u64], region: &Region) -> u64 {
     if *region.extent == *shape {
         return path;
@@ -191,12 +194,12 @@ fn part_hash(path: u64, shape: &[u64], region: &Region) -> u64 {
     hash.half()
 }
 
-/// Of each leaf: a hash of its path.
+/// Returns a hash of each leaf's path.
 fn path_hashes(state: &StateSource) -> Vec<u64> {
     leaf_hashes(&state.tree)
 }
 
-/// The same, of any tree.
+/// Returns a hash of each leaf's path, in a tree.
 pub(crate) fn leaf_hashes(tree: &Tree) -> Vec<u64> {
     let nodes = tree.nodes();
     let mut hashes: Vec<u64> = Vec::with_capacity(nodes.len());
@@ -220,32 +223,32 @@ pub(crate) fn leaf_hashes(tree: &Tree) -> Vec<u64> {
     leaves
 }
 
-/// What this rank writes of each leaf of a state.
+/// The regions that this rank writes of each leaf.
 pub(crate) struct Shares {
-    /// Of each leaf: boxes of its tensor; `None`: others write all of it.
+    /// For each leaf, the boxes of its tensor. `None`: others write all of it.
     mine: Vec<Option<Vec<Region>>>,
-    /// Leaves that others may write too, in order.
+    /// The leaves that unknown holders may write too, in order.
     unsettled: Vec<u32>,
     claims: Vec<Claim>,
 }
 
-/// The holders of a part, as far as they matter for its writer.
+/// The writers of a part.
 enum PartWriters {
     Alone,
-    /// Another one writes it.
+    /// Another rank writes it.
     Others,
     /// This rank did not have it at the last census. Every current holder writes it, and the leader
-    /// takes one copy.
+    /// keeps one copy.
     Unsettled,
     Ranks(Arc<[u32]>),
-    /// This place, of so many.
+    /// The number of this replica, and the number of replicas.
     Places(u32, u32),
 }
 
-/// A part that others hold too.
+/// A part that other ranks hold too.
 struct SharedPart {
     leaf: usize,
-    /// Orders the parts of a group alike on all of its ranks.
+    /// The sort key, equal on all holders.
     order: (u64, Region),
     held: Held,
 }
@@ -265,7 +268,7 @@ impl Shares {
             match source {
                 LeafSource::Tensor { dtype, shape, parts, provider } => {
                     check_size(state, leaf, shape, dtype.size())?;
-                    // Nobody holds a part of it, and somebody must say that it is there.
+                    // An empty tensor has no parts. One rank must still record it.
                     let nothing = [Part { region: Region::whole(shape), holders: Holders::Everyone }];
                     let parts = if shape.contains(&0) { nothing.as_slice() } else { parts };
                     for Part { region, holders } in parts {
@@ -316,7 +319,7 @@ impl Shares {
         }
         for (ranks, mut shared) in groups {
             shared.sort_by(|one, other| {
-                // What is small stands together, so that it comes into few files.
+                // Small parts are adjacent, so that few files get them.
                 let key = |shared: &SharedPart| {
                     (shared.held.bytes() > SMALL, shared.order.0, shared.order.1.offset.clone())
                 };
@@ -332,13 +335,13 @@ impl Shares {
             }
         }
         for own in mine.iter_mut().flatten() {
-            // In whatever order the groups came.
+            // The order of the groups is random.
             own.sort_by(|one, other| one.offset.cmp(&other.offset));
         }
         Ok(Self { mine, unsettled, claims })
     }
 
-    /// One process writes everything, and must have everything.
+    /// Returns the shares of a single process, which must hold everything.
     fn alone(state: &StateSource) -> Result<Self> {
         let share = |(leaf, source): (usize, &LeafSource)| {
             let LeafSource::Tensor { dtype, shape, parts, .. } = source else { return Ok(Some(Vec::new())) };
@@ -361,7 +364,7 @@ impl Shares {
         Ok(Self { mine, unsettled: Vec::new(), claims: Vec::new() })
     }
 
-    /// True if this rank writes something of a leaf, or is the one that says that it is empty.
+    /// True if this rank writes a part of a leaf, or records an empty one.
     pub(super) fn is_mine(&self, leaf: u32) -> bool {
         self.mine.get(leaf as usize).is_some_and(Option::is_some)
     }
@@ -371,19 +374,19 @@ impl Shares {
         self.claims.clone()
     }
 
-    /// True if others may write a leaf too.
+    /// True if unknown holders may write a leaf too.
     pub(super) fn is_unsettled(&self, leaf: u32) -> bool {
         self.unsettled.binary_search(&leaf).is_ok()
     }
 
-    /// The regions of a tensor that this rank writes.
+    /// Returns the regions of a tensor that this rank writes.
     pub(super) fn regions(&self, leaf: u32) -> &[Region] {
         self.mine.get(leaf as usize).and_then(Option::as_deref).unwrap_or_default()
     }
 }
 
-/// The share of one of several replicas that do not know each other: the first one writes all that
-/// is small.
+/// Returns the share of one of several replicas on unnamed processes. The first one writes all
+/// small parts.
 fn of_places(path: u64, region: &Region, held: Held, index: u32, count: u32) -> Option<Vec<Region>> {
     if held.bytes() <= SMALL {
         return (index == 0).then(|| vec![region.clone()]);
@@ -392,13 +395,13 @@ fn of_places(path: u64, region: &Region, held: Held, index: u32, count: u32) -> 
     hash.add(&path.to_le_bytes());
     region.offset.iter().for_each(|first| hash.add(&first.to_le_bytes()));
     let first = (hash.half() % u64::from(count)) as u32;
-    // Another one is the first for each region: none of them writes all that is not cut.
+    // Each region has another first replica, so that no replica writes all of them.
     let place = (index + count - first) % count;
     let share = shares(&[held], &Writers::alike(count), place).pop().flatten()?;
     Some(share.into_iter().map(|part| inside(region, part)).collect())
 }
 
-/// A box of a region, in the tensor's coordinates.
+/// Returns a box of a region in the tensor's coordinates.
 fn inside(region: &Region, mut part: Region) -> Region {
     for (at, &first) in part.offset.iter_mut().zip(&region.offset) {
         *at += first;
