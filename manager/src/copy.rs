@@ -1,13 +1,14 @@
-//! Copies of checkpoints: byte for byte, verified, and published by one rename.
+//! Copies of checkpoints, or of some of their items: byte for byte, verified, and published by one
+//! rename.
 //!
 //! A copy is written into a temporary beside its path, as a save is. Its files, its directories and
 //! its manifest are durable, and every checksum of it was compared, before it gets its name.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
-use stepwell_core::format::manifest::stored_files;
+use stepwell_core::format::manifest::{Manifest, stored_files};
 use stepwell_core::io::Dir;
 
 use crate::checkpoint::Checkpoint;
@@ -17,14 +18,52 @@ use crate::directory_layout::{self, LEASE, MANIFEST};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::{OwnedTemporary, own_temporary};
-use crate::singular;
+use crate::{retention, singular};
 
 /// Bytes that are done and bytes in all, of writing and verifying; `false` stops the copy.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
-/// Copies an open checkpoint to a free path.
+/// The part of a checkpoint that a copy takes over. The default is all of it.
+#[derive(Clone, Debug, Default)]
+pub struct Part {
+    /// Globs of items; `None`: all.
+    pub include: Option<Vec<String>>,
+    /// Globs of items that are left out.
+    pub exclude: Vec<String>,
+    /// Metrics of a later date, which the copy's manifest gets.
+    pub metrics: BTreeMap<String, f64>,
+}
+
+impl Part {
+    /// The manifest of the copy: without the items that are left out, and with later metrics.
+    fn manifest(&self, source: &Manifest, unix_ns: i64) -> Result<Manifest> {
+        let mut manifest = source.clone();
+        manifest.metrics.extend(self.metrics.clone());
+        let include = self.include.as_deref().map(retention::matcher).transpose()?;
+        let exclude = retention::matcher(&self.exclude)?;
+        let mut keep = BTreeSet::new();
+        for item in &source.items {
+            let is_included = include.as_ref().is_none_or(|globs| globs.selects(&item.name).unwrap_or(false));
+            if is_included && !exclude.selects(&item.name).unwrap_or(false) {
+                keep.insert(item.name.clone());
+            }
+        }
+        if keep.is_empty() && !source.items.is_empty() {
+            let names: Vec<&str> = source.items.iter().map(|item| item.name.as_str()).collect();
+            return Err(Error::Invalid(format!(
+                "nothing would be copied: no item is selected. The items are {}",
+                names.join(", ")
+            )));
+        }
+        aside::drop_items(&mut manifest, &keep, unix_ns);
+        Ok(manifest)
+    }
+}
+
+/// Copies an open checkpoint, or a part of it, to a free path.
 pub fn to_path(
     source: &Checkpoint,
+    part: &Part,
     path: &Path,
     environment: &Environment,
     progress: Progress<'_>,
@@ -32,12 +71,13 @@ pub fn to_path(
     let (parent, name) = singular::split(path)?;
     let parent = environment.disk.create_dir_all(parent)?;
     let label = directory_layout::label_of_path(&name);
-    into(source, &parent, &name, &label, environment, progress)
+    into(source, part, &parent, &name, &label, environment, progress)
 }
 
-/// Copies an open checkpoint to a free name of a directory.
+/// Copies an open checkpoint, or a part of it, to a free name of a directory.
 pub(crate) fn into(
     source: &Checkpoint,
+    part: &Part,
     parent: &Arc<dyn Dir>,
     name: &str,
     label: &str,
@@ -48,10 +88,11 @@ pub(crate) fn into(
     if parent.stat(name)?.is_some() {
         return Err(taken());
     }
+    let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
     let temporary = directory_layout::temporary(label, &environment.hex_id(), 0);
     // Its held lease says that its writer lives, and becomes that of the copy.
     let OwnedTemporary { dir, life } = own_temporary(&**parent, &temporary, false)?;
-    let written = write(source, &dir, progress)
+    let written = write(source, &manifest, &dir, progress)
         .and_then(|()| verify(parent, &temporary, environment, source, progress))
         .and_then(|()| match aside::publish_copy(&**parent, &temporary, name) {
             Err(error) if error.already_exists() => Err(taken()),
@@ -68,16 +109,15 @@ pub(crate) fn into(
 }
 
 /// The bytes of a copy.
-fn total(source: &Checkpoint) -> u64 {
-    stored_files(&source.manifest().files).iter().map(|(_, length)| length).sum()
+fn total(manifest: &Manifest) -> u64 {
+    stored_files(&manifest.files).iter().map(|(_, length)| length).sum()
 }
 
 /// Writes all files and makes them durable, the manifest last.
-fn write(source: &Checkpoint, dir: &Arc<dyn Dir>, progress: Progress<'_>) -> Result<()> {
-    let manifest = source.manifest();
+fn write(source: &Checkpoint, manifest: &Manifest, dir: &Arc<dyn Dir>, progress: Progress<'_>) -> Result<()> {
     let indexes = manifest.items.iter().map(|item| item.index.path.as_str());
     let files = stored_files(&manifest.files).into_iter().map(|(path, _)| path);
-    let whole = total(source).saturating_mul(2);
+    let whole = total(manifest).saturating_mul(2);
     let mut directories = BTreeSet::new();
     let mut done = 0_u64;
     for path in indexes.chain(files) {
@@ -111,7 +151,7 @@ fn verify(
     progress: Progress<'_>,
 ) -> Result<()> {
     let copy = Checkpoint::open_in(parent, temporary, environment)?;
-    let half = total(source);
+    let half = total(copy.manifest());
     let report = copy.verify(source.load_options(), &mut |at| {
         progress(half.saturating_add(at.done), half.saturating_mul(2))
     })?;

@@ -30,6 +30,14 @@ use crate::wait;
 
 pub type Engined = stepwell_manager::Checkpoint;
 
+/// The part of a checkpoint to copy: globs of items to take, of items to leave out, later metrics.
+pub type CopiedPart = (Option<Vec<String>>, Vec<String>, BTreeMap<String, f64>);
+
+/// Names the fields of a part.
+pub fn part_of((include, exclude, metrics): CopiedPart) -> copy::Part {
+    copy::Part { include, exclude, metrics }
+}
+
 /// An open, leased checkpoint.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Checkpoint {
@@ -281,13 +289,19 @@ impl Checkpoint {
         Ok(planned.into_iter().map(row).collect())
     }
 
-    /// Copies it to a free path, verified and durably; `progress` as in `verify`.
-    #[pyo3(signature = (path, progress = None))]
-    fn copy(&self, py: Python<'_>, path: PathBuf, progress: Option<Bound<'_, PyAny>>) -> PyResult<()> {
+    /// Copies it, or a part of it, to a free path, verified and durably; `progress` as in `verify`.
+    #[pyo3(signature = (path, part, progress = None))]
+    fn copy(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        part: CopiedPart,
+        progress: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let inner = self.get(py)?;
         telling(py, progress.as_ref(), move |seen| {
             let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
-            copy::to_path(&inner, &path, &environment, seen)
+            copy::to_path(&inner, &part_of(part), &path, &environment, seen)
         })
     }
 

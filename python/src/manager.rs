@@ -16,7 +16,7 @@ use stepwell_core::sys::spawn;
 use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest, Ticket};
 
 use crate::board::Agreeing;
-use crate::checkpoint::{Checkpoint, telling};
+use crate::checkpoint::{Checkpoint, CopiedPart, part_of, telling};
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
 use crate::ingest::streams_of;
@@ -347,15 +347,16 @@ impl Manager {
     }
 
     /// Copies an open checkpoint into this root, as its step; `progress` as in its `verify`.
-    #[pyo3(signature = (checkpoint, progress = None))]
+    #[pyo3(signature = (checkpoint, part, progress = None))]
     fn add(
         &self,
         py: Python<'_>,
         checkpoint: &Checkpoint,
+        part: CopiedPart,
         progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (inner, source) = (Arc::clone(&self.inner), checkpoint.get(py)?);
-        telling(py, progress.as_ref(), move |seen| inner.add(&source, seen))
+        telling(py, progress.as_ref(), move |seen| inner.add(&source, &part_of(part), seen))
     }
 
     fn delete_branch(&self, py: Python<'_>, branch: String) -> PyResult<Vec<String>> {

@@ -16,6 +16,7 @@ import numpy as np
 from . import _core
 from . import _lifecycle as lifecycle
 from ._checks import shown
+from ._choice import copied_part
 from ._contents import StoredNode, nodes
 from ._locations import absolute, check_destination
 from ._manifest import Manifest
@@ -25,7 +26,7 @@ from ._restore import collector as collecting
 from ._restore import plan
 from ._restore import restore as restoring
 from ._restore.allocate import Allocator
-from ._restore.options import ChoiceKeywords, RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.options import ChoiceKeywords, Globs, RestoreKeywords, RestoreOptions, spelled_out
 from ._restore.plan import RestorePlan
 from ._restore.report import RestoreReport
 from ._restore.structure import Structure, kind_of
@@ -501,14 +502,29 @@ class Checkpoint(Mapping[Key, Any]):
         return VerifyReport(files, nbytes, found, self.path, self.step)
 
     def copy(
-        self, path: str | os.PathLike[str], *, progress: Callable[[int, int], object] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        include: Globs = None,
+        exclude: Globs = None,
+        metrics: Mapping[str, object] | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> str:
         """Copies the checkpoint to a free path, byte for byte, and returns that path. The copy is
-        verified and durable before it gets its name. ``progress`` as in :meth:`verify`. Metrics of
-        a later date belong to the root, and are not copied."""
+        verified and durable before it gets its name.
+
+        Args:
+            path: the free path.
+            include: items to copy, by glob over their names; default: all. ``"params/**"`` is the
+                item ``params``.
+            exclude: items to leave out.
+            metrics: metrics that were added later, for the copy. They belong to the root
+                (:meth:`CheckpointManager.metrics`), not to this checkpoint.
+            progress: as in :meth:`verify`.
+        """
         where = absolute(path)
         check_destination(where)
-        self._open().copy(where, progress)
+        self._open().copy(where, copied_part(include, exclude, metrics), progress)
         return where
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from . import _core
-from ._checks import shown
+from ._checks import real_numbers, shown
 from ._restore.options import Globs, glob_key, globs, storable_dtype
 from .errors import MisuseError
 
@@ -27,3 +27,8 @@ def _float(dtype: object) -> str:
             f"cast= of a save takes {', '.join(_FLOATS)} or {{glob: one of them}}, not {shown(dtype)}"
         )
     return name
+
+
+def copied_part(include: Globs, exclude: Globs, metrics: Mapping[str, object] | None) -> _core._Part:
+    """Returns ``include=``, ``exclude=`` and ``metrics=`` of a copy for the engine."""
+    return globs(include, "include"), globs(exclude, "exclude") or [], real_numbers(metrics)

@@ -28,7 +28,7 @@ from ._checks import (
     step_number,
     text,
 )
-from ._choice import choice_of
+from ._choice import choice_of, copied_part
 from ._ending import Ending
 from ._holds import Hold, Rewound
 from ._locations import absolute, check_root, explaining
@@ -118,7 +118,7 @@ class CheckpointManager(Reading):
         self._core: _core.Manager | None = None
         self._owner = lifecycle.Owner("manager")
         self._lock = threading.RLock()
-        self._saves: list[Save] = []
+        self._saves = []
         #: The engine's part of each :class:`Hold`, without which it would end with the object that
         #: :meth:`hold` returned.
         self._held: set[_core.Held] = set()
@@ -382,16 +382,24 @@ class CheckpointManager(Reading):
         name, moved = self._open().rewind(step_number(step), branch)
         return Rewound(moved, name if moved else None)
 
-    def add(self, checkpoint: Checkpoint, *, progress: Callable[[int, int], object] | None = None) -> None:
+    def add(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        include: Globs = None,
+        exclude: Globs = None,
+        metrics: Mapping[str, object] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
         """Copies an open checkpoint into this root, byte for byte, as the step that it is. The copy
-        is verified and durable before it gets its name. ``progress`` as in
-        :meth:`Checkpoint.verify`.
+        is verified and durable before it gets its name. The keywords are those of
+        :meth:`Checkpoint.copy`.
 
         Raises:
             StepExists: the root has that step.
         """
         instance(checkpoint, Checkpoint, "checkpoint", "sw.open(…)")
-        self._open().add(checkpoint._open(), progress)
+        self._open().add(checkpoint._open(), copied_part(include, exclude, metrics), progress)
 
     def delete(self, step: int) -> None:
         """Deletes a step, also the newest or the only one: who names a step means it. (Retention
@@ -456,9 +464,6 @@ class CheckpointManager(Reading):
                     held.close()
                 self._held.clear()
         self._settle()
-
-    def _saving(self) -> list[int]:
-        return [save.step for save in self._saves if not save.done()]
 
     def _open(self) -> _core.Manager:
         self._owner.check()

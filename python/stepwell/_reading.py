@@ -24,6 +24,7 @@ from ._restore.options import ChoiceKeywords, RestoreKeywords, RestoreOptions, R
 from ._restore.plan import RestorePlan
 from ._restore.report import RestoreReport
 from ._retention import RetentionDecision, decisions
+from ._save_result import Save
 from ._state.specs import as_rank
 from ._steps import StepInfo, steps
 from .errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
@@ -44,6 +45,7 @@ class Reading:
     #: The stall timeout in seconds.
     _stall: float
     _on_event: OnEvent | None
+    _saves: list[Save]
     #: The last restore in the background, until another call has waited for it.
     _restoring: Restore[object] | None
 
@@ -52,7 +54,7 @@ class Reading:
 
     def _saving(self) -> list[int]:
         """Returns the steps that are being saved."""
-        raise NotImplementedError
+        return [save.step for save in self._saves if not save.done()]
 
     # ---- restoring ----
 

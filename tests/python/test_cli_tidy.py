@@ -309,6 +309,31 @@ def test_cp_copies_every_byte_to_a_path_or_a_root(root: Path, tmp_path: Path) ->
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
+def test_cp_takes_later_metrics_and_chosen_items(root: Path, tmp_path: Path) -> None:
+    state = {"params": {"w": np.arange(6.0)}, "optimizer": {"m": np.ones(6)}, "step": 3}
+    with sw.CheckpointManager(root) as manager:
+        manager.save(3, state, metrics={"loss": 1.0})
+    sw.add_metrics(root, 3, {"accuracy": 0.5, "loss": 0.25})
+    whole = document("cp", root, tmp_path / "whole")
+    assert sw.metadata(tmp_path / "whole").metrics == {"accuracy": 0.5, "loss": 0.25}
+    found = document("cp", root, tmp_path / "weights", "--include", "params/**")
+    assert tuple(found["items"]) == sw.metadata(tmp_path / "weights").items == ("params",)
+    assert found["bytes"] < whole["bytes"]
+    assert list(sw.restore(tmp_path / "weights")) == ["params"]
+    with pytest.raises(KeyError, match="dropped"):
+        sw.open(tmp_path / "weights")["optimizer"]
+    assert sw.verify(tmp_path / "weights").ok
+    document("cp", root, tmp_path / "lean", "--exclude", "optimizer")
+    assert set(sw.restore(tmp_path / "lean")) == {"params", "step"}
+    assert document("cp", root, tmp_path / "none", "--include", "model", code=2)["error"]["kind"] == "invalid"
+    other = tmp_path / "other"
+    make_root(other, steps=1)
+    document("cp", root, other, "--include", "params")
+    with sw.CheckpointManager(other, read_only=True) as manager:
+        assert manager.metrics(3)["accuracy"] == 0.5
+        assert list(manager.restore(3)) == ["params"]
+
+
 def test_cp_refuses_an_existing_target(root: Path, tmp_path: Path) -> None:
     make_root(root)
     (tmp_path / "there").mkdir()

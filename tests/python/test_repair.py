@@ -145,7 +145,7 @@ def test_an_index_in_another_order_is_recorded_in_the_manifest(tmp_path: Path) -
 
 def test_the_command_says_what_it_does_and_exits_by_it(tmp_path: Path) -> None:
     root = make_root(tmp_path / "run")
-    assert "every index is intact" in run("repair", root, "--yes").output
+    assert "every index is intact" in run("repair", root).output, "nothing is asked"
     damage(root / "step_00000010", "cut")
     found = document("repair", root, "--step", "10", "--dry-run")
     assert keys(found) == documented("repair")

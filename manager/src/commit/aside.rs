@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use stepwell_core::format::manifest::{Manifest, Others, Tombstone, stored_files};
+use stepwell_core::format::manifest::{Item, Manifest, Others, Tombstone, stored_files};
 use stepwell_core::io::{Dir, LockKind, Rename};
 
 use crate::delete_tree::{delete_tree, ignore_missing};
@@ -173,12 +173,28 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
         Err(error) => return Err(error.into()),
     };
     let mut manifest = read_manifest(root, name)?;
-    let (kept, dropped): (Vec<_>, Vec<_>) =
-        std::mem::take(&mut manifest.items).into_iter().partition(|item| keep.contains(&item.name));
-    if dropped.is_empty() || kept.is_empty() {
+    let names = drop_items(&mut manifest, keep, unix_ns);
+    if names.is_empty() {
         return Ok(Thinned::Nothing);
     }
+    replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
+    if lock.is_none() {
+        return Ok(Thinned::Later(names));
+    }
+    apply_tombstones(&step, &manifest)?;
+    Ok(Thinned::Dropped(names))
+}
+
+/// Takes the items that are not in `keep` out of a manifest, with tombstones in their place. Returns
+/// their names. A manifest that would lose all items stays as it is.
+pub(crate) fn drop_items(manifest: &mut Manifest, keep: &BTreeSet<String>, unix_ns: i64) -> Vec<String> {
+    let is_kept = |item: &Item| keep.contains(&item.name);
+    if !manifest.items.iter().any(is_kept) {
+        return Vec::new();
+    }
+    let (kept, dropped) = std::mem::take(&mut manifest.items).into_iter().partition(is_kept);
     manifest.items = kept;
+    let dropped: Vec<Item> = dropped;
     let names = dropped.iter().map(|item| item.name.clone()).collect();
     for item in dropped {
         let below = format!("{}/", item.dir);
@@ -191,12 +207,7 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
         let others = Others::new();
         manifest.dropped.push(Tombstone { item: item.name, dir: item.dir, paths, unix_ns, others });
     }
-    replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
-    if lock.is_none() {
-        return Ok(Thinned::Later(names));
-    }
-    apply_tombstones(&step, &manifest)?;
-    Ok(Thinned::Dropped(names))
+    names
 }
 
 /// Deletes the files that the tombstones of a manifest name. The caller holds the step's lease

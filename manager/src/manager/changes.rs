@@ -127,7 +127,7 @@ impl Manager {
     }
 
     /// Copies an open checkpoint into this root, as its step: see [`copy`](crate::copy).
-    pub fn add(&self, source: &Checkpoint, progress: copy::Progress<'_>) -> Result<()> {
+    pub fn add(&self, source: &Checkpoint, part: &copy::Part, progress: copy::Progress<'_>) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("add a step")?;
         if !inner.team.is_alone() {
@@ -142,7 +142,7 @@ impl Manager {
         }
         root.check_fence()?;
         let label = directory_layout::label(step);
-        copy::into(source, &root.dir, &name, &label, &inner.environment, progress)
+        copy::into(source, part, &root.dir, &name, &label, &inner.environment, progress)
     }
 
     /// Protects a step from retention and deletion until the [`Hold`] is dropped. With several

@@ -446,9 +446,9 @@ fn count(n: u64) -> usize {
 }
 
 /// Selects items as a restore selects leaves: `params/**` is all of the item `params`.
-fn matcher(globs: &[String]) -> Result<GlobList> {
+pub(crate) fn matcher(globs: &[String]) -> Result<GlobList> {
     GlobList::new(globs.iter().map(|glob| glob.strip_suffix("/**").unwrap_or(glob)))
-        .map_err(|error| Error::Invalid(format!("keep_every(items=…): {error}")))
+        .map_err(|error| Error::Invalid(format!("a glob of items: {error}")))
 }
 
 #[cfg(any(test, feature = "test-support"))]

@@ -6,10 +6,13 @@ import os
 
 import click
 
+import stepwell as sw
+
 from ..errors import MisuseError
 from .command import command
 from .output import FINE, Output, safe, size
 from .progress import progress
+from .show import metrics_of
 from .targets import TARGET, Target
 from .writing import writer
 
@@ -17,27 +20,37 @@ from .writing import writer
 @command("cp")
 @click.argument("source", type=TARGET)
 @click.argument("destination")
-def cp(out: Output, source: Target, destination: str) -> int:
+@click.option("--include", multiple=True, metavar="GLOB", help="Copy only these items. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these items out. Repeatable.")
+def cp(
+    out: Output, source: Target, destination: str, include: tuple[str, ...], exclude: tuple[str, ...]
+) -> int:
     """Copy the checkpoint SOURCE (a path, or ROOT@STEP) to DESTINATION: a free path, or a root.
 
     The copy has the same bytes. Every checksum of it is compared, and it is durable, before it gets
-    its name. In a root it becomes the step with the same number; the root must not have that step,
-    and no training run may hold it.
+    its name. It has the metrics that were added to the step later, too. In a root it becomes the
+    step with the same number; the root must not have that step, and no training run may hold it.
     """
+    chosen = include or None
     with source.open() as checkpoint:
-        nbytes = sum(file["length"] for file in checkpoint.manifest["files"])
-        step = checkpoint.step
+        step, metrics = checkpoint.step, metrics_of(checkpoint)
         with progress("copying") as tell:
             if os.path.isdir(os.path.join(destination, ".stepwell")):
                 with writer(destination, None, "cp") as manager:
-                    manager.add(checkpoint, progress=tell)
+                    manager.add(checkpoint, include=chosen, exclude=exclude, metrics=metrics, progress=tell)
                     with manager.checkpoint(step) as copied:
                         made = copied.path
             elif os.path.lexists(destination):
                 raise MisuseError(f"{destination} exists and is no root; pass a free path, or a root")
             else:
-                made = checkpoint.copy(destination, progress=tell)
+                made = checkpoint.copy(
+                    destination, include=chosen, exclude=exclude, metrics=metrics, progress=tell
+                )
         path = checkpoint.path
-    out.document({"source": path, "destination": made, "step": step, "bytes": nbytes})
+    with sw.open(made) as copied:
+        manifest = copied.manifest
+    nbytes = sum(file["length"] for file in manifest["files"])
+    items = [item["name"] for item in manifest["items"]]
+    out.document({"source": path, "destination": made, "step": step, "items": items, "bytes": nbytes})
     out.line(f"copied {safe(path)} to {safe(made)}: {size(nbytes)}, verified")
     return FINE

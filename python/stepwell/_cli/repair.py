@@ -21,18 +21,20 @@ def repair(out: Output, path: Target, step: int | None, yes: bool, dry_run: bool
     """Rebuild lost or damaged indexes of the checkpoint PATH (or ROOT@STEP) from the footers of its
     data files, then verify every byte.
 
-    For a root, repairs the newest step with a manifest. Asks first. Nothing is written unless
-    every index can be rebuilt. Exits with 1 if one cannot, or if other damage is left.
+    For a root, repairs the newest step with a manifest. Asks if an index is damaged. Nothing is
+    written unless every index can be rebuilt. Exits with 1 if one cannot, or if other damage is
+    left.
     """
     if path.step is not None and step is not None:
         raise MisuseError(f"{path} names its step already; leave out --step")
-    check_can_ask(out, yes, dry_run)
     step = path.step if step is None else step
     report = sw.repair(path.path, step, dry_run=True)
     rebuilt = report.rebuilt
     for index in rebuilt:
         leaves = count(index.leaves, "leaf", "leaves")
         out.line(f"can be rebuilt: {safe(index.path)} ({leaves}): {safe(index.damage)}")
+    if rebuilt:
+        check_can_ask(out, yes, dry_run)
     if not dry_run:
         question = f"write {count(len(rebuilt), 'index', 'indexes')} to {safe(report.path)}"
         if rebuilt and not agreed(out, yes, question):

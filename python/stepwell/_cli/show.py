@@ -105,10 +105,6 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
     """Facts about an open checkpoint."""
     facts, manifest = checkpoint.metadata(), checkpoint.manifest
     files: list[File] = [{"path": file["path"], "bytes": file["length"]} for file in manifest["files"]]
-    above, name = os.path.split(checkpoint.path)
-    # Metrics that were added later belong to the root.
-    rows = root_of(above) if os.path.isdir(os.path.join(above, ".stepwell")) else None
-    later = [row.metrics for row in rows or [] if row.name == name and row.step is not None]
     return {
         "path": checkpoint.path,
         "step": facts.step,
@@ -120,7 +116,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
         "bytes": sum(file["bytes"] for file in files),
         "array_bytes": sum(node.stored_bytes for node in nodes if node.kind == "array"),
         "number_of_leaves": nodes[0].leaves if nodes else 0,
-        "metrics": later[0] if later else facts.metrics,
+        "metrics": metrics_of(checkpoint),
         "custom_metadata": facts.custom_metadata,
         "items": [
             {
@@ -142,6 +138,14 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
         "files": files,
         "warnings": [],
     }
+
+
+def metrics_of(checkpoint: sw.Checkpoint) -> dict[str, float]:
+    """The metrics of a checkpoint, with those that were added later, which belong to its root."""
+    above, name = os.path.split(checkpoint.path)
+    rows = root_of(above) if os.path.isdir(os.path.join(above, ".stepwell")) else None
+    later = [row.metrics for row in rows or [] if row.name == name and row.step is not None]
+    return later[0] if later else checkpoint.metadata().metrics
 
 
 def small_objects(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> dict[str, object]:
