@@ -1,10 +1,9 @@
-//! One step, opened for reading: leased, its items merged into one tree in the order that was
-//! saved.
+//! One step, opened for reading: leased, with its items merged into one tree in the saved order.
 //!
 //! Leaves have one numbering over all items: positions in [`Checkpoint::outline`], also used by
-//! [`Checkpoint::match_state`]. The places of a tensor's chunks are read with the rest of the
-//! index; in a large index, they are read when they are needed. Data files are opened lazily below
-//! one directory descriptor. A missing file is [`Error::StepGone`], never other data.
+//! [`Checkpoint::match_state`]. The chunks of a large index are read when they are needed. Data
+//! files are opened lazily below one directory descriptor. A missing file is [`Error::StepGone`],
+//! never other data.
 
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -31,20 +30,19 @@ use crate::lease::{self, Lease};
 use crate::options::Options;
 use crate::stored_index::{self, StoredIndex};
 
-/// How long a lease that is held exclusively (by a thinning) is waited for, where nobody says
-/// otherwise.
+/// The default timeout for a lease that a thinning holds exclusively.
 const LEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Requests that are worth a thread of their own while a read is planned.
+/// The plan of a read uses one thread for so many requests.
 const REQUESTS_PER_THREAD: usize = 4096;
 
-/// A committed step, leased. See the module documentation.
+/// A committed step, leased until it is dropped.
 pub struct Checkpoint {
     dir: Arc<dyn Dir>,
     lease: Lease,
     manifest: Arc<Manifest>,
     index: StoredIndex,
-    /// Made when matching asks for it: a path for every leaf.
+    /// The leaves with their paths, made on the first use.
     stored: OnceLock<Vec<StoredLeaf>>,
     files: Arc<FileSet>,
     environment: Environment,
@@ -52,25 +50,25 @@ pub struct Checkpoint {
     birth: Birth,
 }
 
-/// Leaves from which on it takes milliseconds to free an index: many small pieces of memory.
+/// An index with so many leaves takes milliseconds to free.
 const MANY_LEAVES: usize = 4096;
 
 impl Drop for Checkpoint {
     fn drop(&mut self) {
         if self.index.outline().leaves.len() >= MANY_LEAVES {
             let index = std::mem::take(&mut self.index);
-            // Nobody need wait for that. Without a thread it is freed here.
+            // Without a thread it is freed here.
             let _ = spawn("stepwell-free", move || drop(index));
         }
     }
 }
 
-/// A read that failed, and what it had overwritten before.
+/// A failed read, and the targets that it had overwritten.
 #[derive(Debug)]
 pub struct ReadFailure {
     /// Why.
     pub error: Error,
-    /// Numbers of the targets that were written to before.
+    /// The numbers of the targets that it had written to.
     pub overwritten: Vec<u32>,
 }
 
@@ -142,79 +140,79 @@ impl Checkpoint {
         }))
     }
 
-    /// Opens a checkpoint that has no name of its own yet, below `parent`.
+    /// Opens a checkpoint that still has a temporary name, below `parent`.
     pub(crate) fn open_in(parent: &Arc<dyn Dir>, name: &str, environment: &Environment) -> Result<Self> {
         let load_options = Options::default().load_options(false);
         Self::lease(parent, name, environment, LEASE_TIMEOUT, load_options)?
             .ok_or_else(|| Error::StepNotFound { step: None, root: parent.path().join(name), latest: None })
     }
 
-    /// Its open directory.
+    /// Returns its open directory.
     pub(crate) fn dir(&self) -> &dyn Dir {
         &*self.dir
     }
 
-    /// Its path.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
 
-    /// Its number.
+    /// Returns its number.
     pub fn step(&self) -> u64 {
         self.manifest.step
     }
 
-    /// Its commit record.
+    /// Returns its manifest.
     pub fn manifest(&self) -> &Arc<Manifest> {
         &self.manifest
     }
 
-    /// True if nobody can remove it while this lives.
+    /// True if its lease protects it from deletion.
     pub fn is_leased(&self) -> bool {
         self.lease.protects()
     }
 
-    /// Describes files of the manifest that are missing or have another length. A copy in progress
-    /// has its manifest before the rest. Reads no data.
+    /// Returns the first file of the manifest that is missing or has another length. Reads no data.
+    /// A foreign copy in progress may have its manifest before the rest.
     pub fn damage(&self) -> Result<Option<String>> {
         self.birth.check("checkpoint")?;
         Ok(damage_by(&self.manifest, |path| self.dir.stat(path))?)
     }
 
-    /// How it is to be read: by the options of the manager that opened it, or the defaults of
+    /// Returns the options for reads: those of the manager that opened it, or the defaults of
     /// [`Options`].
     pub fn load_options(&self) -> &LoadOptions {
         &self.load_options
     }
 
-    /// All items merged: one tree, one numbering of leaves, file names relative to the step. For a
-    /// large index it lacks the chunks of tensors: see [`Checkpoint::index_of`].
+    /// Returns all items merged: one tree, one numbering of leaves, file names relative to the
+    /// step. For a large index it lacks the chunks of tensors: see [`Checkpoint::index_of`].
     pub fn outline(&self) -> &Arc<Index> {
         self.index.outline()
     }
 
-    /// [`Checkpoint::outline`] with at least the chunks of those leaves, and of those that they are
-    /// tied to.
+    /// [`Checkpoint::outline`] with at least the chunks of those leaves, and of the leaves to which
+    /// they are tied.
     pub fn index_of(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
         self.index.with(leaves)
     }
 
-    /// All of the index.
+    /// Returns the whole index.
     pub fn index(&self) -> Result<Arc<Index>> {
         self.index.whole()
     }
 
-    /// The structure of the state.
+    /// Returns the structure of the state.
     pub fn tree(&self) -> &Tree {
         &self.outline().tree
     }
 
-    /// The leaves, as matching sees them.
+    /// Returns the leaves, for matching.
     pub fn leaves(&self) -> &[StoredLeaf] {
         self.stored.get_or_init(|| matching::stored_leaves(self.outline()))
     }
 
-    /// Matches what is wanted against what is stored. Nothing is read.
+    /// Matches the wanted leaves with the stored ones. Reads no data.
     pub fn match_state(&self, wanted: &[Wanted], options: &matching::Options) -> Report {
         matching::match_state(wanted, self.leaves(), options)
     }
@@ -246,8 +244,7 @@ impl Checkpoint {
         Ok((index, copies))
     }
 
-    /// Reads regions of stored tensors to where they are wanted (host memory, a device), every
-    /// block of them verified.
+    /// Reads regions of stored tensors into host or device memory. Verifies every block.
     pub fn read<'a>(
         &self,
         requests: &[Request],
@@ -257,8 +254,8 @@ impl Checkpoint {
         self.read_while(requests, targets, options, &mut |_| true)
     }
 
-    /// [`Checkpoint::read`], which `go_on` may end: it is asked between reads, with the bytes that
-    /// are done.
+    /// [`Checkpoint::read`] until `go_on` returns false. It is called between reads, with the
+    /// number of bytes read.
     pub fn read_while<'a>(
         &self,
         requests: &[Request],
@@ -276,14 +273,14 @@ impl Checkpoint {
         )
     }
 
-    /// The values of object leaves.
+    /// Reads the values of object leaves.
     pub fn read_objects(&self, leaves: &[u32], options: &LoadOptions) -> Result<Vec<Value>> {
         self.birth.check("checkpoint")?;
         load::read_objects(&*self.environment.disk, &self.files, self.outline(), leaves, options)
             .map_err(|error| self.gone_or(error))
     }
 
-    /// Reads and checks every byte; all damage is reported. `progress` may stop it by `false`.
+    /// Reads and checks every byte, and reports all damage. `progress` may return false to stop it.
     pub fn verify(
         &self,
         options: &LoadOptions,
@@ -293,8 +290,7 @@ impl Checkpoint {
         let index = self.index()?;
         let mut report = load::verify(&*self.environment.disk, &self.files, &index, options, progress)
             .map_err(|error| self.gone_or(error))?;
-        // A file that the manifest knows and no index names is as much damage as one that is
-        // missing.
+        // A file that is in the manifest and in no index is damage too.
         let known: std::collections::HashSet<&str> = index.files.iter().map(|file| &*file.name).collect();
         for file in &self.manifest.files {
             if !known.contains(file.path.as_str()) {
@@ -309,8 +305,8 @@ impl Checkpoint {
         Ok(report)
     }
 
-    /// A missing file means that the step was removed under a reader that could not lease it, or
-    /// that it is damaged.
+    /// Converts an error of a read. A missing file means that the step was removed under an
+    /// unprotected reader, or that it is damaged.
     fn gone_or(&self, error: stepwell_core::Error) -> Error {
         let missing = error.is_gone();
         if missing && !self.has_manifest() {

@@ -19,8 +19,8 @@ const FORMAT_VERSION: u32 = 1;
 /// `root.json` holds the user's metadata and little else.
 const MAX_ROOT_JSON_BYTES: u64 = MAX_METADATA_BYTES + (64 << 10);
 const MAX_EPOCH_BYTES: u64 = 64 << 10;
-/// How often the lock is tried, and the pause in between: another manager of the same process may
-/// be just closing.
+/// The tries of the lock, and the pause in between: another manager of the same process may be
+/// closing.
 const LOCK_TRIES: usize = 20;
 const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -33,18 +33,17 @@ pub struct RootInfo {
     format_version: u32,
     /// Random, 32 hex digits.
     pub root_id: String,
-    /// How steps are named.
+    /// The pattern of step names.
     pub step_name: StepName,
-    /// The user's metadata of the root; the first writer's stays.
+    /// The user's metadata of the root. The first writer's stays.
     #[serde(default)]
     pub metadata: serde_json::Value,
-    /// Keys that this version does not know; what a later one has noted survives a writer of this
-    /// one.
+    /// Keys of later versions, which this version keeps.
     #[serde(flatten)]
     others: Others,
 }
 
-/// The content of the epoch file: the current writer.
+/// The content of the epoch file, which names the current writer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Epoch {
     /// Counts the writers of this root.
@@ -55,20 +54,20 @@ pub struct Epoch {
     pub owner: String,
 }
 
-/// The content of a path.
+/// The kind of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PathKind {
     /// No directory.
     Absent,
-    /// A directory with a manifest: a checkpoint, whole or not.
+    /// A directory with a manifest: a checkpoint, perhaps damaged.
     Checkpoint,
-    /// A directory that says that it is a root.
+    /// A directory with a root's own directory.
     Root,
-    /// Some other directory; it may be the copy of a root that has lost what says so.
+    /// Another directory. It may be an incomplete copy of a root.
     Directory,
 }
 
-/// Inspects a path. A disk error is an error, not absence: a caller that takes it for absence would
+/// Returns the kind of a path. A disk error is an error, not absence: otherwise a caller would
 /// start a new run over an existing one.
 pub fn path_kind(environment: &Environment, path: &Path) -> Result<PathKind> {
     let directory = match environment.disk.open_dir(path) {
@@ -82,8 +81,7 @@ pub fn path_kind(environment: &Environment, path: &Path) -> Result<PathKind> {
     Ok(if directory.stat(CONTROL)?.is_some() { PathKind::Root } else { PathKind::Directory })
 }
 
-/// Reads `root.json`. `None` if it does not exist (a root copied step by step, or a foreign
-/// directory).
+/// Reads `root.json`. `None` if it does not exist, as in a root that was copied step by step.
 pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     let name = control(ROOT_JSON);
     let bytes = match root.read_file(&name, MAX_ROOT_JSON_BYTES) {
@@ -106,7 +104,7 @@ pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     Ok(Some(info))
 }
 
-/// Makes what is missing of the root's own directory, under the lock. The first writer's metadata
+/// Writes `root.json`, under the lock, if it is missing or has changed. The first writer's metadata
 /// stays.
 pub fn make_info(
     root: &dyn Dir,
@@ -136,7 +134,7 @@ pub fn make_info(
     Ok(info)
 }
 
-/// Makes the directory itself, durably.
+/// Creates the root's own directory, durably.
 pub fn make_control(root: &dyn Dir) -> Result<()> {
     let mut made = false;
     for name in [CONTROL.to_owned(), control(METRICS)] {
@@ -153,8 +151,8 @@ pub fn make_control(root: &dyn Dir) -> Result<()> {
     Ok(())
 }
 
-/// Takes the writer's lock. `None`: this file system has none, and the caller may take the root
-/// over once the last writer has been silent ([`crate::writer_heartbeat`]).
+/// Takes the writer's lock. `None` if this file system has no locks and `take_over` is set: then
+/// the caller waits for the silence of other writers ([`crate::writer_heartbeat`]).
 pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
     let mut tries = LOCK_TRIES;
     loop {
@@ -176,23 +174,23 @@ pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
     }
 }
 
-/// The current writer, from the epoch file.
+/// Reads the current writer from the epoch file.
 pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
     match root.read_file(&control(EPOCH), MAX_EPOCH_BYTES) {
-        // A torn epoch cannot be: it is replaced whole. One that people have edited counts as none.
+        // The file is replaced whole, so it is never torn. An invalid, edited one is ignored.
         Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
         Err(error) if error.is_not_found() => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// The other writer that has taken the root over from this session, if any. Checked before every
-/// rename: without locks, this fence keeps an older writer out.
+/// Returns the other writer that has taken the root over from this session, if any. Checked before
+/// every rename: without locks, this fence blocks an older writer.
 pub fn other_writer(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
     Ok(read_epoch(root)?.filter(|epoch| epoch.session != session).map(|epoch| epoch.owner))
 }
 
-/// Becomes the current writer: older ones see it before their next rename.
+/// Becomes the current writer. Older writers see it before their next rename.
 pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<Epoch> {
     let last = read_epoch(root)?.map_or(0, |epoch| epoch.epoch);
     let epoch = Epoch { epoch: last.saturating_add(1), session: session.to_owned(), owner: owner() };
@@ -200,7 +198,7 @@ pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<Epoch> {
     Ok(epoch)
 }
 
-/// This process, for people.
+/// Describes this process, for messages.
 pub(crate) fn owner() -> String {
     format!("process {} on {}", std::process::id(), stepwell_core::sys::host_name())
 }
@@ -213,7 +211,7 @@ fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> 
     Ok(())
 }
 
-/// Opens a root: made durably where it is missing and `create` says so.
+/// Opens a root. With `create`, creates a missing one durably.
 pub fn open(environment: &Environment, path: &Path, create: bool) -> Result<Arc<dyn Dir>> {
     Ok(if create { environment.disk.create_dir_all(path)? } else { environment.disk.open_dir(path)? })
 }

@@ -1,8 +1,8 @@
 //! Copies of checkpoints, or of some of their items: byte for byte, verified, and published by one
 //! rename.
 //!
-//! A copy is written into a temporary beside its path, as a save is. Its files, its directories and
-//! its manifest are durable, and every checksum of it was compared, before it gets its name.
+//! A copy is written into a temporary beside its path, as a save is. Before it gets its name, it is
+//! durable, and every checksum of it was verified.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -20,7 +20,8 @@ use crate::error::{Error, Result};
 use crate::lease::{OwnedTemporary, own_temporary};
 use crate::{retention, singular};
 
-/// Bytes that are done and bytes in all, of writing and verifying; `false` stops the copy.
+/// Called with the bytes done and the total, of writing and verifying. Returns false to stop the
+/// copy.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
 /// The part of a checkpoint that a copy takes over. The default is all of it.
@@ -90,7 +91,7 @@ pub(crate) fn into(
     }
     let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
     let temporary = directory_layout::temporary(label, &environment.hex_id(), 0);
-    // Its held lease says that its writer lives, and becomes that of the copy.
+    // Its held lease shows that its writer is alive, and becomes the lease of the copy.
     let OwnedTemporary { dir, life } = own_temporary(&**parent, &temporary, false)?;
     let written = write(source, &manifest, &dir, progress)
         .and_then(|()| verify(parent, &temporary, environment, source, progress))
@@ -108,12 +109,12 @@ pub(crate) fn into(
     written
 }
 
-/// The bytes of a copy.
+/// Returns the bytes of a copy.
 fn total(manifest: &Manifest) -> u64 {
     stored_files(&manifest.files).iter().map(|(_, length)| length).sum()
 }
 
-/// Writes all files and makes them durable, the manifest last.
+/// Writes all files durably, the manifest last.
 fn write(source: &Checkpoint, manifest: &Manifest, dir: &Arc<dyn Dir>, progress: Progress<'_>) -> Result<()> {
     let indexes = manifest.items.iter().map(|item| item.index.path.as_str());
     let files = stored_files(&manifest.files).into_iter().map(|(path, _)| path);
@@ -142,7 +143,7 @@ fn write(source: &Checkpoint, manifest: &Manifest, dir: &Arc<dyn Dir>, progress:
     Ok(dir.sync()?)
 }
 
-/// Compares every checksum of the copy.
+/// Verifies every checksum of the copy.
 fn verify(
     parent: &Arc<dyn Dir>,
     temporary: &str,

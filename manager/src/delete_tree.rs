@@ -1,18 +1,18 @@
-//! Deletes a directory tree.
+//! The deletion of a directory tree.
 
 use stepwell_core::io::{Dir, EntryKind};
 
 use crate::directory_layout::LEASE;
 
-/// Directories nest no deeper in anything that we made; a deeper foreign tree is left alone.
+/// The deepest nesting. Steps are less deep, and a deeper foreign tree is not deleted.
 const MAX_DEPTH: usize = 64;
 
-/// Deletes a directory and all in it, at once. A missing one is ENOENT.
+/// Deletes a directory with its content. A missing one is ENOENT.
 pub fn delete_tree(parent: &dyn Dir, name: &str) -> stepwell_core::Result<()> {
     delete(parent, name, &mut || true).map(drop)
 }
 
-/// The same, as long as `go_on` says so. `Ok(false)`: it was stopped.
+/// [`delete_tree`] until `go_on` returns false. `Ok(false)`: it was stopped.
 pub(crate) fn delete(
     parent: &dyn Dir,
     name: &str,
@@ -46,7 +46,7 @@ fn delete_at(
         if entry.kind == EntryKind::Dir {
             match delete_at(&*dir, &entry.name, go_on, depth + 1) {
                 Ok(true) => {}
-                // Another process deletes the same.
+                // Another process deletes it too.
                 Err(error) if error.is_not_found() => {}
                 stopped => return stopped,
             }
@@ -58,7 +58,7 @@ fn delete_at(
     Ok(true)
 }
 
-/// A missing file is as good as a removed one.
+/// Ignores that a file is missing.
 pub(crate) fn ignore_missing(result: stepwell_core::Result<()>) -> stepwell_core::Result<()> {
     match result {
         Err(error) if error.is_not_found() => Ok(()),

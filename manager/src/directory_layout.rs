@@ -1,29 +1,29 @@
 //! Every name in a root, in one place. Pure.
 //!
-//! Temporary, trash, quarantine and branch names are siblings of the steps on purpose: commit,
-//! retirement, quarantine and rewinding are then one rename inside **one** directory each. (A
-//! rename between two directories may, after a crash, leave one inode under both parents or under
-//! neither.) All start with a dot, so none can be a step's name.
+//! Temporary, trash, quarantine and branch names are siblings of the steps. So commit, retirement,
+//! quarantine and rewind are each one rename inside **one** directory. (After a crash, a rename
+//! between two directories may leave an inode under both parents, or under neither.) All of them
+//! start with a dot, so none can be a step's name.
 
 /// The commit record of a step.
 pub const MANIFEST: &str = "manifest.json";
 /// The temporary name of a thinned step's new manifest.
 pub const MANIFEST_NEW: &str = ".manifest.json.new";
-/// Readers hold a shared lock on this file of a step.
+/// The file of a step on which readers hold a shared lock.
 pub const LEASE: &str = ".lease";
 /// The index of an item, below the item's directory.
 pub const INDEX: &str = "index";
 /// The directory for files of the root itself.
 pub const CONTROL: &str = ".stepwell";
-/// Format version, root id, step-name pattern, the user's root metadata.
+/// The file with format version, root id, step-name pattern, and the user's root metadata.
 pub const ROOT_JSON: &str = "root.json";
 /// The writer's lock.
 pub const LOCK: &str = "lock";
-/// The fence: which writer is the current one.
+/// The fence: the file that names the current writer.
 pub const EPOCH: &str = "epoch";
-/// Signs of life of the writers of a root without locks: one file each, named by the session.
+/// The prefix of the heartbeat file of a writer without locks. The session follows it.
 pub const HEARTBEAT_PREFIX: &str = "beat-";
-/// Sidecars of metrics that came after the commit, keyed by attempt.
+/// The directory of later metrics, keyed by attempt.
 pub const METRICS: &str = "metrics";
 
 const TEMPORARY_PREFIX: &str = ".tmp-";
@@ -31,22 +31,22 @@ const GIVEN_UP_PREFIX: &str = ".given-up-";
 const TRASH_PREFIX: &str = ".trash-";
 const QUARANTINE_PREFIX: &str = ".quarantine-";
 const BRANCH_PREFIX: &str = ".branch-";
-/// Bytes of a label inside a generated name: such a name stays below 255 whatever was labelled.
+/// The longest label in a generated name, in bytes. Such a name always stays below 255.
 const MAX_LABEL_BYTES: usize = 128;
 
-/// A name of ours in a root, taken apart.
+/// A parsed name of a root's own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OwnName {
-    /// A save in flight, or what a crashed one left.
+    /// The temporary of a save in progress, or of a crashed one.
     Temporary {
         /// The step's padded number, or the name of a singular checkpoint.
         label: String,
-        /// The session that made it: 32 hex digits.
+        /// The session of the save: 32 hex digits.
         session: String,
         /// The save's number within its session.
         counter: u64,
     },
-    /// A rank has given up on its leader in a save, which can be no step any more.
+    /// The mark that a rank gave up on its leader in a save.
     GivenUp {
         /// The step's padded number, or the name of a singular checkpoint.
         label: String,
@@ -55,13 +55,12 @@ pub enum OwnName {
     },
     /// Something on its way out.
     Trash {
-        /// The step's padded number, or the name of a singular checkpoint (its beginning, where it
-        /// is long).
+        /// The step's padded number, or the (perhaps shortened) name of a singular checkpoint.
         label: String,
     },
     /// A directory that had a step's name and was none.
     Quarantine {
-        /// That name (its beginning, where it is long).
+        /// That name, perhaps shortened.
         label: String,
     },
     /// A step that `rewind` set aside.
@@ -75,35 +74,35 @@ pub enum OwnName {
     Control,
 }
 
-/// The label of a step in generated names.
+/// Returns the label of a step in generated names.
 pub fn label(step: u64) -> String {
     format!("{step:08}")
 }
 
-/// The label of a singular checkpoint in generated names: never one of a step's, since in a root
-/// whose writer is gone those are dead, and these may live.
+/// Returns the label of a singular checkpoint in generated names. It differs from all labels of
+/// steps: a root's new writer removes temporaries of steps, but a save to a path may still be
+/// alive.
 pub fn label_of_path(name: &str) -> String {
     if is_step_label(name) { format!("_{name}") } else { name.to_owned() }
 }
 
-/// True if a label is a step's: that of a save which its root's lock speaks for.
+/// True if a label is a step's, whose save the root's lock protects.
 pub fn is_step_label(text: &str) -> bool {
     text.parse().is_ok_and(|step| label(step) == text)
 }
 
-/// A save in flight. Every rank derives it itself from the attempt.
+/// Returns the temporary name of a save. Every rank derives the same name.
 pub fn temporary(label: &str, session: &str, counter: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
-/// Marks a save of several ranks in which a rank has given up on the leader: later participants
-/// leave it. Every rank derives the name itself.
+/// Returns the name of the mark of a given-up save of several ranks. Every rank derives the same
+/// name.
 pub fn given_up(label: &str, session: &str, counter: u64) -> String {
     format!("{GIVEN_UP_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
-/// Something on its way out; `unique` makes that two steps of one number are both kept until they
-/// are deleted.
+/// Returns a trash name. `unique` keeps two retired steps of one number apart.
 pub fn trash(label: &str, unique: u128) -> String {
     format!("{TRASH_PREFIX}{}-{unique:032x}", shortened(label))
 }
@@ -118,7 +117,7 @@ pub fn branch(branch: &str, step_name: &str) -> String {
     format!("{BRANCH_PREFIX}{branch}.{step_name}")
 }
 
-/// True if a branch may have that name.
+/// True if the name is valid for a branch.
 pub fn is_branch_name(name: &str) -> bool {
     !name.is_empty()
         && name.len() <= MAX_LABEL_BYTES
@@ -130,12 +129,12 @@ pub fn is_label_of(label: &str, name: &str) -> bool {
     label == shortened(&label_of_path(name))
 }
 
-/// A path in the root's own directory.
+/// Returns a path in the root's own directory.
 pub fn control(name: &str) -> String {
     format!("{CONTROL}/{name}")
 }
 
-/// Parses a name of ours. `None` for steps and foreign names.
+/// Parses a generated name. `None` for steps and foreign names.
 pub fn parse(name: &str) -> Option<OwnName> {
     if name == CONTROL {
         return Some(OwnName::Control);
@@ -168,8 +167,8 @@ fn of_a_save(rest: &str) -> Option<(String, String, u64)> {
     Some((parts.next()?.to_owned(), session.to_owned(), counter))
 }
 
-/// True if this is an identity as we draw them: only a name that ends in one is ours, and what is
-/// ours is deleted. Somebody's `.trash-old` is not.
+/// True for a generated identity. Only names that end in one are deleted: a user's `.trash-old` is
+/// not.
 fn is_unique(text: &str) -> bool {
     text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }

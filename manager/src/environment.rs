@@ -1,5 +1,5 @@
-//! The environment of a manager: disk, clock, randomness, other ranks, staging memory. Injected, so
-//! that the product and the simulators run the same code.
+//! The environment of a manager: disk, clock, randomness, other ranks, staging memory. It is
+//! injected, so that the product and the simulators run the same code.
 
 use std::hash::{BuildHasher, Hasher};
 use std::path::Path;
@@ -12,26 +12,26 @@ use stepwell_core::staging::StagingPool;
 use crate::coordination::{Coordinator, SingleProcess};
 use crate::error::Result;
 
-/// Time. Steps are ordered by their number, never by time; time is for records, for policies that
-/// name seconds, and for deadlines.
+/// A clock. Steps are ordered by number, never by time. Time is for records, for policies in
+/// seconds, and for deadlines.
 pub trait Clock: Send + Sync {
-    /// Wall-clock time: nanoseconds since 1970.
+    /// Returns the wall-clock time in nanoseconds since 1970.
     fn unix_ns(&self) -> i64;
-    /// A clock that never goes back.
+    /// Returns a time that never goes back.
     fn monotonic(&self) -> Duration;
-    /// Lets so much time pass.
+    /// Waits for that time.
     fn pause(&self, how_long: Duration) {
         std::thread::sleep(how_long);
     }
 }
 
-/// Randomness: for identities, never for secrets.
+/// A source of random numbers for identities, never for secrets.
 pub trait Rng: Send + Sync {
-    /// A number that nobody else will ever draw.
+    /// Returns a unique number.
     fn next_u128(&self) -> u128;
 }
 
-/// The injected world of a manager.
+/// The environment of a manager.
 #[derive(Clone)]
 pub struct Environment {
     /// Files and directories.
@@ -42,19 +42,18 @@ pub struct Environment {
     pub rng: Arc<dyn Rng>,
     /// The other ranks.
     pub coordinator: Arc<dyn Coordinator>,
-    /// Staging memory; `None`: that of the process, which every manager shares. A ring of its own
-    /// may have slots of another size.
+    /// The staging memory. `None`: that of the process, which all managers share.
     pub staging: Option<Arc<StagingPool>>,
 }
 
 impl Environment {
-    /// The real world of one process: the engine that suits the directory (or its nearest ancestor
-    /// that exists).
+    /// The environment of one process on a real disk, with an engine for the directory, or for its
+    /// nearest existing ancestor.
     pub fn real(path: &Path, engine: Engine) -> Result<Self> {
         Ok(Self::single_process(open_disk(path, engine)?))
     }
 
-    /// The real clock and randomness, one process, over a given disk.
+    /// The environment of one process with the system's clock and randomness, over a given disk.
     pub fn single_process(disk: Arc<dyn Disk>) -> Self {
         Self {
             disk,
@@ -65,12 +64,12 @@ impl Environment {
         }
     }
 
-    /// The staging memory that saves go through.
+    /// Returns the staging memory.
     pub(crate) fn pool(&self) -> Arc<StagingPool> {
         self.staging.clone().unwrap_or_else(StagingPool::shared)
     }
 
-    /// A new identity as 32 hex digits.
+    /// Returns a new identity as 32 hex digits.
     pub(crate) fn hex_id(&self) -> String {
         format!("{:032x}", self.rng.next_u128())
     }
@@ -108,7 +107,8 @@ impl Rng for SystemRng {
         if let Ok(number) = stepwell_core::sys::random() {
             return number;
         }
-        // A sandbox without /dev: the standard library's hash keys are seeded by getrandom(2).
+        // In a sandbox without /dev, use the standard library's hash keys, which getrandom(2)
+        // seeds.
         let half = || {
             let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
             hasher.write_u32(std::process::id());

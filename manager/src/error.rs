@@ -65,7 +65,7 @@ pub enum Error {
         /// The newest step below that of the save.
         rewind_to: Option<u64>,
     },
-    /// The save failed. Nothing of it is visible. `source` has the errno.
+    /// The save failed, and left nothing visible. `source` has the errno.
     #[error("saving step {step} failed, nothing of it is visible: {source}")]
     SaveFailed {
         /// The step.
@@ -122,7 +122,7 @@ pub enum Error {
         /// Their timeout, in seconds.
         seconds: f64,
     },
-    /// The ranks' layouts of a tensor contradict each other. Nothing of the save is visible.
+    /// The ranks' layouts of a tensor contradict each other. The save left nothing visible.
     #[error("leaf `{leaf}`: {what}; the step was not committed on any rank")]
     Layout {
         /// The rendered leaf path.

@@ -1,11 +1,11 @@
-//! Panics on the engine's own threads. Others wait for what these threads do, so none may end by a
-//! panic: it becomes an error that says whose defect it is.
+//! A guard against panics on the engine's own threads. Other threads wait for them, so a panic
+//! becomes an error.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use stepwell_core::{Error, Result};
 
-/// Runs something; a panic becomes an error that names `who`.
+/// Runs a function. A panic becomes an error that names `who`.
 pub(crate) fn guarded<T>(who: &str, run: impl FnOnce() -> T) -> Result<T> {
     // Its unfinished changes are behind locks that ignore poisoning.
     catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {

@@ -1,8 +1,8 @@
-//! Leases: what a reader holds so that nobody deletes or thins the step under it.
+//! Leases: a reader holds one so that no writer deletes or thins its step.
 //!
-//! A lease is a shared lock on the step's `.lease`, opened read-only, taken below the *opened
-//! directory*. After locking, the reader looks whether that directory is still the one under the
-//! step's name: if it was retired meanwhile, the lock is on trash. It dies with its process.
+//! A lease is a shared lock on the step's `.lease`, taken below the *opened directory*. After that,
+//! the reader checks that the step's name still leads to that directory: otherwise the lock is on
+//! trash. It ends with its process.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,29 +12,28 @@ use stepwell_core::io::{Dir, Lock, LockKind};
 use crate::directory_layout::{LEASE, MANIFEST};
 use crate::error::{Error, Result};
 
-/// How often a step that is replaced while it is opened is looked up again.
+/// The most tries for a step that is replaced while it is opened.
 const LEASE_TRIES: usize = 8;
-/// Between two looks at a lease that someone holds exclusively while the step stands: a thinning,
-/// which takes milliseconds.
+/// The poll interval for a lease that a thinning holds exclusively, for milliseconds.
 const LEASE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How often a temporary is made that others take for a dead one's.
+/// The most tries for a temporary that other processes remove as a dead writer's.
 const TEMPORARY_TRIES: usize = 100;
 
-/// A held lease. Dropping it gives the step free.
+/// A held lease. Dropping it releases the step.
 pub struct Lease {
     lock: Option<Box<dyn Lock>>,
 }
 
 impl Lease {
-    /// True if it protects: a file system without locks, or a step whose `.lease` is missing, gives
-    /// one that does not.
+    /// True if it protects the step. On a file system without locks, or if `.lease` is missing, it
+    /// does not.
     pub fn protects(&self) -> bool {
         self.lock.is_some()
     }
 }
 
-/// Opens `parent/name` and leases it. `None`: no such directory.
+/// Opens and leases `parent/name`. `None` if it does not exist.
 pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
     let start = Instant::now();
     'looks: for _ in 0..LEASE_TRIES {
@@ -47,7 +46,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option
         let lock = loop {
             match dir.try_lock(LEASE, LockKind::Shared, false) {
                 Ok(Some(lock)) => break Some(lock),
-                // Retired meanwhile: who has locked it there keeps it for as long as they like.
+                // It was retired, and its lock may be held for long: look the step up again.
                 Ok(None) if parent.stat(name)?.map(|stat| stat.id) != Some(dir.id()?) => continue 'looks,
                 Ok(None) if start.elapsed() < timeout => std::thread::sleep(LEASE_POLL_INTERVAL),
                 Ok(None) => {
@@ -68,7 +67,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option
         };
         match parent.stat(name)? {
             Some(stat) if stat.id == dir.id()? => {
-                // An invalid step has no lease either. Opening it reports the error.
+                // An invalid step has no lease either. Its opening reports the error.
                 if let Some(error) = refused
                     && dir.stat(MANIFEST)?.is_some()
                 {
@@ -79,7 +78,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option
                 }
                 return Ok(Some((dir, Lease { lock })));
             }
-            // Replaced or retired between opening and locking: look again.
+            // It was replaced or retired between opening and locking: try again.
             Some(_) => {}
             None => return Ok(None),
         }
@@ -87,23 +86,23 @@ pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option
     Err(Error::StepGone { path: parent.path().join(name), what: "the step".to_owned() })
 }
 
-/// A temporary, and what says that its owner lives.
+/// A temporary and its lease.
 pub struct OwnedTemporary {
     /// The directory.
     pub dir: Arc<dyn Dir>,
-    /// Its held lease; `None` where there are no locks.
+    /// Its held lease. `None` without locks.
     pub life: Option<Box<dyn Lock>>,
 }
 
-/// Creates a temporary whose held lease shows that its owner lives, for temporaries outside of the
-/// root's lock. Without locks the lease shows nothing. `shared`: another rank may have created it.
+/// Creates a temporary whose held lease shows that its owner is alive, for temporaries that no
+/// root's lock protects. `shared`: another rank may have created it.
 pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_core::Result<OwnedTemporary> {
     let mut tries = TEMPORARY_TRIES;
     loop {
         tries -= 1;
         let dir = match parent.create_dir(name) {
-            // Another rank created it; or this call did, and a process that took it for a dead
-            // one's has not removed it yet.
+            // Another rank created it. Or this call did, and a process that will remove it as a
+            // dead writer's has not done so yet.
             Err(error) if error.already_exists() && (shared || tries < TEMPORARY_TRIES - 1) => {
                 parent.open_dir(name)
             }
@@ -113,14 +112,14 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
             Err(error) if error.is_not_found() && tries > 0 => continue,
             dir => dir?,
         };
-        // A shared lock, so that readers need not wait right after the rename.
+        // Take a shared lock, so that readers need not wait right after the rename.
         let lock = match dir.try_lock(LEASE, LockKind::Shared, true) {
             Ok(lock) => lock,
             Err(error) if error.is_without_locks() => return Ok(OwnedTemporary { dir, life: None }),
-            // Taken for a dead one's in the moment before it was locked.
+            // Another process removed it before it was locked.
             Err(error) if error.is_not_found() && tries > 0 => continue,
             Err(error) => {
-                // A retry would report that it exists.
+                // Otherwise a retry would find it.
                 if !shared && let Err(error) = parent.remove_dir(name) {
                     tracing::warn!(%error, "a temporary that could not be locked could not be removed either");
                 }

@@ -1,9 +1,9 @@
-//! Metrics that come after a commit (an evaluator's): sidecars in the root's own directory, keyed
-//! by attempt.
+//! Metrics that come after a commit, from an evaluator: sidecar files in the root's own directory,
+//! keyed by attempt.
 //!
-//! One call writes one file, under a name that nobody else draws, first under a dotted name and
-//! then renamed: so an evaluator needs no lock, and never meets the trainer. Sidecars never change;
-//! they are read once. Of several values for one name the last written wins.
+//! Each call writes one file with a unique name, by a rename. So an evaluator needs no lock, and
+//! never conflicts with the trainer. Sidecars never change, and are read once. Of several values
+//! for one name, the last written wins.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -28,8 +28,7 @@ struct Sidecar {
     metrics: BTreeMap<String, MetricNumber>,
 }
 
-/// Writes a metrics file for a committed step. Refuses unreadable content before it writes: metrics
-/// and their names have the limits of a manifest's.
+/// Writes a sidecar for a committed step. Refuses metrics that exceed the limits of a manifest's.
 pub fn add(
     root: &dyn Dir,
     attempt: &Attempt,
@@ -62,10 +61,10 @@ fn limit(what: &str, found: u64, limit: u64) -> stepwell_core::Result<()> {
     Ok(())
 }
 
-/// The metrics that came later, by attempt.
+/// Later metrics, by attempt.
 pub type Later = HashMap<Attempt, BTreeMap<String, f64>>;
 
-/// Reads sidecars, and remembers them: what is there already costs a name's look.
+/// Reads and caches sidecars. A known one costs only its entry in a listing.
 #[derive(Debug, Default)]
 pub struct Sidecars {
     read: Mutex<KnownSidecars>,
@@ -73,16 +72,16 @@ pub struct Sidecars {
 
 #[derive(Debug, Default)]
 struct KnownSidecars {
-    /// The files that were looked at, those among them that are no sidecars too.
+    /// The known files, including invalid ones.
     files: HashSet<String>,
-    /// The sidecars of each attempt, by time and name.
+    /// The sidecars of each attempt, sorted by time and name.
     sidecars: HashMap<Attempt, Vec<(i64, String, Sidecar)>>,
     later: Arc<Later>,
 }
 
 impl Sidecars {
-    /// The metrics that came later. A disk that does not answer ends it: without a metric the best
-    /// step would look like one that has none, and retention would take it.
+    /// Returns all later metrics. Fails on a disk error: the best step would otherwise seem to have
+    /// no metric, and retention would delete it.
     pub fn all(&self, root: &dyn Dir) -> Result<Arc<Later>> {
         let dir = match root.open_dir(&control(METRICS)) {
             Ok(dir) => dir,
@@ -102,7 +101,7 @@ impl Sidecars {
             let Some(attempt) = attempt_of(&entry.name) else { continue };
             match parse(&*dir, &entry.name) {
                 Ok(sidecar) => read.add(attempt, &entry.name, sidecar),
-                // Removed with its step, between the listing and now.
+                // It was removed with its step, since the listing.
                 Err(error) if error.is_gone() && dir.stat(&entry.name)?.is_none() => continue,
                 Err(error) if is_not_a_step(&error) => {
                     tracing::warn!(file = %entry.name, %error, "what is no sidecar of metrics is left out");
@@ -114,8 +113,8 @@ impl Sidecars {
         Ok(Arc::clone(&read.later))
     }
 
-    /// Removes the sidecars of steps that were deleted. Failing to is no error: they say nothing of
-    /// any step that is there.
+    /// Removes the sidecars of deleted steps. A failure is no error, since they concern no existing
+    /// step.
     pub fn remove(&self, root: &dyn Dir, attempts: &[Attempt]) {
         if attempts.is_empty() {
             return;
@@ -161,12 +160,12 @@ fn merged(sidecars: &[(i64, String, Sidecar)]) -> BTreeMap<String, f64> {
     values.map(|(name, &value)| (name.clone(), f64::from(value))).collect()
 }
 
-/// Removes, at a writer's open, the sidecars of attempts that are nowhere in the root any more
-/// (deleted by hand, or retired by a writer that died before it came to them), half-written ones
-/// among them. Kept is whatever may still belong to something: to a step, to one in a branch or in
-/// quarantine, and, where a manifest there cannot be read, whatever is of that number; also what
-/// has a step's name by `recorded` alone, the root's pattern up to now. Gives how many went; an
-/// error leaves the rest for the next writer.
+/// Removes, when a writer opens the root, sidecars of attempts that are no longer in the root, and
+/// half-written ones. Such steps were deleted by hand, or retired by a writer that died before it
+/// removed the sidecars. It keeps the sidecars of steps, branches and quarantined directories. If a
+/// manifest there is unreadable, it keeps all sidecars of that number. `recorded` is the root's
+/// former pattern of names. Returns the number of removed files. After an error, the next writer
+/// removes the rest.
 pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listing) -> Result<usize> {
     let dir = match root.open_dir(&control(METRICS)) {
         Ok(dir) => dir,
@@ -186,7 +185,7 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &
         if alive.attempts.contains(&attempt) {
             continue;
         }
-        // If all manifests are readable, the number adds nothing.
+        // If all manifests are readable, the numbers are not needed.
         if !alive.numbers.is_empty()
             && parse(&*dir, &name).map_or(true, |found| alive.numbers.contains(&found.step))
         {
@@ -198,15 +197,16 @@ pub fn reclaim(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &
     Ok(removed)
 }
 
-/// The possible owners of metrics files.
+/// The possible owners of sidecars.
 #[derive(Default)]
 struct Alive {
     attempts: HashSet<Attempt>,
-    /// Numbers of what cannot be read.
+    /// The numbers of unreadable steps.
     numbers: HashSet<u64>,
 }
 
-/// `None`: something cannot be read, and nobody knows its number.
+/// Returns the possible owners of sidecars. `None` if a directory is unreadable and its number
+/// unknown.
 fn alive(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listing) -> Result<Option<Alive>> {
     let number = |name: &str| names.parse(name).or_else(|| recorded.parse(name));
     let mut alive = Alive::default();
@@ -232,7 +232,7 @@ fn alive(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listin
         match (read_manifest(root, &name), number) {
             (Ok(manifest), _) => drop(alive.attempts.insert(manifest.attempt)),
             (Err(error), _) if !error.is_gone() && !is_not_a_step(&error) => return Err(error.into()),
-            // Damaged, or without a manifest, as while it is being copied.
+            // It is damaged, or has no manifest yet, as during a copy.
             (Err(_), Some(number)) => drop(alive.numbers.insert(number)),
             (Err(error), None) if error.is_gone() => {}
             (Err(_), None) => return Ok(None),

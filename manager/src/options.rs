@@ -1,4 +1,4 @@
-//! The options of a manager. Every option is typed; none switches another off.
+//! The options of a manager. No option disables another one.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub enum WritersPer {
     /// On each machine.
     #[default]
     Node,
-    /// On each socket of a machine, for ranks that are bound to one.
+    /// On each socket of a machine, for ranks that are bound to a socket.
     Socket,
 }
 
@@ -29,97 +29,96 @@ pub enum FilesPer {
     /// Each rank.
     #[default]
     Rank,
-    /// Each machine: its ranks write side by side.
+    /// Each machine: its ranks write into one file.
     Node,
 }
 
-/// See [`Options::default`] for the defaults: every call saves, nothing is deleted. The bindings
-/// pass them as JSON; there, times are seconds.
+/// The options of a manager. By default every call saves, and nothing is deleted. In JSON, times
+/// are in seconds.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a flag of its own; no two exclude each other")]
 pub struct Options {
-    /// Which calls of `save` write.
+    /// The calls of `save` that write.
     pub save_policy: SavePolicy,
-    /// Which steps stay.
+    /// The steps that stay.
     pub retention: Retention,
-    /// How steps are named; `None`: as the root says, or `step_` with eight digits.
+    /// The pattern of step names. `None`: the root's, or `step_` with eight digits.
     pub step_name: Option<StepName>,
-    /// Bytes of staging memory; `None`: what the states need, up to a quarter of the free memory.
+    /// Bytes of staging memory. `None`: as much as the states need, up to a quarter of the free
+    /// memory.
     pub staging_bytes: Option<u64>,
-    /// Saves that may wait beside the one that is being written.
+    /// The number of saves that may wait beside the one that is being written.
     pub max_pending: usize,
-    /// Write nothing at all.
+    /// True for a manager that writes nothing.
     pub read_only: bool,
-    /// Make the root where it is missing.
+    /// True to create a missing root.
     pub create: bool,
-    /// On a file system without locks: become the writer, once no other has given a sign of life
-    /// for `silence`.
+    /// True to become the writer on a file system without locks, once no other writer has sent a
+    /// heartbeat for `silence`.
     pub take_over: bool,
-    /// How long a writer that did not end by itself must have been silent before its root is taken
-    /// over; only where there are no locks.
+    /// The time without a heartbeat after which the root of a writer that did not close may be
+    /// taken over. Only used without locks.
     #[serde(deserialize_with = "seconds")]
     pub silence: Duration,
-    /// How long retention waits for a reader's lease before it removes a step from the listing.
-    /// Without locks there are no leases: the files of a retired step then stay for this time.
+    /// The longest wait of retention for a reader's lease, before it retires the step. Without
+    /// locks, the files of a retired step stay for this time.
     #[serde(deserialize_with = "seconds")]
     pub grace: Duration,
-    /// Files of so many bytes of the last retired step are written over by the next save; `None`:
-    /// all are deleted.
+    /// The next save overwrites files of the last retired step that have at least so many bytes.
+    /// `None`: all are deleted.
     pub overwrite_from_bytes: Option<u64>,
-    /// Retention verifies the newest step before it deletes or thins older ones. A damaged step
-    /// does not count. Costs a read of each step by the leader, after its commit.
+    /// True to verify the newest step before older ones are deleted or thinned. A damaged step does
+    /// not count. The leader then reads each step after its commit.
     pub verify_before_retiring: bool,
     /// The effect of a background failure that nobody has seen.
     pub on_save_error: OnSaveError,
-    /// Bytes of a chunk, about.
+    /// The approximate size of a chunk in bytes.
     pub chunk_bytes: u64,
-    /// Rows of chunks stay at least so long, in bytes.
+    /// The minimal length of a chunk's rows in bytes.
     pub min_row_bytes: u64,
-    /// Bytes of a block: the unit of checksums and of reading.
+    /// The size of a block in bytes: the unit of checksums and reads.
     pub block_bytes: u64,
-    /// At most so many ranks of each node, or socket, write what others hold too; `None`: all of
-    /// them.
+    /// The most ranks of a node, or socket, that write replicated data. `None`: all of them.
     pub writers: Option<u32>,
     /// The scope of `writers`.
     pub writers_per: WritersPer,
-    /// Into how many files the ranks write.
+    /// The owner of a data file: a rank or a machine.
     pub files_per: FilesPer,
-    /// True if replicas that layouts declare are compared, by samples; what is simply there on
-    /// several ranks always is.
+    /// True to compare samples of replicas that layouts declare. Plain leaves of several ranks are
+    /// always compared.
     pub compare_replicas: bool,
-    /// Threads that capture; `None`: a few.
+    /// The number of capture threads. `None`: a few.
     pub capture_threads: Option<usize>,
-    /// Reads or writes in flight; `None`: 16 writes, and as many reads as [`LoadOptions`] has by
-    /// default.
+    /// The reads or writes in flight. `None`: 16 writes, and the reads of [`LoadOptions::default`].
     pub queue_depth: Option<usize>,
-    /// How long nothing may happen before a wait gives up.
+    /// The longest time without progress before a wait fails.
     #[serde(deserialize_with = "seconds")]
     pub stall_timeout: Duration,
-    /// For debugging: reads everything that is captured behind a call twice, first while the caller
-    /// waits, and fails a save of which something was changed in between.
+    /// For debugging: reads all late captures twice, first while the caller waits. A save fails if
+    /// a leaf has changed in between.
     pub detect_torn: bool,
-    /// The user's metadata of the root; the first writer's stays.
+    /// The user's metadata of the root. The first writer's stays.
     pub root_metadata: serde_json::Value,
 }
 
 /// See [`Options::queue_depth`].
 const WRITES_IN_FLIGHT: usize = 16;
 
-/// Nothing waits for longer than 31 years: sums of timeouts stay within every clock.
+/// The largest timeout, 31 years. Sums of timeouts then fit every clock.
 const MAX_STALL_TIMEOUT: Duration = Duration::from_secs(1_000_000_000);
 
-/// A writer gives several signs of life in it, each of which is synced.
+/// The smallest silence: a writer sends several heartbeats in it, each with a sync.
 const MIN_SILENCE: Duration = Duration::from_millis(60);
 
 /// The effect of a background failure that nobody has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnSaveError {
-    /// It raises once, at the next call that can.
+    /// The next call raises it, once.
     #[default]
     Raise,
-    /// It is logged, and training goes on.
+    /// It is logged.
     Warn,
 }
 
@@ -160,14 +159,13 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Writes in flight.
+    /// Returns the number of writes in flight.
     pub(crate) fn write_depth(&self) -> usize {
         self.queue_depth.unwrap_or(WRITES_IN_FLIGHT)
     }
 
-    /// How checkpoints are read; `shares`: whether other ranks do so on this machine. Then half of
-    /// the buffers keep its disks as busy, and are half of the memory that a restore has to touch
-    /// first.
+    /// Returns the options for reads. `shares`: other ranks read on this machine too. Then half of
+    /// the buffers keep its disks as busy, and take half of the memory.
     pub fn load_options(&self, shares: bool) -> LoadOptions {
         let mut ours = LoadOptions::default();
         if shares {
@@ -180,7 +178,7 @@ impl Options {
         }
     }
 
-    /// Refuses what can never work.
+    /// Refuses options that can never work.
     pub fn check(&self) -> Result<()> {
         self.save_policy.check()?;
         self.retention.check()?;
@@ -196,7 +194,7 @@ impl Options {
         if let (Some(bytes), Some(there)) = (self.staging_bytes, total_memory())
             && bytes > there
         {
-            // The ring is faulted in whole: the system would end the process for it.
+            // The ring is faulted in whole: the system would kill the process.
             return Err(Error::Invalid(format!(
                 "staging_bytes={bytes} is more memory than this machine has ({there} bytes); pass less, or leave the size to stepwell"
             )));

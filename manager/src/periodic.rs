@@ -1,4 +1,4 @@
-//! A thread that does something every now and then until it is stopped.
+//! A thread that does its work periodically, until it is stopped.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use stepwell_core::sys::spawn;
 
-/// See the module documentation. Dropping it tells the thread to end. It waits for nothing, since a
-/// forked child has this value without the thread.
+/// A periodic thread. A drop ends the thread without a wait, since a forked child has this value
+/// without the thread.
 pub(crate) struct Periodic {
     stop: Arc<(Mutex<bool>, Condvar)>,
     thread: Option<JoinHandle<()>>,
@@ -34,8 +34,7 @@ impl Periodic {
         Ok(Self { stop, thread: Some(thread) })
     }
 
-    /// Ends the thread, and waits for that: not for longer than a second, as the kernel may not
-    /// return from what it does.
+    /// Ends the thread. Waits for its end for a second at most, as it may hang in the kernel.
     pub(crate) fn stop(mut self) {
         *self.stop.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.stop.1.notify_all();

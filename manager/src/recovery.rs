@@ -1,13 +1,13 @@
-//! Opening a root as its writer: what a crash may have left is settled, under the lock. Idempotent,
-//! and safe to be killed at any point.
+//! Recovery: a new writer cleans up after a crash, under the lock. It is idempotent, and safe to
+//! kill at any point.
 //!
-//! 1. fsync the root: what is visible is durable before anything is concluded from it;
-//! 2. take the epoch (where locks do not reach, an older writer sees it before its next rename);
-//! 3. take the temporaries of dead owners out of sight. The lock says that every other writer of
-//!    steps is dead; a save to a path in this directory is none, and says by a held lease that it
-//!    lives. Nothing is ever deleted by its age;
-//! 4. finish what tombstones name, make missing leases again;
-//! 5. hand all trash to the deleter.
+//! 1. fsync the root: all that is visible becomes durable first;
+//! 2. take the epoch (without locks, an older writer sees it before its next rename);
+//! 3. retire the temporaries of dead owners. The lock shows that every other writer of steps is
+//!    dead. A save to a path in this directory shows by a held lease that it is alive. Nothing is
+//!    deleted because of its age;
+//! 4. finish thinnings, create missing leases;
+//! 5. pass all trash to the deleter.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,19 +20,18 @@ use crate::discovery::Listing;
 use crate::environment::Environment;
 use crate::error::Result;
 
-/// The findings and actions of a recovery.
+/// The result of a recovery.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recovered {
-    /// Trash to delete: its renames are durable.
+    /// Trash to delete. Its renames are durable.
     pub trash: Vec<String>,
     /// Temporaries of dead owners, by their old names.
     pub abandoned: Vec<String>,
-    /// Steps that got their `.lease` back.
+    /// Steps whose missing `.lease` was created.
     pub leases: Vec<String>,
 }
 
-/// Takes temporaries of dead owners out of sight and finds all trash. `session` is the caller's
-/// own.
+/// Retires temporaries of dead owners, and finds all trash. `session` is the caller's.
 pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result<Recovered> {
     let mut recovered = Recovered::default();
     let mut renames = Vec::new();
@@ -40,7 +39,7 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     for entry in root.entries()? {
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Trash { .. }) if entry.kind == EntryKind::Dir => recovered.trash.push(entry.name),
-            // Empty. If it cannot be removed now, the next writer tries again.
+            // It is empty. If it cannot be removed now, the next writer tries again.
             Some(OwnName::GivenUp { session: owner, .. }) if owner != session => {
                 let _ = root.remove_dir(&entry.name);
             }
@@ -66,7 +65,7 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
     Ok(recovered)
 }
 
-/// The temporaries of a session, and its marks of saves that were given up.
+/// Returns the temporaries of a session, and its marks of saves that were given up.
 pub(crate) fn of_session(root: &dyn Dir, session: &str) -> stepwell_core::Result<Vec<String>> {
     let is_ours = |name: &str| {
         matches!(
@@ -78,14 +77,14 @@ pub(crate) fn of_session(root: &dyn Dir, session: &str) -> stepwell_core::Result
     Ok(root.entries()?.into_iter().map(|entry| entry.name).filter(|name| is_ours(name)).collect())
 }
 
-/// Takes what dead saves to a path left out of sight: (name, trash) each. One whose owner lives, or
-/// of which nobody can tell, stays.
+/// Retires temporaries of dead saves to a path, (name, trash) each. One whose owner is alive, or
+/// may be, stays.
 fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Recovered) -> Result<()> {
     if names.is_empty() {
         return Ok(());
     }
-    // One of them may be what a live save has just swapped out: nothing of it is touched before
-    // that swap is durable.
+    // One of them may be a step that a live save has just replaced. Make that replacement durable
+    // first.
     root.sync()?;
     let before = recovered.trash.len();
     for (name, trash) in names {
@@ -104,9 +103,9 @@ fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Rec
     Ok(())
 }
 
-/// Finishes thinnings, and recreates missing leases. A step that cannot be repaired stays as it is,
-/// with a warning, and remains readable. Without locks, files thinned away within `grace` stay.
-/// This uses the clock of this process: a wrong one costs a reader its step, but no data.
+/// Finishes thinnings, and creates missing leases. A step that cannot be mended stays as it is,
+/// with a warning. Without locks, files that were thinned away within `grace` stay. This uses the
+/// clock of this process: a wrong one costs a reader its step, but no data.
 pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, recovered: &mut Recovered) {
     for found in listing.steps.values() {
         let mended = (|| -> stepwell_core::Result<bool> {
@@ -116,7 +115,8 @@ pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, re
                 step.write_file(LEASE, &[])?;
                 step.sync()?;
             }
-            // The first thinning of a step may have been cut before its manifest named anything.
+            // A crash may have stopped the first thinning of a step before its manifest had a
+            // tombstone.
             let begun = || root.stat(&format!("{}/{MANIFEST_NEW}", found.name));
             if !found.manifest.dropped.is_empty() || begun()?.is_some() {
                 finish_thinning(&root.open_dir(&found.name)?, found, unix_ns, grace)?;
@@ -133,7 +133,7 @@ pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, re
     }
 }
 
-/// Deletes what a thinning has left of a step, where nobody holds it.
+/// Deletes the files that a thinning has left, unless a reader holds the step.
 pub fn finish_thinning(
     step: &Arc<dyn Dir>,
     found: &crate::discovery::Found,
@@ -141,7 +141,7 @@ pub fn finish_thinning(
     grace: Duration,
 ) -> stepwell_core::Result<()> {
     let left = found.manifest.dropped.iter().any(|tombstone| {
-        // An error here is met again below, and told there.
+        // An error here occurs again below, and is reported there.
         step.stat(&tombstone.dir).map_or(true, |stat| stat.is_some())
     });
     let half_written = step.stat(MANIFEST_NEW)?.is_some();
@@ -164,8 +164,8 @@ pub fn finish_thinning(
             return Ok(());
         }
     }
-    // The writer of this manifest may have been killed before its rename was durable. A power cut
-    // after the deletion would then restore the old manifest without its files.
+    // The writer of this manifest may have been killed before its rename was durable. Without this
+    // sync, a power cut after the deletion could restore the old manifest without its files.
     step.sync()?;
     aside::apply_tombstones(step, &found.manifest)
 }

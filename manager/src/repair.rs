@@ -1,14 +1,14 @@
 //! Rebuilds lost or damaged indexes of one step from the footers of its data files.
 //!
-//! The manifest binds every data file by the checksum of its trailer, and so every byte of its
-//! footer: a rebuilt index says nothing that the save did not write. Mostly it is the index that
-//! was lost, byte for byte, and the manifest's checksum proves it. The ranks' parts may have been
-//! put together in another order. Then the manifest records the rebuilt index, as long as each
-//! element of each tensor is stored exactly once.
+//! The manifest has the checksum of every data file's trailer, which covers its footer. So a
+//! rebuilt index has only facts that the save wrote. Usually it equals the lost index byte for
+//! byte, and the manifest's checksum proves that. If the ranks' parts were merged in another order,
+//! it differs. Then the manifest records the rebuilt index, provided that each element of each
+//! tensor is stored exactly once.
 //!
-//! Nothing is written before every damaged index of the step could be rebuilt. The damaged one is
-//! kept beside the new one until [`forget_damaged`], which the caller asks for after it has
-//! verified the step.
+//! It writes nothing before every damaged index of the step could be rebuilt. It keeps a damaged
+//! index beside the new one until [`forget_damaged`], which the caller calls after it has verified
+//! the step.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -33,12 +33,12 @@ use crate::stored_index::file_record;
 
 /// The temporary name of a rebuilt index, beside it.
 const INDEX_NEW: &str = ".index.new";
-/// The name of the index that it replaces.
+/// The new name of the index that it replaces.
 const INDEX_DAMAGED: &str = ".index.damaged";
 /// The errno of an unreadable sector.
 const EIO: i32 = 5;
 
-/// The state of an item's index.
+/// The result for an item's index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RepairedIndex {
     /// The item.
@@ -54,20 +54,20 @@ pub struct RepairedIndex {
     pub recorded: bool,
 }
 
-/// A rebuilt index that is to be written.
+/// A rebuilt index to write.
 struct Rebuilt<'a> {
     dir: &'a str,
     name: &'a str,
     bytes: Vec<u8>,
 }
 
-/// Rebuilds the damaged indexes of the step at `path`. `dry_run`: rebuilds them in memory alone.
-/// Fails with the file and the leaf where it cannot, and has changed nothing then.
+/// Rebuilds the damaged indexes of the step at `path`. With `dry_run`, only in memory. If it
+/// cannot, it changes nothing, and the error names the file and the leaf.
 pub fn repair(path: &Path, environment: &Environment, dry_run: bool) -> Result<Vec<RepairedIndex>> {
     let step = open(path, environment)?;
     let number = manifest(&*step)?.step;
     let _lock = if dry_run { None } else { lock(&*step, number)? };
-    // A thinning may have ended meanwhile.
+    // Read it again under the lock: a thinning may have changed it.
     let mut manifest = manifest(&*step)?;
     let mut report = Vec::with_capacity(manifest.items.len());
     let (mut rebuilt, mut entries) = (Vec::new(), Vec::new());
@@ -123,8 +123,7 @@ fn open(path: &Path, environment: &Environment) -> Result<Arc<dyn Dir>> {
     }
 }
 
-/// Keeps writers from deleting or thinning the step, and other repairs away. `None`: there are no
-/// locks.
+/// Locks the step against deletion, thinning and other repairs. `None` without locks.
 fn lock(step: &dyn Dir, number: u64) -> Result<Option<Box<dyn stepwell_core::io::Lock>>> {
     match step.try_lock(LEASE, LockKind::Exclusive, true) {
         Ok(Some(lock)) => Ok(Some(lock)),
@@ -154,7 +153,8 @@ fn manifest(step: &dyn Dir) -> Result<Manifest> {
     }
 }
 
-/// Returns the damage of an index. Disk errors are no damage, except for a missing file.
+/// Returns the damage of an index. A disk error is no damage, except for a missing file and an
+/// unreadable sector.
 fn damage(step: &dyn Dir, item: &Item) -> Result<Option<String>> {
     let file = step.path().join(&item.index.path);
     let bytes = match step.read_file(&item.index.path, item.index.length) {
@@ -162,7 +162,7 @@ fn damage(step: &dyn Dir, item: &Item) -> Result<Option<String>> {
         Err(error) if error.is_gone() => return Ok(Some("it is missing".to_owned())),
         Err(CoreError::Limit { .. }) => return Ok(Some("it is longer than its manifest says".to_owned())),
         Err(error) if error.is_no_file() => return Ok(Some("it is no regular file".to_owned())),
-        // An unreadable sector of a file that is there.
+        // An unreadable sector.
         Err(error) if error.errno() == Some(EIO) => return Ok(Some(error.to_string())),
         Err(error) => return Err(error.into()),
     };
@@ -181,7 +181,7 @@ fn damage(step: &dyn Dir, item: &Item) -> Result<Option<String>> {
     }
 }
 
-/// The index of an item, from the footers of its data files.
+/// Rebuilds the index of an item from the footers of its data files.
 fn rebuild(step: &Arc<dyn Dir>, manifest: &Manifest, item: &Item) -> Result<index_v1::IndexFile> {
     let files: Vec<&FileEntry> = manifest.files_of(item).collect();
     let parts = files.iter().map(|entry| part(step, item, entry)).collect::<CoreResult<Vec<Index>>>()?;
@@ -208,7 +208,8 @@ fn rebuild(step: &Arc<dyn Dir>, manifest: &Manifest, item: &Item) -> Result<inde
     if (encoded.bytes.len() as u64, encoded.crc) == (item.index.length, item.index.crc32c) {
         return Ok(encoded);
     }
-    // Of copies only the lost index says which one counts: with them, coverage is refused.
+    // Only the lost index said which of several copies counts, so copies fail the check of
+    // coverage.
     let index = merged(Twice::Both)?;
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
@@ -219,7 +220,7 @@ fn rebuild(step: &Arc<dyn Dir>, manifest: &Manifest, item: &Item) -> Result<inde
     Ok(index_v1::encode(&index)?)
 }
 
-/// The index in the footer of a data file, which is the one that the manifest names.
+/// Reads the index in the footer of a data file, and checks the file against the manifest.
 fn part(step: &Arc<dyn Dir>, item: &Item, entry: &FileEntry) -> CoreResult<Index> {
     let name = entry.path.strip_prefix(&format!("{}/", item.dir)).unwrap_or(&entry.path);
     index_in_footer(&**step, &file_record(entry), name)

@@ -1,10 +1,10 @@
-//! Deleting what was taken out of sight: slowly, in the background, and only where no reader holds
-//! it.
+//! The deleter of retired steps: it works slowly, in the background, and skips steps that readers
+//! hold.
 //!
 //! A step comes here after [`retire`](crate::commit::aside::retire) has made its rename durable.
-//! The deleter tries the step's lease exclusively. If a reader holds it, the trash waits and is
-//! tried again. Without locks, it waits for a grace period, restarted by each writer: no clocks of
-//! two machines are compared. The next writer finishes what is left when the process ends.
+//! The deleter tries the step's lease exclusively. If a reader holds it, the trash waits for
+//! another try. Without locks, it waits for a grace period, which each writer restarts: clocks of
+//! two machines are never compared. The next writer deletes the rest when the process ends.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -22,11 +22,11 @@ use crate::environment::Clock;
 use crate::guard::guarded;
 use crate::spares::Spares;
 
-/// Between two tries of a step that readers hold.
+/// The interval between two tries of a step that readers hold.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
-/// Between two files, so that a save that runs at the same time has the disk.
+/// The pause between two files, which leaves the disk to a concurrent save.
 const PAUSE_BETWEEN_FILES: Duration = Duration::from_millis(1);
-/// The result of one try.
+/// The result of one try to delete trash.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Removed {
     /// It is gone.
@@ -35,12 +35,12 @@ pub enum Removed {
     Held,
     /// There are no locks: readers may hold it.
     Unprotected,
-    /// Told to stop.
+    /// The deletion was stopped.
     Stopped,
 }
 
-/// Deletes one trash directory, unless readers hold it. `unprotected`: also where there are no
-/// locks, so that nobody knows whether one does.
+/// Deletes one trash directory, unless readers hold it. `unprotected`: delete it without locks too,
+/// although a reader may use it.
 pub fn remove(
     root: &dyn Dir,
     name: &str,
@@ -50,7 +50,7 @@ pub fn remove(
     let dir = match root.open_dir(name) {
         Ok(dir) => dir,
         Err(error) if error.is_not_found() => return Ok(Removed::Gone),
-        // Not a directory: nothing of ours, but under a name of ours.
+        // A foreign file under a trash name.
         Err(error) if error.is_no_directory() => {
             ignore_missing(root.remove_file(name))?;
             return Ok(Removed::Gone);
@@ -66,41 +66,41 @@ pub fn remove(
     };
     let mut deleted = delete(root, name, go_on);
     if deleted.as_ref().is_err_and(stepwell_core::Error::is_occupied) {
-        // A network file system keeps a file that is open under another name, and this is the
-        // lock's: it goes when the lock is let go.
+        // A network file system keeps an open file under another name. Here it is the lock's, and
+        // goes with the lock.
         drop(lock);
         deleted = delete(root, name, go_on);
     }
     match deleted {
         Ok(false) => Ok(Removed::Stopped),
         Err(error) if !error.is_not_found() => Err(error),
-        // Also where another process has deleted it meanwhile.
+        // Also if another process has deleted it.
         _ => Ok(Removed::Gone),
     }
 }
 
-/// Trash.
+/// A trash directory.
 struct Trash {
     name: String,
-    /// When it came here, on the injected clock.
+    /// The time of its arrival, on the monotonic clock.
     since: Duration,
-    /// There are no locks: it waits for the end of the grace period.
+    /// True without locks: it waits for the end of the grace period.
     unprotected: bool,
 }
 
 #[derive(Default)]
 struct TrashQueue {
     ready: VecDeque<Trash>,
-    /// Trash that readers hold, or may hold.
+    /// Trash that readers hold or may hold.
     held: VecDeque<Trash>,
-    /// The thread is at one.
+    /// True while the thread deletes one.
     busy: bool,
-    /// Calls that wait until all is deleted: then there is no reason to go slowly.
+    /// The number of calls that wait for the deletions. The thread then makes no pauses.
     waiting: usize,
-    /// Failed deletions; each is reported once.
+    /// Failed deletions. Each is reported once.
     failed: Vec<stepwell_core::Error>,
     stop: bool,
-    /// The thread has nothing more to do but to end.
+    /// True once the thread does no more work.
     ended: bool,
 }
 
@@ -121,7 +121,7 @@ impl DeleterState {
         self.clock.monotonic().saturating_sub(trash.since) >= self.grace
     }
 
-    /// Moves to `ready` what is worth another try.
+    /// Moves trash that is due for another try to `ready`.
     fn retry(&self, queue: &mut TrashQueue) {
         for trash in std::mem::take(&mut queue.held) {
             let to =
@@ -139,12 +139,13 @@ pub struct Deleter {
 }
 
 impl Deleter {
-    /// An idle deleter. Without locks, it leaves trash alone for `grace`.
+    /// Returns an idle deleter. Without locks, it leaves trash alone for `grace`.
     pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration) -> Self {
         Self::with_spares(root, clock, grace, None)
     }
 
-    /// The same, which keeps files of so many bytes of the last retired step to be written over.
+    /// [`Deleter::new`] that keeps files of at least `from_bytes` bytes of the last retired step,
+    /// for the next save to overwrite.
     pub fn with_spares(
         root: Arc<dyn Dir>,
         clock: Arc<dyn Clock>,
@@ -156,24 +157,24 @@ impl Deleter {
         Self { shared: Arc::new(shared), spares, thread: Mutex::new(None) }
     }
 
-    /// The files that the next save may write over.
+    /// Returns the files that the next save may overwrite.
     pub fn spares(&self) -> &Spares {
         &self.spares
     }
 
-    /// Takes over retired steps, oldest first, whose renames are durable: the last, which has these
-    /// files, is kept to be written over, where it is worth that.
+    /// Takes retired steps, oldest first, whose renames are durable. Keeps the last one, which has
+    /// these `files`, for the next save to overwrite, if they are large enough.
     pub fn retire(&self, mut names: Vec<String>, files: &[FileEntry]) {
         let last = names.pop().and_then(|last| self.spares.keep(last, files));
         self.enqueue(names.into_iter().chain(last));
     }
 
-    /// Deletes also what was kept to be written over.
+    /// Deletes the files that were kept for the next save.
     pub fn give_up_spares(&self) {
         self.enqueue(self.spares.give_up());
     }
 
-    /// Takes over trash whose rename is durable.
+    /// Takes trash whose rename is durable.
     pub fn enqueue(&self, names: impl IntoIterator<Item = String>) {
         let mut queue = self.shared.lock();
         let since = self.shared.clock.monotonic();
@@ -189,7 +190,7 @@ impl Deleter {
             match spawn("stepwell-delete", move || work(&shared)) {
                 Ok(handle) => *thread = Some(handle),
                 Err(error) => {
-                    // Nobody will take it out again, and nobody is to wait for it.
+                    // No thread will delete it, so no call may wait for it.
                     self.shared.lock().ready.clear();
                     tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash");
                 }
@@ -197,17 +198,16 @@ impl Deleter {
         }
     }
 
-    /// Deletes everything now, at full speed, because the disk is full, and waits for it. Returns
+    /// Deletes all trash at full speed, because the disk is full, and waits for that. Returns
     /// `false` at the deadline. Trash that readers hold stays.
     pub fn empty_now(&self, timeout: Duration) -> bool {
         self.give_up_spares();
-        // Never on this thread: an unlink that hangs in the kernel would block the save
-        // permanently.
+        // Not on this thread: an unlink that hangs in the kernel would block the save permanently.
         self.drain(timeout)
     }
 
-    /// Waits until nothing is left but what readers hold, or until nobody deletes any more; `false`
-    /// by the deadline.
+    /// Waits until only trash that readers hold is left, or until the thread has ended. `false` at
+    /// the deadline.
     pub fn drain(&self, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
         let mut queue = self.shared.lock();
@@ -223,18 +223,18 @@ impl Deleter {
         drained
     }
 
-    /// The names that wait because readers hold them.
+    /// Returns the trash names that readers hold.
     pub fn held(&self) -> Vec<String> {
         self.shared.lock().held.iter().map(|trash| trash.name.clone()).collect()
     }
 
-    /// Deletions that failed since the last question.
+    /// Returns the deletions that failed since the last call.
     pub fn take_failures(&self) -> Vec<stepwell_core::Error> {
         std::mem::take(&mut self.shared.lock().failed)
     }
 
-    /// Tries once more what readers held, then ends the thread; what is left is the next writer's.
-    /// `false`: the thread did not end in time, and may be waited for again.
+    /// Tries held trash once more, then ends the thread. The next writer deletes the rest. `false`:
+    /// the thread did not end in time, and a later call may wait again.
     pub fn stop(&self, timeout: Duration) -> bool {
         let deadline = deadline_after(timeout);
         self.give_up_spares();
@@ -301,12 +301,12 @@ fn work(shared: &DeleterState) {
     }
 }
 
-/// In one step: a caller that finds nothing busy must find the result.
+/// Records a result under one lock: a caller that finds the thread idle must find the result.
 fn finish(shared: &DeleterState, mut trash: Trash, result: stepwell_core::Result<Removed>) {
     let mut queue = shared.lock();
     queue.busy = false;
     match result {
-        // Stopped only as the thread ends: what is left is the next writer's.
+        // It stops only when the thread ends. The next writer deletes the rest.
         Ok(Removed::Gone | Removed::Stopped) => {}
         Ok(Removed::Held) => queue.held.push_back(trash),
         Ok(Removed::Unprotected) => {

@@ -1,8 +1,8 @@
-//! A root: one directory of steps. It lists them, knows the damaged ones and the writer, and
-//! deletes steps.
+//! A root: one directory of steps. It lists steps, finds damaged ones, holds the writer's rights,
+//! and deletes steps.
 //!
-//! [`Root`] knows nothing of saves, ranks and policies, and has no state outside of itself: a
-//! process may have any number of them. [`crate::control`] is the root's own directory on disk.
+//! [`Root`] knows nothing of saves, ranks and policies. A process may have any number of roots.
+//! [`crate::control`] has the root's own files on disk.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -33,18 +33,16 @@ use crate::retire::{self, Deleter};
 use crate::step_name::StepName;
 use crate::writer_heartbeat::{self, WriterHeartbeat};
 
-/// How long a newest step is looked for that is not gone before it is opened: another process would
-/// have to retire one after the other all that time.
+/// The timeout of the search for a newest step that is not retired before it is opened.
 const NEWEST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often the newest step is looked up again because another process has removed a step
-/// meanwhile.
+/// The most listings of one question, while another process removes steps.
 pub(crate) const MAX_LISTINGS: usize = 64;
 
-/// How long a file system may take to show one machine what another has made.
+/// The longest delay until a file system shows one machine the changes of another.
 pub(crate) const VISIBLE_WITHIN: Duration = Duration::from_secs(30);
 
-/// See the module documentation.
+/// A directory of steps.
 pub struct Root {
     pub(crate) path: PathBuf,
     pub(crate) dir: Arc<dyn Dir>,
@@ -63,11 +61,11 @@ pub struct Root {
 /// Findings that outlive one listing.
 #[derive(Default)]
 struct Findings {
-    /// Damage that a warning has reported: the attempt, and the damage.
+    /// Damage that was logged: the attempt and the damage.
     reported: BTreeSet<String>,
-    /// Steps that have their name and may not be durable.
+    /// Steps that have their name, but may not be durable.
     uncertain: BTreeSet<u64>,
-    /// True if a step was ever seen here.
+    /// True if the root ever had a step.
     populated: bool,
 }
 
@@ -80,8 +78,7 @@ struct WriterRights {
 }
 
 impl Root {
-    /// Opens a root: as its writer, which settles what a crash has left there, or to read only,
-    /// which changes nothing.
+    /// Opens a root. A writer recovers it from a crash. A reader changes nothing.
     pub fn open(
         path: &Path,
         session: &str,
@@ -128,8 +125,8 @@ impl Root {
         Ok(root)
     }
 
-    /// [`Root::open`] to read only, of what another machine has just made: a network file system
-    /// may not show that yet.
+    /// [`Root::open`] as a reader, of a root that another machine has just made. A network file
+    /// system may not show it yet.
     pub(crate) fn open_beside(
         path: &Path,
         session: &str,
@@ -147,7 +144,7 @@ impl Root {
         }
     }
 
-    /// Becomes the writer, and settles what a crash has left.
+    /// Becomes the writer, and recovers the root from a crash.
     fn own(&mut self, options: &Options) -> Result<()> {
         let Self { dir: root, session, environment, .. } = self;
         make_control(&**root)?;
@@ -160,7 +157,8 @@ impl Root {
                 root = %root.path().display(), grace_seconds = options.grace.as_secs_f64(),
                 "no locks here: readers hold no leases; the files of a retired step are deleted after the grace period"
             );
-            // Before the others are looked at: so two that come at once see each other.
+            // Start the heartbeat before the check of others: two writers that start at once then
+            // see each other.
             rights.heartbeat = Some(WriterHeartbeat::start(root, session, options.silence)?);
         }
         writer_heartbeat::wait_for_silence(&**root, session, &*environment.clock, options.silence)?;
@@ -168,12 +166,12 @@ impl Root {
         self.info = read_info(&**root)?;
         self.names = names(options, self.info.as_ref());
         let recorded = self.info.as_ref().map_or(&self.names, |info| &info.step_name).clone();
-        // Before anything is changed.
+        // Check before the first change.
         self.check_names(&recorded)?;
         let Self { dir: root, session, environment, names, .. } = self;
         match take_epoch(&**root, session) {
-            // A disk that a killed save has filled has room again once that save's files are gone.
-            // With the lock, they are nobody's.
+            // A killed save may have filled the disk: delete its files, which nobody uses while
+            // this writer has the lock.
             Err(Error::Core(error)) if error.is_full() && is_locked => {
                 for trash in recovery::sweep(&**root, session, environment)?.trash {
                     if let Err(error) = retire::remove(&**root, &trash, false, &mut || true) {
@@ -202,9 +200,8 @@ impl Root {
         Ok(())
     }
 
-    /// Refuses a pattern that does not read the existing steps. `latest_step()` and retention would
-    /// not know them, a writer's root would forget their pattern, and an evaluator would wait
-    /// permanently.
+    /// Refuses a pattern that does not match the existing steps. Listings and retention would miss
+    /// them, the root would forget their pattern, and an evaluator would wait permanently.
     fn check_names(&self, recorded: &StepName) -> Result<()> {
         if self.names == *recorded {
             return Ok(());
@@ -222,7 +219,7 @@ impl Root {
         }
     }
 
-    /// Gives up the rights of the writer. Until then a new writer sees that this one may write.
+    /// Releases the writer's rights. Until then, a new writer sees that this one may write.
     pub fn release(&self) {
         let WriterRights { heartbeat, .. } =
             std::mem::take(&mut *self.rights.lock().unwrap_or_else(PoisonError::into_inner));
@@ -231,13 +228,13 @@ impl Root {
         }
     }
 
-    /// True if this file system shows by a lock who writes here.
+    /// True if a lock protects the writer's rights.
     pub(crate) fn is_locked(&self) -> bool {
         self.rights.lock().unwrap_or_else(PoisonError::into_inner).lock.is_some()
     }
 
-    /// Asked before a step is taken out of sight, set aside or thinned: nobody but the root's
-    /// current writer does that.
+    /// Checks that this is still the root's writer. Call it before a step is retired, set aside or
+    /// thinned.
     pub(crate) fn check_fence(&self) -> Result<()> {
         match other_writer(&*self.dir, &self.session)? {
             Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),
@@ -245,7 +242,7 @@ impl Root {
         }
     }
 
-    /// A new name for something of a step that is to be deleted.
+    /// Returns a new trash name for a step.
     pub(crate) fn trash(&self, step: u64) -> String {
         directory_layout::trash(&directory_layout::label(step), self.environment.rng.next_u128())
     }
@@ -254,13 +251,12 @@ impl Root {
         self.findings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// True if a step was ever seen here: then the root is not empty, and need not be looked at to
-    /// know that.
+    /// True if the root ever had a step. Needs no listing.
     pub(crate) fn is_populated(&self) -> bool {
         self.findings().populated
     }
 
-    /// Records whether a step that has its name is known to be durable.
+    /// Records if it is uncertain that a step is durable.
     pub(crate) fn set_uncertain(&self, step: u64, is_uncertain: bool) {
         let mut findings = self.findings();
         if is_uncertain {
@@ -270,14 +266,13 @@ impl Root {
         }
     }
 
-    /// Steps above this one that may not be durable, newest first.
+    /// Returns the steps above this one that may not be durable, newest first.
     pub(crate) fn uncertain_above(&self, step: u64) -> Vec<u64> {
         self.findings().uncertain.range(step + 1..).rev().copied().collect()
     }
 
-    /// Asks the disk once more about a step whose rename may not be durable, as the next writer
-    /// would: where the root can be synced now, it is committed, and listed from here on. Returns
-    /// whether it is still uncertain.
+    /// Syncs the root again for a step that may not be durable, as the next writer would. After a
+    /// successful sync the step is committed and listed. Returns true if it is still uncertain.
     pub(crate) fn settle_uncertain(&self, step: u64) -> bool {
         if !self.findings().uncertain.contains(&step) {
             return false;
@@ -291,19 +286,20 @@ impl Root {
         false
     }
 
-    /// All committed steps, with every manifest inspected.
+    /// Lists all committed steps. Checks every manifest.
     pub fn list(&self) -> Result<Arc<Listing>> {
         Ok(self.counted(self.discovery.list(&*self.dir, &self.names)?))
     }
 
-    /// The same, as far as the root's directory shows it: what is chosen is looked at by itself.
+    /// Lists all committed steps, by the changes of the root's directory. A caller checks the step
+    /// that it chooses.
     pub(crate) fn list_changes(&self) -> Result<Arc<Listing>> {
         Ok(self.counted(self.discovery.list_changes(&*self.dir, &self.names)?))
     }
 
     fn counted(&self, mut listing: Arc<Listing>) -> Arc<Listing> {
         let mut findings = self.findings();
-        // A reader may look at a copy that is still being made.
+        // A reader may see a copy in progress, so it logs none.
         let reported = if self.is_writer { listing.quarantined.as_slice() } else { &[] };
         for quarantined in reported {
             findings.report_quarantined(quarantined);
@@ -316,17 +312,17 @@ impl Root {
         listing
     }
 
-    /// The newest whole step.
+    /// Returns the newest whole step.
     pub fn newest(&self) -> Result<Option<Found>> {
         self.newest_from(0)
     }
 
-    /// The number of the newest whole step.
+    /// Returns the number of the newest whole step.
     pub(crate) fn newest_step(&self) -> Result<Option<u64>> {
         Ok(self.newest()?.map(|found| found.manifest.step))
     }
 
-    /// The newest whole step of those from `first` on.
+    /// Returns the newest whole step from `first` on.
     pub(crate) fn newest_from(&self, first: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
         'listing: for _ in 0..MAX_LISTINGS {
@@ -340,7 +336,7 @@ impl Root {
                     return Ok(Some(found.clone()));
                 };
                 if !is_current(&*self.dir, found)? {
-                    // Retired or replaced between the listing and now.
+                    // It was retired or replaced since the listing.
                     self.discovery.forget();
                     continue 'listing;
                 }
@@ -351,8 +347,8 @@ impl Root {
         Err(self.unstable_listing(begun))
     }
 
-    /// Logs invalid directories with a newer step's name, so that nobody takes an older step for
-    /// the newest. One without a manifest may be a copy in progress.
+    /// Logs invalid directories with a newer step's name, so that an older latest step does not
+    /// surprise. One without a manifest may be a copy in progress.
     fn report_passed_over(&self, listing: &Listing) {
         let newest = listing.steps.keys().next_back();
         for quarantined in &listing.quarantined {
@@ -368,19 +364,19 @@ impl Root {
         Error::Timeout { waited_for, waited: begun.elapsed() }
     }
 
-    /// The damage of a listed step.
+    /// Returns the damage of a listed step.
     pub(crate) fn damage(&self, found: &Found) -> stepwell_core::Result<Option<String>> {
         damage(&*self.dir, &found.name, &found.manifest)
     }
 
-    /// The damage of a listed step, and true if it still has its name.
+    /// Returns the damage of a listed step, and true if it still has its name.
     pub(crate) fn damage_if_current(&self, found: &Found) -> stepwell_core::Result<(Option<String>, bool)> {
         let damage = self.damage(found)?;
         let is_current = damage.is_none() || is_current(&*self.dir, found)?;
         Ok((damage, is_current))
     }
 
-    /// Warns of a damaged step, once.
+    /// Logs a damaged step, once.
     pub(crate) fn report_damaged(&self, found: &Found, damage: &str) {
         let known = format!("{:?} {damage}", found.manifest.attempt);
         if self.findings().reported.insert(known) {
@@ -389,7 +385,7 @@ impl Root {
         }
     }
 
-    /// A committed step by its number.
+    /// Returns a committed step by its number.
     pub(crate) fn committed(&self, step: u64) -> Result<Option<Found>> {
         let begun = Instant::now();
         for _ in 0..MAX_LISTINGS {
@@ -402,7 +398,7 @@ impl Root {
         Err(self.unstable_listing(begun))
     }
 
-    /// A committed step by its number, or the newest.
+    /// Returns a committed step by its number, or the newest.
     pub fn find(&self, step: Option<u64>) -> Result<Found> {
         let found = match step {
             Some(step) => self.committed(step)?,
@@ -412,7 +408,7 @@ impl Root {
     }
 
     pub(crate) fn not_found(&self, step: Option<u64>) -> Error {
-        // A damaged step reports itself.
+        // Report the damage of a damaged step instead.
         let names = step.map(|step| self.names.names(step)).unwrap_or_default();
         for name in names {
             match read_manifest(&*self.dir, &name) {
@@ -457,13 +453,13 @@ impl Root {
     }
 }
 
-/// How steps are named: as the caller says, else as the root says, else the default.
+/// Returns the pattern of step names: the caller's, else the root's, else the default.
 fn names(options: &Options, info: Option<&RootInfo>) -> StepName {
     options.step_name.clone().or_else(|| info.map(|info| info.step_name.clone())).unwrap_or_default()
 }
 
 impl Findings {
-    /// Warns of an invalid step, once.
+    /// Logs an invalid step, once.
     fn report_quarantined(&mut self, Quarantined { name, reason, .. }: &Quarantined) {
         if self.reported.insert(format!("{name} {reason}")) {
             tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");

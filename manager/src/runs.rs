@@ -1,7 +1,7 @@
-//! Ascending numbers as runs (first, and the one after the last): what many ranks say of ranks and
-//! leaves is mostly that.
+//! Ascending numbers as runs `first..end`, a short form for numbers of ranks and leaves in
+//! messages.
 
-/// The runs of numbers that ascend.
+/// Returns the runs of ascending numbers.
 pub(crate) fn runs_of(numbers: &[u32]) -> Vec<(u32, u32)> {
     let mut runs: Vec<(u32, u32)> = Vec::new();
     for &number in numbers {
@@ -13,12 +13,12 @@ pub(crate) fn runs_of(numbers: &[u32]) -> Vec<(u32, u32)> {
     runs
 }
 
-/// The numbers of runs.
+/// Returns the numbers of runs.
 pub(crate) fn numbers_of(runs: Vec<(u32, u32)>) -> Vec<u32> {
     runs.into_iter().flat_map(|(first, end)| first..end).collect()
 }
 
-/// The numbers in the runs of both, in order.
+/// Returns the runs of the numbers that are in both.
 pub(crate) fn in_both(one: &[(u32, u32)], other: &[(u32, u32)]) -> Vec<(u32, u32)> {
     let (mut one, mut other) = (one.iter().peekable(), other.iter().peekable());
     let mut found = Vec::new();
@@ -36,12 +36,12 @@ pub(crate) fn in_both(one: &[(u32, u32)], other: &[(u32, u32)]) -> Vec<(u32, u32
     found
 }
 
-/// Numbers of which mostly many in a row are the same, for serde: each with how often it comes.
+/// A serde form for numbers with many equal neighbours: each number with its count.
 pub(crate) mod repeats {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-    /// More ranks than any job has.
+    /// The most numbers: more ranks than any job has.
     const MAX: u64 = 1 << 24;
 
     pub(crate) fn serialize<S: Serializer>(numbers: &[u32], serializer: S) -> Result<S::Ok, S::Error> {

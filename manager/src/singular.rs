@@ -1,12 +1,12 @@
-//! Singular checkpoints: one state under one path, by the same machine. The temporary is a sibling
-//! of the path.
+//! Singular checkpoints: one state under one path, by the same commit machine. The temporary is a
+//! sibling of the path.
 //!
 //! Several ranks may save one together. They meet for this one save, as the ranks of a manager do
 //! when they open it, and leave each other when it has ended.
 //!
-//! There is no root here, and no writer's lock. A writer holds the lease of its temporary while it
-//! lives. The next save to the same path removes temporaries without a held lease; if the path is
-//! inside a root, so does that root's next writer. On a file system without locks they stay.
+//! There is no root, and no writer's lock. A writer holds the lease of its temporary. The next save
+//! to the same path removes temporaries without a held lease. If the path is inside a root, that
+//! root's next writer does so too. On a file system without locks they stay.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -52,7 +52,7 @@ pub fn save(path: &Path, request: SaveRequest, options: &Options, environment: &
 /// dropped unused reports to the other ranks that this one does not save.
 pub struct PathTicket {
     path: PathBuf,
-    /// The directory around it, and its name there.
+    /// Its parent directory.
     parent: Arc<dyn Dir>,
     name: String,
     existing: Existing,
@@ -67,8 +67,8 @@ pub struct PathTicket {
 }
 
 impl PathTicket {
-    /// Looks at the path, and returns the right to save there. Several ranks meet here: the leader
-    /// looks, and all ranks get its answer.
+    /// Checks the path, and returns the right to save there. Several ranks meet here: the leader
+    /// checks, and all ranks get its answer.
     pub fn new(path: &Path, exists: Exists, options: &Options, environment: &Environment) -> Result<Self> {
         options.check()?;
         let (parent, name) = split(path)?;
@@ -108,7 +108,7 @@ impl PathTicket {
         self.team.is_alone()
     }
 
-    /// The place for the reason why the ticket is dropped, for the other ranks. The first one
+    /// Returns the place for the reason of a drop, which the other ranks get. The first reason
     /// stays.
     pub fn cause(&self) -> Arc<OnceLock<String>> {
         Arc::clone(&self.cause)
@@ -184,7 +184,7 @@ impl Drop for PathTicket {
     }
 }
 
-/// The treatment of what is at a path.
+/// Returns the treatment of an existing checkpoint at a path.
 fn existing(path: &Path, parent: &dyn Dir, name: &str, exists: Exists) -> Result<Existing> {
     if parent.stat(name)?.is_none() {
         return Ok(Existing::Refuse);
@@ -192,7 +192,7 @@ fn existing(path: &Path, parent: &dyn Dir, name: &str, exists: Exists) -> Result
     if exists != Exists::Replace {
         return Err(Error::PathExists { path: path.to_owned() });
     }
-    // Only a checkpoint is ever replaced: what else is there is somebody's.
+    // Replace a checkpoint only, never another directory.
     match read_manifest(parent, name) {
         Ok(_) => Ok(Existing::Replace),
         Err(error) => {
@@ -232,7 +232,7 @@ fn all_have_left(team: &Team, timeout: Duration) -> Result<bool> {
     if team.is_alone() { Ok(false) } else { team.leave(1, timeout.min(LEAVING)) }
 }
 
-/// The part of a save behind the capture, on a thread of its own.
+/// The write and the commit of a save, on a background thread.
 struct Ending {
     parent: Arc<dyn Dir>,
     team: Arc<Team>,
@@ -248,11 +248,11 @@ impl Ending {
         let deleter = Arc::new(Deleter::new(
             Arc::clone(&parent),
             Arc::clone(&environment.clock),
-            // No writer comes back here later: where there are no locks, a reader of what is
-            // replaced is told that it is gone.
+            // No writer returns here later. Without locks, a reader of a replaced checkpoint finds
+            // it gone.
             Duration::ZERO,
         ));
-        // Around the save itself nothing may keep it from being settled.
+        // A panic outside of the save must not leave it without an outcome.
         let found = guarded("the removal of leftovers", || {
             if team.leads() { leftovers(&*parent, &job.plan.target, &environment) } else { Ok(Vec::new()) }
         });
@@ -284,7 +284,8 @@ impl Ending {
     }
 }
 
-/// Removes what killed writers left beside a path, as the next save to it does; gives the names.
+/// Removes leftovers of killed writers beside a path, as the next save to it does. Returns their
+/// names.
 pub fn sweep(path: &Path, environment: &Environment) -> Result<Vec<String>> {
     let (parent, name) = split(path)?;
     let parent = match environment.disk.open_dir(parent) {
@@ -299,15 +300,14 @@ pub fn sweep(path: &Path, environment: &Environment) -> Result<Vec<String>> {
     Ok(trash)
 }
 
-/// Takes out of sight what killed writers left beside a path: temporaries (a replaced checkpoint is
-/// one) whose lease nobody holds. Gives all trash of that path, ready to be deleted. Nothing is
-/// removed by its age, and nothing where there are no locks.
+/// Retires leftovers of killed writers beside a path: temporaries, and replaced checkpoints, whose
+/// lease no process holds. Returns all trash of that path, ready to be deleted. Removes nothing
+/// because of its age, and nothing without locks.
 fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_core::Result<Vec<String>> {
     let mut trash = Vec::new();
     let mut found = Vec::new();
     if parent.stat(CONTROL)?.is_some() {
-        // A root: its writer's temporaries are spoken for by its lock, and its next writer removes
-        // what is left there, also of dead saves to a path.
+        // In a root, its next writer removes leftovers, also those of saves to a path.
         return Ok(trash);
     }
     for entry in parent.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
@@ -324,8 +324,8 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
         }
     }
     if !found.is_empty() {
-        // One of them may be what a replacement has just swapped out: nothing of it is touched
-        // before that swap is durable.
+        // One of them may be a checkpoint that was just replaced. Make that replacement durable
+        // first.
         parent.sync()?;
     }
     for temporary in found {

@@ -1,13 +1,13 @@
-//! Files of a retired step that the next save writes over. Their blocks are allocated, so the file
-//! system need not free and find blocks. On file systems that discard freed blocks, this halves the
-//! time of a save.
+//! Spares: files of a retired step that the next save overwrites. Their blocks are allocated, so
+//! the file system need not free and find blocks. On file systems that discard freed blocks, this
+//! halves the time of a save.
 //!
 //! The last retired step waits in its trash for the next save. Its lease is locked, and its data
-//! files have names that nobody has ever seen: a process that was about to open one by its own name
-//! has done so, or finds nothing, long before the file is written over. A file is taken only if
-//! nobody has it open and it has no other name (a backup's hard link). Unused files are deleted
-//! with their trash: when the next step is retired, when the disk is full, and at the end. A killed
-//! process leaves ordinary trash, which the next writer deletes.
+//! files get new names. So a process that opens one by its old name has it open already, or finds
+//! nothing. A file is taken only if no process has it open and it has no other name (a backup's
+//! hard link). Unused files are deleted with their trash: when the next step is retired, when the
+//! disk is full, and at the end. A killed process leaves ordinary trash, which the next writer
+//! deletes.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,25 +21,25 @@ use crate::directory_layout::LEASE;
 /// The data files of one retired step.
 struct Kept {
     trash: String,
-    /// Nobody opens the step for reading any more, and no deleter takes it.
+    /// The held lease, against readers and deleters.
     _lock: Box<dyn Lock>,
     files: Vec<Spare>,
 }
 
 struct Spare {
-    /// Below the step.
+    /// Its path below the step.
     path: String,
-    /// Below the root.
+    /// Its name below the root.
     name: String,
 }
 
-/// See the module documentation.
+/// The spares of one root.
 pub struct Spares {
     root: Arc<dyn Dir>,
-    /// Files of fewer bytes are not worth it; `None`: none is.
+    /// The smallest size of a spare in bytes. `None`: no file is kept.
     from_bytes: Option<u64>,
     kept: Mutex<Option<Kept>>,
-    /// Directories out of which files were taken, below the root, and not synced since.
+    /// Directories below the root from which files were taken, and which were not synced since.
     left: Mutex<BTreeSet<String>>,
 }
 
@@ -56,8 +56,8 @@ impl Spares {
         self.left.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps trash whose rename is durable, if some of its `files` are worth it and nobody holds
-    /// it, in place of what was kept before. Gives the trash that is to be deleted instead.
+    /// Keeps trash whose rename is durable, if some of its `files` are large enough and no reader
+    /// holds it. It replaces the trash that was kept before. Returns the trash to delete.
     pub fn keep(&self, trash: String, files: &[FileEntry]) -> Option<String> {
         match self.claim(&trash, files) {
             Ok(Some(kept)) => self.kept().replace(kept).map(|before| before.trash),
@@ -71,7 +71,7 @@ impl Spares {
 
     fn claim(&self, trash: &str, files: &[FileEntry]) -> stepwell_core::Result<Option<Kept>> {
         let Some(from_bytes) = self.from_bytes else { return Ok(None) };
-        // A part of a file is not written over: others have theirs in it.
+        // A file that contains data of several ranks is not overwritten.
         let large = files.iter().filter(|file| file.length >= from_bytes && file.within.is_none());
         let paths: Vec<&str> = large.map(|file| file.path.as_str()).collect();
         if paths.is_empty() {
@@ -85,7 +85,8 @@ impl Spares {
         Ok(Some(Kept { trash: trash.to_owned(), _lock: lock, files: files.collect() }))
     }
 
-    /// The file of that path below its step, as `to` below the root, to be written over.
+    /// Takes the spare with that path below its step. It gets the name `to` below the root, and is
+    /// then overwritten.
     pub fn take(&self, path: &str, to: &str, len_hint: u64) -> Option<Arc<dyn File>> {
         let (name, trash) = {
             let mut kept = self.kept();
@@ -93,23 +94,23 @@ impl Spares {
             let at = kept.files.iter().position(|file| file.path == path)?;
             (kept.files.swap_remove(at).name, kept.trash.clone())
         };
-        // From its own directory it went to the trash's, and from there it goes now.
+        // It went from its own directory to the trash, and goes from there now.
         let own = path.rsplit_once('/').map(|(item, _)| format!("{trash}/{item}"));
         self.left().extend(own.into_iter().chain([trash]));
-        // With nothing held: a disk that does not answer holds up this save, and nobody else. If
-        // the trash is deleted meanwhile, one of the two comes first.
+        // Hold no lock: a disk that hangs then blocks only this save. If the trash is deleted at
+        // the same time, one of the two wins.
         self.root.take_over(&name, to, len_hint).unwrap_or_else(|error| {
             tracing::debug!(name, %error, "it is not written over");
             if !error.already_exists() {
-                // It may exist under the new name all the same.
+                // It may have the new name in spite of the error.
                 let _ = self.root.remove_file(to);
             }
             None
         })
     }
 
-    /// Makes the moves durable before the step with the files is committed. A power cut might leave
-    /// a file in both places, and deleting one would damage the other.
+    /// Makes the moves durable, before the step with the files is committed. Otherwise a power cut
+    /// might leave a file in both places, and a deletion of one would damage the other.
     pub fn sync(&self) -> stepwell_core::Result<()> {
         let left = std::mem::take(&mut *self.left());
         for name in &left {
@@ -121,7 +122,7 @@ impl Spares {
     fn sync_dir(&self, name: &str) -> stepwell_core::Result<()> {
         match self.root.open_dir(name) {
             Ok(dir) => dir.sync(),
-            // It was deleted since: that, too, must be durable.
+            // It was deleted since. That must be durable too.
             Err(error) if error.is_not_found() => match name.rsplit_once('/') {
                 Some((above, _)) => self.sync_dir(above),
                 None => self.root.sync(),
@@ -130,7 +131,7 @@ impl Spares {
         }
     }
 
-    /// Keeps nothing any more, and gives the trash that is to be deleted.
+    /// Stops to keep files. Returns the trash to delete.
     pub fn give_up(&self) -> Option<String> {
         self.kept().take().map(|kept| kept.trash)
     }

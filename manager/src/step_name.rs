@@ -1,8 +1,7 @@
-//! Step names: how a step's number becomes the name of its directory, and back. Pure.
+//! Step names: the conversion between a step's number and its directory's name. Pure.
 //!
-//! Names are **canonical**: a name is a step's only if formatting its number gives the name again.
-//! So `step_5` and `step_00000005` are never both steps, and what a listing finds does not depend
-//! on the order in which it finds it.
+//! Names are **canonical**: a name is a step's only if its number formats to the same name. So
+//! `step_5` and `step_00000005` are never both steps, and a listing does not depend on its order.
 
 use std::fmt;
 
@@ -11,13 +10,12 @@ use stepwell_core::limits::MAX_STEP;
 
 use crate::error::{Error, Result};
 
-/// Digits that a name may be padded to.
+/// The most digits of the padding.
 const MAX_WIDTH: usize = 19;
-/// Bytes that a prefix may have, so that every name made from it stays below the usual 255.
+/// The longest prefix in bytes, so that every name with it stays below the usual 255.
 const MAX_PREFIX_BYTES: usize = 100;
 
-/// The pattern of step names: a prefix, and the number padded with zeros to `width` digits (longer
-/// numbers use more).
+/// The pattern of step names: a prefix, and the number, padded with zeros to `width` digits.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Fields", into = "Fields")]
 pub struct StepName {
@@ -26,7 +24,7 @@ pub struct StepName {
     also: Vec<StepName>,
 }
 
-/// As it is passed to a manager.
+/// Formats the pattern as an argument of a manager.
 impl fmt::Display for StepName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "StepName({:?}, {}", self.prefix, self.width)?;
@@ -38,7 +36,7 @@ impl fmt::Display for StepName {
     }
 }
 
-/// How a [`StepName`] is written in `root.json` and in options.
+/// The JSON form of a [`StepName`], in `root.json` and in options.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Fields {
@@ -69,8 +67,8 @@ impl Default for StepName {
 }
 
 impl StepName {
-    /// A pattern. The prefix is a part of one file name: no separator, no control character, no dot
-    /// in front (those names are ours).
+    /// Returns a pattern. The prefix must be a part of one file name, without separators, control
+    /// characters and a leading dot.
     pub fn new(prefix: impl Into<String>, width: usize) -> Result<Self> {
         let prefix = prefix.into();
         if prefix.starts_with('.') || prefix.contains('/') || prefix.chars().any(char::is_control) {
@@ -86,8 +84,8 @@ impl StepName {
         Ok(Self { prefix, width, also: Vec::new() })
     }
 
-    /// The same pattern for writing, which reads steps under the `other` patterns too (for a root
-    /// whose pattern has changed).
+    /// Returns the same pattern, which also reads the `other` patterns, for a root whose pattern
+    /// has changed.
     pub fn also_reading(mut self, other: Vec<StepName>) -> Result<Self> {
         if other.iter().any(|name| !name.also.is_empty()) {
             return Err(Error::Invalid("a step name that is only read cannot itself read others".to_owned()));
@@ -96,22 +94,22 @@ impl StepName {
         Ok(self)
     }
 
-    /// The name of a step.
+    /// Returns the name of a step.
     pub fn format(&self, step: u64) -> String {
         format!("{}{step:0width$}", self.prefix, width = self.width)
     }
 
-    /// Parses the number of a step from its name. `None` unless it is a step's canonical name.
+    /// Parses a step's canonical name. `None` for any other name.
     pub fn parse(&self, name: &str) -> Option<u64> {
         self.parse_own(name).or_else(|| self.also.iter().find_map(|other| other.parse_own(name)))
     }
 
-    /// True if a name follows the pattern that this root writes (and not one that it only reads).
+    /// True if a name follows the pattern that is written, and not one that is only read.
     pub fn is_primary(&self, name: &str) -> bool {
         self.parse_own(name).is_some()
     }
 
-    /// All names under which a step may stand, the one that is written first.
+    /// Returns all names that a step may have. The one that is written is first.
     pub fn names(&self, step: u64) -> Vec<String> {
         let mut names = vec![self.format(step)];
         names.extend(self.also.iter().map(|other| other.format(step)));
@@ -119,7 +117,7 @@ impl StepName {
         names
     }
 
-    /// The same pattern for writing, which also reads all that `other` writes and reads.
+    /// Returns the same pattern, which also reads all patterns of `other`.
     #[must_use]
     pub fn reading_too(mut self, other: &Self) -> Self {
         let own = Self { also: Vec::new(), ..other.clone() };

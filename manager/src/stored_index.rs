@@ -1,8 +1,7 @@
-//! The index of a step: that of every item, read and checked against the manifest, and all of them
-//! merged into one.
+//! The index of a step: the indexes of all items, checked against the manifest and merged.
 //!
-//! Indexes of some size are read and decoded on several threads: they are what a restore waits for
-//! before it can plan.
+//! Several threads read and decode large indexes, since a restore waits for them before it can
+//! plan.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
@@ -23,27 +22,25 @@ use crate::error::{Error, Result};
 #[cfg(test)]
 mod tests;
 
-/// Indexes of fewer bytes are not worth a thread.
+/// Smaller indexes, in bytes, do not get a thread.
 const MIN_THREAD_BYTES: u64 = 128 << 10;
-/// Of fewer bytes there is no outline, mostly: a few pages.
+/// Smaller indexes, in bytes, are read whole.
 const MIN_OUTLINE_BYTES: u64 = 4 << 20;
 const THREAD: &str = "stepwell-index";
 
-/// The indexes of all items as one: top-level entries in the order that was saved, files by their
-/// paths below the step. Of an item whose index is large, the structure is here and the chunks of a
-/// tensor are read where they are asked for.
+/// The indexes of all items as one: top-level entries in the saved order, and files by their paths
+/// below the step. A large index is read as its structure, and the chunks of a tensor on request.
 #[derive(Default)]
 pub(crate) struct StoredIndex {
-    /// All of it, but for the chunks that are read later.
+    /// The index without the chunks that are read later.
     outline: Arc<Index>,
     paged: Option<Paged>,
 }
 
-/// The part that is read later.
+/// The parts of the index that are read later.
 struct Paged {
     items: Vec<PagedItem>,
-    /// By leaf: where its chunks are, as item of `items` and leaf of that, where they are not in
-    /// the outline.
+    /// By leaf: its item in `items` and its leaf there, if its chunks are not in the outline.
     places: Vec<Option<(usize, u32)>>,
     filled: Mutex<FilledIndex>,
 }
@@ -57,24 +54,24 @@ struct PagedItem {
 
 struct FilledIndex {
     index: Arc<Index>,
-    /// Item and page.
+    /// The pages that were read: item and page.
     pages: HashSet<(usize, usize)>,
 }
 
-/// The part of an item that was read.
+/// The part of an item's index that was read.
 enum ReadIndex {
     Whole(Index),
     Outlined(Index, Outline, Arc<dyn File>),
 }
 
 impl StoredIndex {
-    /// Reads the indexes of a step and compares them with the manifest. Reads a large one by its
-    /// outline.
+    /// Reads the indexes of a step and checks them against the manifest. Reads only the outline of
+    /// a large one.
     pub fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Self> {
         Self::read_outlines(dir, manifest, MIN_OUTLINE_BYTES)
     }
 
-    /// Like [`StoredIndex::read`]. Indexes of fewer than `outline_from` bytes are read as a whole.
+    /// [`StoredIndex::read`] that reads indexes of fewer than `outline_from` bytes whole.
     fn read_outlines(dir: &dyn Dir, manifest: &Manifest, outline_from: u64) -> Result<Self> {
         let entries: HashMap<&str, &FileEntry> =
             manifest.files.iter().map(|entry| (entry.path.as_str(), entry)).collect();
@@ -122,17 +119,18 @@ impl StoredIndex {
         Ok(Self { outline, paged: Some(Paged { items, places, filled }) })
     }
 
-    /// The structure: all of the index, but for the chunks of tensors that were left for later.
+    /// Returns the structure: the index without the chunks that are read later.
     pub fn outline(&self) -> &Arc<Index> {
         &self.outline
     }
 
-    /// All of it.
+    /// Returns the whole index.
     pub fn whole(&self) -> Result<Arc<Index>> {
         self.with(0..self.outline.leaves.len() as u32)
     }
 
-    /// The index, with at least the chunks of those leaves, and of those that they are tied to.
+    /// Returns the index with at least the chunks of those leaves, and of the leaves to which they
+    /// are tied.
     pub fn with(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
         let Some(paged) = &self.paged else { return Ok(Arc::clone(&self.outline)) };
         let mut filled = paged.filled.lock().unwrap_or_else(PoisonError::into_inner);
@@ -177,7 +175,7 @@ impl StoredIndex {
         (read, all)
     }
 
-    /// The leaf that holds the bytes of one: another where it is a tie or a view.
+    /// Returns the leaf that holds the bytes of a leaf. It is another one for a tie or a view.
     fn holder(&self, leaf: u32) -> u32 {
         match self.outline.resolve(leaf) {
             Some((holder, LeafRecord::Tensor(tensor))) => tensor.view.as_ref().map_or(holder, |view| view.of),
@@ -188,7 +186,8 @@ impl StoredIndex {
 }
 
 impl PagedItem {
-    /// The leaves of a page, read and checked, each with its number in the index of the step.
+    /// Reads and checks the leaves of a page. Returns each with its number in the index of the
+    /// step.
     fn leaves(&self, page: usize) -> Result<Vec<(u32, LeafRecord)>> {
         let Some(page) = self.outline.pages().get(page) else { return Ok(Vec::new()) };
         let bytes = self.file.read_at(page.offset, page.length as usize)?;
@@ -203,7 +202,7 @@ impl PagedItem {
     }
 }
 
-/// The structure of a large index, without its chunks; `None` where it is to be read as a whole.
+/// Reads the structure of a large index, without its chunks. `None` if it must be read whole.
 fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<ReadIndex>> {
     if item.index.length < outline_from {
         return Ok(None);
@@ -220,7 +219,7 @@ fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<Read
     let front = file.read_at(0, header.pages_at() as usize)?;
     let outline = Outline::decode(&header, &front, item.index.crc32c, &path)?;
     let index = outline.index().clone();
-    // As `check_claims`, as far as can be said without the chunks.
+    // As `check_claims`, without the chunks.
     let stored = index.files.iter().map(|file| u128::from(file.length)).sum::<u128>();
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
@@ -242,7 +241,7 @@ fn other_index(file: &Path) -> Error {
     stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
 }
 
-/// The index of an item, all of it. `alone`: there is a core for half of the work.
+/// Reads the whole index of an item. `alone`: another core is free for half of the work.
 fn whole(dir: &dyn Dir, item: &Item, alone: bool) -> Result<Index> {
     let file = dir.path().join(&item.index.path);
     let bytes = match dir.read_file(&item.index.path, item.index.length) {
@@ -260,7 +259,7 @@ fn whole(dir: &dyn Dir, item: &Item, alone: bool) -> Result<Index> {
     let opened = opened?;
     let leaves = || {
         let mut room = Vec::new();
-        // A hint only: the vector grows if this fails.
+        // Only an optimization: the vector grows if this fails.
         let _ = try_reserve_huge(&mut room, opened.leaf_count());
         opened.leaves(room)
     };
@@ -277,7 +276,8 @@ fn whole(dir: &dyn Dir, item: &Item, alone: bool) -> Result<Index> {
     Ok(index)
 }
 
-/// Has the files of an item's index be what the manifest says, and be named as there.
+/// Checks the files of an item's index against the manifest, and gives them their paths below the
+/// step.
 fn name_files(
     index: &mut Index,
     item: &Item,
@@ -301,8 +301,8 @@ fn name_files(
     Ok(())
 }
 
-/// Readers take memory for a tensor before its chunks are looked at one by one: they must add up to
-/// it. `leaves` are those of the tree from `first` on.
+/// Checks that the chunks of each tensor add up to its size: readers allocate that size before they
+/// read the chunks. `leaves` are those of the tree from `first` on.
 fn check_claims(tree: &Tree, first: usize, leaves: &[LeafRecord], file: &Path) -> Result<()> {
     for (leaf, record) in (first as u32..).zip(leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
@@ -317,7 +317,7 @@ fn check_claims(tree: &Tree, first: usize, leaves: &[LeafRecord], file: &Path) -
     Ok(())
 }
 
-/// Bytes of a tensor.
+/// Returns the size of a tensor in bytes. `None` if it overflows.
 fn claimed(tensor: &TensorRecord) -> Option<u128> {
     let size = tensor.dtype.size() as u128;
     tensor.shape.iter().try_fold(size, |bytes, &n| bytes.checked_mul(u128::from(n)))
@@ -330,8 +330,8 @@ fn claims_too_much(tree: &Tree, leaf: u32, tensor: &TensorRecord, stored: u128, 
     stepwell_core::Error::Corrupt { file: file.to_owned(), leaf, block: None, what }.into()
 }
 
-/// The data files as the manifest has them, item by item: the numbering that [`read`] gives them,
-/// where indexes list theirs in the same order.
+/// Returns the data files of the manifest, item by item. This is their numbering in the merged
+/// index, if the indexes list theirs in the same order.
 pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
     let mut of_item: HashMap<&str, Vec<FileRecord>> = HashMap::new();
     for entry in &manifest.files {
@@ -341,7 +341,7 @@ pub(crate) fn files(manifest: &Manifest) -> Vec<FileRecord> {
     manifest.items.iter().flat_map(|item| of_item.remove(item.dir.as_str()).unwrap_or_default()).collect()
 }
 
-/// The record of a data file, with its path below the step.
+/// Returns the record of a data file, with its path below the step.
 pub(crate) fn file_record(entry: &FileEntry) -> FileRecord {
     FileRecord {
         name: entry.path.as_str().into(),
@@ -352,13 +352,13 @@ pub(crate) fn file_record(entry: &FileEntry) -> FileRecord {
     }
 }
 
-/// The container of a data file that is a part of another file.
+/// Returns the file that contains a data file, if there is one.
 fn within(entry: &FileEntry) -> Option<Within> {
     let within = entry.within.as_ref()?;
     Some(Within { name: within.path.as_str().into(), offset: within.offset })
 }
 
-/// Nodes `first..end` of an item's tree, at that place in the state.
+/// A top-level entry: nodes `first..end` of an item's tree, and its position in the state.
 struct TopLevelNodes {
     position: u64,
     item: usize,
@@ -366,7 +366,7 @@ struct TopLevelNodes {
     end: usize,
 }
 
-/// All of them as one, and for each how its numbers have changed.
+/// Merges the indexes. Returns for each how its numbers have changed.
 fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Index, Vec<Numbers>)> {
     let mut tops_in_order = Vec::new();
     for (number, (item, index)) in manifest.items.iter().zip(&indexes).enumerate() {
@@ -391,7 +391,7 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Ind
 
     let mut out =
         Index { leaves: Vec::with_capacity(count(&|index| index.leaves.len())), ..Index::default() };
-    // A help and no more.
+    // Only an optimization.
     let _ = out.tree.try_reserve(count(&|index| index.tree.nodes().len()), out.leaves.capacity());
     match indexes.iter().find_map(|index| index.tree.nodes().first()).map(|root| &root.kind) {
         Some(NodeKind::Container(kind)) => {
@@ -413,7 +413,8 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Ind
         let leaves = index.leaves.into_iter().map(Some).collect();
         parts.push(RemainingItem { nodes: index.tree.into_nodes(), leaves, numbers });
     }
-    // Which item each leaf came from: a tie is told by the item's numbers, and may point forward.
+    // The item of each leaf. Ties use the item's numbers, and may point forward, so they are
+    // renumbered last.
     let mut origins = Vec::with_capacity(out.leaves.capacity());
     for TopLevelNodes { item, first, end, .. } in tops_in_order {
         let Some(part) = parts.get_mut(item) else { continue };
@@ -458,18 +459,18 @@ fn merge(dir: &dyn Dir, manifest: &Manifest, indexes: Vec<Index>) -> Result<(Ind
     Ok((out, parts.into_iter().map(|part| part.numbers).collect()))
 }
 
-/// What is left of an item's index, and how its numbers change.
+/// The rest of an item's index during the merge, and the change of its numbers.
 struct RemainingItem {
     nodes: Vec<Node>,
     leaves: Vec<Option<LeafRecord>>,
     numbers: Numbers,
 }
 
-/// From the numbers of an item's index to those of the step's.
+/// The change from the numbers of an item's index to those of the step's.
 #[derive(Default)]
 struct Numbers {
     first_file: u32,
-    /// `None`: the same.
+    /// The new number of each leaf. `None`: unchanged.
     new_leaf: Option<Vec<u32>>,
 }
 

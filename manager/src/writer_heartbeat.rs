@@ -1,12 +1,11 @@
-//! Signs of life, for file systems without locks.
+//! Heartbeats of writers, for file systems without locks.
 //!
-//! With locks, the writer's lock shows that it lives. Without locks, a writer keeps a small file in
-//! the root's own directory and rewrites it every few seconds: `.stepwell/beat-<session>`. A new
-//! writer writes its own first, then watches the others for a while, by its own clock. As long as
-//! one changes, its writer lives. (No clocks of two machines and no file's age are compared.) Two
-//! writers that start at once see each other, and both give up. Each session has its own file,
-//! instead of a field of the epoch, so that an old writer's heartbeat never overwrites a new
-//! writer's epoch.
+//! With locks, the writer's lock shows that it is alive. Without locks, a writer rewrites a small
+//! file in the root's own directory every few seconds: `.stepwell/beat-<session>`. A new writer
+//! writes its own first, then watches the others for a while, by its own clock. While a file
+//! changes, its writer is alive. (Neither clocks of two machines nor ages of files are compared.)
+//! Two writers that start at once see each other, and both give up. Each session has its own file,
+//! so that an old writer's heartbeat never overwrites a new writer's epoch.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,39 +23,38 @@ use crate::error::{Error, Result};
 use crate::periodic::Periodic;
 
 const MAX_HEARTBEAT_BYTES: u64 = 64 << 10;
-/// A writer beats so many times in the silence that others wait for.
+/// A writer sends so many heartbeats in the silence for which others wait.
 const HEARTBEATS_PER_SILENCE: u32 = 6;
-/// And a silence is at least so many beats of the writer that is watched, whatever this one was
-/// told.
+/// A silence lasts at least so many heartbeats of the watched writer, by its own interval.
 const MISSED_HEARTBEATS: u32 = 3;
-/// How often the others are looked at in that time.
+/// The number of checks during a silence.
 const POLLS_PER_SILENCE: u32 = 20;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct HeartbeatRecord {
-    /// Counts.
+    /// A counter.
     count: u64,
-    /// From one to the next.
+    /// The interval in milliseconds.
     every_ms: u64,
     /// The writer, for messages.
     owner: String,
 }
 
-/// Beats until it is stopped, or until someone else is the root's writer.
+/// Sends heartbeats until it is stopped, or until another writer takes the root over.
 pub struct WriterHeartbeat {
     session: String,
     thread: Periodic,
 }
 
 impl WriterHeartbeat {
-    /// The first beat is there when this returns.
+    /// Starts the heartbeat. The first one is written when this returns.
     pub fn start(root: &Arc<dyn Dir>, session: &str, silence: Duration) -> Result<Self> {
         let every = silence / HEARTBEATS_PER_SILENCE;
         write(&**root, session, 0, every)?;
         let (dir, owned, mut count) = (Arc::clone(root), session.to_owned(), 0);
         let heartbeat = move || {
             count += 1;
-            // A writer that took over has removed it.
+            // Another writer has taken the root over and removed it.
             if matches!(dir.stat(&format!("{CONTROL}/{}", name(&owned))), Ok(None)) {
                 return false;
             }
@@ -70,7 +68,7 @@ impl WriterHeartbeat {
         Ok(Self { session: session.to_owned(), thread })
     }
 
-    /// Ends it, and takes its file away: a writer that has ended is not waited for.
+    /// Ends it, and removes its file, so that the next writer need not wait.
     pub fn stop(self, root: &dyn Dir) {
         self.thread.stop();
         let removed = root.open_dir(CONTROL).and_then(|control| control.remove_file(&name(&self.session)));
@@ -80,8 +78,8 @@ impl WriterHeartbeat {
     }
 }
 
-/// Watches the signs of life of all writers but `session`, where there are any, until they have not
-/// changed for `silence`. One that changes, or a new one, is a live writer's: [`Error::Locked`].
+/// Watches the heartbeats of all other writers until they have not changed for `silence`. A changed
+/// or new one shows a live writer: [`Error::Locked`].
 pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silence: Duration) -> Result<()> {
     let seen = others(root, session)?;
     if seen.is_empty() {
@@ -106,8 +104,8 @@ pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silenc
     Ok(())
 }
 
-/// Removes the signs of life of all writers but `session`, which is the root's writer now: what
-/// still beats stops then.
+/// Removes the heartbeats of all writers but `session`, now the root's writer. The others then
+/// stop.
 pub fn forget_others(root: &dyn Dir, session: &str) -> Result<()> {
     let control = root.open_dir(CONTROL)?;
     for entry in control.entries()? {
@@ -120,7 +118,7 @@ pub fn forget_others(root: &dyn Dir, session: &str) -> Result<()> {
     Ok(())
 }
 
-/// By file name; `None`: it cannot be read as one, which changes as little as any other.
+/// Reads the heartbeats of other writers, by file name. `None`: an unreadable one.
 fn others(root: &dyn Dir, session: &str) -> Result<BTreeMap<String, Option<HeartbeatRecord>>> {
     let control = root.open_dir(CONTROL)?;
     let mut heartbeats = BTreeMap::new();

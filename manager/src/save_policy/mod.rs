@@ -1,13 +1,13 @@
-//! Save policies: which calls of `save` write. Small pure objects: a question in, a yes or no out.
+//! Save policies: the calls of `save` that write. Policies are pure: facts in, a yes or no out.
 //!
-//! Policies compose with `|` and `&`, are plain data (JSON), and know if they are *deterministic*:
-//! if every rank gets the same answer by itself. Otherwise (clocks, signals, callables) the
-//! leader's answer binds all ranks. If a policy of steps alone refuses, the call does not look at
-//! the root, except for the first one, when it is unknown if the root is empty.
+//! Policies compose, and are plain data (JSON). A *deterministic* policy has the same answer on
+//! every rank. Otherwise (clocks, signals, callables) the leader's answer binds all ranks. A policy
+//! that needs only the step can refuse without a listing of the root, except for the first call,
+//! when it is unknown if the root is empty.
 //!
-//! **The first save.** [`SavePolicy::EverySteps`] also says yes to the first step that an empty
-//! root is asked for, whatever its number: a run that cannot save shows it at its start and not
-//! after the first interval. [`SavePolicy::AtSteps`] says yes to its steps and to no other.
+//! **The first save.** [`SavePolicy::EverySteps`] also says yes to the first step of an empty root,
+//! whatever its number: a run that cannot save then fails at its start, and not after the first
+//! interval. [`SavePolicy::AtSteps`] says yes to its steps only.
 
 use std::collections::BTreeSet;
 
@@ -15,23 +15,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// The facts that a policy may ask for. A look at the root happens only when a policy asks.
+/// The facts that a policy may ask for. Each is looked up only when it is asked for.
 pub trait Facts {
-    /// The step that might be saved.
+    /// Returns the step in question.
     fn step(&self) -> u64;
-    /// True if the root holds no step yet, and none is being saved.
+    /// True if the root has no step, and none is being saved.
     fn is_first(&self) -> Result<bool>;
-    /// Seconds since the last save began; `None` if there was none.
+    /// Returns the seconds since the last save began. `None` if there was no save.
     fn seconds_since_save(&self) -> Result<Option<f64>>;
     /// True if a save is being written.
     fn saving(&self) -> bool;
     /// True if the ranks have agreed that this job is to be preempted.
     fn preempted(&self) -> bool;
-    /// The answer of a custom policy (a callable of the front end); `false` if it was not asked.
+    /// Returns the answer of a custom policy, a callable of the front end. `false` if it was not
+    /// called.
     fn custom(&self, name: &str) -> bool;
 }
 
-/// See the module documentation.
+/// A save policy.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "policy", rename_all = "snake_case", deny_unknown_fields)]
 pub enum SavePolicy {
@@ -48,7 +49,7 @@ pub enum SavePolicy {
         /// The steps.
         steps: BTreeSet<u64>,
     },
-    /// When so much time has passed since the last save began (or there was none).
+    /// When that many seconds have passed since the last save began, or if there was no save.
     EverySeconds {
         /// The interval in seconds; at least 0.
         seconds: f64,
@@ -59,15 +60,15 @@ pub enum SavePolicy {
     OnPreemption,
     /// The answer of a callable of the front end.
     Custom {
-        /// Its name in [`Facts::custom`]; a name that is not answered says no.
+        /// Its name in [`Facts::custom`]. A name without an answer says no.
         name: String,
     },
-    /// One of them says yes. None: never.
+    /// One of the policies says yes. An empty list says no.
     Any {
         /// The alternatives.
         of: Vec<SavePolicy>,
     },
-    /// All of them say yes. None: always.
+    /// All of the policies say yes. An empty list says yes.
     All {
         /// The conditions.
         of: Vec<SavePolicy>,
@@ -85,7 +86,7 @@ impl Default for SavePolicy {
 }
 
 impl SavePolicy {
-    /// Refuses what can never work: an interval of no steps, a negative or endless time.
+    /// Refuses an interval of no steps, and a negative or infinite time.
     pub fn check(&self) -> Result<()> {
         match self {
             Self::EverySteps { n: 0, .. } => Err(Error::Invalid(
@@ -101,7 +102,7 @@ impl SavePolicy {
         }
     }
 
-    /// True if to save.
+    /// True if the step is to be saved.
     pub fn should_save(&self, facts: &dyn Facts) -> Result<bool> {
         Ok(match self {
             Self::EverySteps { n, initial } => {
@@ -133,8 +134,7 @@ impl SavePolicy {
         })
     }
 
-    /// True if every rank comes to the same answer by itself, from the step and the agreed listing
-    /// alone.
+    /// True if every rank gets the same answer by itself, from the step and the agreed listing.
     pub fn is_deterministic(&self) -> bool {
         match self {
             Self::EverySteps { .. } | Self::AtSteps { .. } => true,
@@ -143,7 +143,7 @@ impl SavePolicy {
         }
     }
 
-    /// True if it asks whether the job is to be preempted.
+    /// True if it depends on preemption.
     pub fn listens(&self) -> bool {
         match self {
             Self::OnPreemption => true,
@@ -152,7 +152,7 @@ impl SavePolicy {
         }
     }
 
-    /// The names of the callables that must be asked before a decision.
+    /// Returns the names of the callables that must be called before a decision.
     pub fn custom_names(&self) -> BTreeSet<&str> {
         match self {
             Self::Custom { name } => BTreeSet::from([name.as_str()]),
