@@ -91,7 +91,7 @@ impl Checkpoint {
         if let Some(directory_layout::OwnName::Temporary { .. } | directory_layout::OwnName::Trash { .. }) =
             directory_layout::parse(name)
         {
-            let reason = "it is a save in flight, or was retired".to_owned();
+            let reason = "it is a save in progress, or was retired".to_owned();
             return Err(Error::NotAStep { path: path.to_owned(), reason });
         }
         let parent = match environment.disk.open_dir(parent) {

@@ -26,7 +26,7 @@ pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
 /// The part of a checkpoint that a copy takes over. The default is all of it.
 #[derive(Clone, Debug, Default)]
-pub struct Part {
+pub struct CopySelection {
     /// Globs of items; `None`: all.
     pub include: Option<Vec<String>>,
     /// Globs of items that are left out.
@@ -35,7 +35,7 @@ pub struct Part {
     pub metrics: BTreeMap<String, f64>,
 }
 
-impl Part {
+impl CopySelection {
     /// The manifest of the copy: without the items that are left out, and with later metrics.
     fn manifest(&self, source: &Manifest, unix_ns: i64) -> Result<Manifest> {
         let mut manifest = source.clone();
@@ -64,7 +64,7 @@ impl Part {
 /// Copies an open checkpoint, or a part of it, to a free path.
 pub fn to_path(
     source: &Checkpoint,
-    part: &Part,
+    part: &CopySelection,
     path: &Path,
     environment: &Environment,
     progress: Progress<'_>,
@@ -78,7 +78,7 @@ pub fn to_path(
 /// Copies an open checkpoint, or a part of it, to a free name of a directory.
 pub(crate) fn into(
     source: &Checkpoint,
-    part: &Part,
+    part: &CopySelection,
     parent: &Arc<dyn Dir>,
     name: &str,
     label: &str,

@@ -114,7 +114,7 @@ pub enum Error {
     },
     /// The other ranks gave up on this rank, the leader.
     #[error(
-        "the other ranks have given up on step {step}: they had no sign of life of this one, which decides, for {seconds:.1} s; the step was not committed"
+        "the other ranks have given up on step {step}: no heartbeat from this rank (the leader) for {seconds:.1} s. The step was not committed"
     )]
     GivenUpOn {
         /// The step.

@@ -9,11 +9,11 @@ use stepwell_core::{Error, Result};
 pub(crate) fn guarded<T>(who: &str, run: impl FnOnce() -> T) -> Result<T> {
     // Its unfinished changes are behind locks that ignore poisoning.
     catch_unwind(AssertUnwindSafe(run)).map_err(|panic| {
-        let said = panic
+        let message = panic
             .downcast_ref::<&str>()
             .map(|text| (*text).to_owned())
             .or_else(|| panic.downcast_ref::<String>().cloned())
             .unwrap_or_default();
-        Error::internal("a result", format!("{who} panicked: {said}"))
+        Error::internal("a result", format!("{who} panicked: {message}"))
     })
 }

@@ -36,7 +36,7 @@ impl Lease {
 /// Opens and leases `parent/name`. `None` if it does not exist.
 pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option<(Arc<dyn Dir>, Lease)>> {
     let start = Instant::now();
-    'looks: for _ in 0..LEASE_TRIES {
+    'tries: for _ in 0..LEASE_TRIES {
         let dir = match parent.open_dir(name) {
             Ok(dir) => dir,
             Err(error) if error.is_gone() => return Ok(None),
@@ -47,7 +47,7 @@ pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option
             match dir.try_lock(LEASE, LockKind::Shared, false) {
                 Ok(Some(lock)) => break Some(lock),
                 // It was retired, and its lock may be held for long: look the step up again.
-                Ok(None) if parent.stat(name)?.map(|stat| stat.id) != Some(dir.id()?) => continue 'looks,
+                Ok(None) if parent.stat(name)?.map(|stat| stat.id) != Some(dir.id()?) => continue 'tries,
                 Ok(None) if start.elapsed() < timeout => std::thread::sleep(LEASE_POLL_INTERVAL),
                 Ok(None) => {
                     return Err(Error::Timeout {
@@ -121,7 +121,7 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
             Err(error) => {
                 // Otherwise a retry would find it.
                 if !shared && let Err(error) = parent.remove_dir(name) {
-                    tracing::warn!(%error, "a temporary that could not be locked could not be removed either");
+                    tracing::warn!(%error, "removing an unlocked temporary failed");
                 }
                 return Err(error);
             }

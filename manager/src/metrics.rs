@@ -104,7 +104,7 @@ impl Sidecars {
                 // It was removed with its step, since the listing.
                 Err(error) if error.is_gone() && dir.stat(&entry.name)?.is_none() => continue,
                 Err(error) if is_not_a_step(&error) => {
-                    tracing::warn!(file = %entry.name, %error, "what is no sidecar of metrics is left out");
+                    tracing::warn!(file = %entry.name, %error, "ignoring invalid metrics file");
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -129,7 +129,7 @@ impl Sidecars {
             Ok(())
         })();
         if let Err(error) = removed {
-            tracing::debug!(%error, "the metrics of a deleted step stay");
+            tracing::debug!(%error, "removing the metrics of a deleted step failed");
         }
     }
 }

@@ -21,11 +21,11 @@ impl Periodic {
         mut work: impl FnMut() -> bool + Send + 'static,
     ) -> std::io::Result<Self> {
         let stop = Arc::new((Mutex::new(false), Condvar::new()));
-        let told = Arc::clone(&stop);
+        let stop_flag = Arc::clone(&stop);
         let thread = spawn(name, move || {
             loop {
-                let stopped = told.0.lock().unwrap_or_else(PoisonError::into_inner);
-                let wait = told.1.wait_timeout_while(stopped, interval, |stopped| !*stopped);
+                let stopped = stop_flag.0.lock().unwrap_or_else(PoisonError::into_inner);
+                let wait = stop_flag.1.wait_timeout_while(stopped, interval, |stopped| !*stopped);
                 if *wait.unwrap_or_else(PoisonError::into_inner).0 || !work() {
                     return;
                 }

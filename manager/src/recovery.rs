@@ -94,7 +94,7 @@ fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Rec
                 recovered.trash.push(trash);
             }
             Ok(false) => {}
-            Err(error) => tracing::warn!(%name, %error, "what a save to a path left stays for now"),
+            Err(error) => tracing::warn!(%name, %error, "removing leftovers of a save to a path failed"),
         }
     }
     if recovered.trash.len() > before {
@@ -127,7 +127,7 @@ pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, re
             Ok(true) => recovered.leases.push(found.name.clone()),
             Ok(false) => {}
             Err(error) => {
-                tracing::warn!(step = %found.name, %error, "a step could not be mended; it is left as it is");
+                tracing::warn!(step = %found.name, %error, "mending a step failed. It stays as it is");
             }
         }
     }

@@ -192,7 +192,7 @@ impl Deleter {
                 Err(error) => {
                     // No thread will delete it, so no call may wait for it.
                     self.shared.lock().ready.clear();
-                    tracing::warn!(%error, "no thread to delete with; the next writer finishes the trash");
+                    tracing::warn!(%error, "starting the deleter failed. The next writer deletes the trash");
                 }
             }
         }
@@ -314,7 +314,7 @@ fn finish(shared: &DeleterState, mut trash: Trash, result: stepwell_core::Result
             queue.held.push_back(trash);
         }
         Err(error) => {
-            tracing::warn!(name = trash.name, %error, "a retired step could not be deleted; the next writer tries again");
+            tracing::warn!(name = trash.name, %error, "deleting a retired step failed. The next writer tries again");
             queue.failed.push(error);
         }
     }

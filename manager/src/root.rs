@@ -155,7 +155,7 @@ impl Root {
         if !is_locked {
             tracing::warn!(
                 root = %root.path().display(), grace_seconds = options.grace.as_secs_f64(),
-                "no locks here: readers hold no leases; the files of a retired step are deleted after the grace period"
+                "no locks on this file system: readers hold no leases. Files of a retired step are deleted after the grace period"
             );
             // Start the heartbeat before the check of others: two writers that start at once then
             // see each other.
@@ -175,7 +175,7 @@ impl Root {
             Err(Error::Core(error)) if error.is_full() && is_locked => {
                 for trash in recovery::sweep(&**root, session, environment)?.trash {
                     if let Err(error) = retire::remove(&**root, &trash, false, &mut || true) {
-                        tracing::warn!(%trash, %error, "could not be deleted to free disk space");
+                        tracing::warn!(%trash, %error, "deleting it to free disk space failed");
                     }
                 }
                 take_epoch(&**root, session)?;
@@ -190,11 +190,13 @@ impl Root {
         recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace, &mut recovered);
         match metrics::reclaim(&**root, names, &recorded, &listing) {
             Ok(0) => {}
-            Ok(files) => tracing::info!(files, "removed the later metrics of steps that are gone"),
-            Err(error) => tracing::warn!(%error, "the later metrics of steps that are gone stay for now"),
+            Ok(files) => tracing::info!(files, "removed later metrics of deleted steps"),
+            Err(error) => {
+                tracing::warn!(%error, "removing later metrics of deleted steps failed. The next writer tries again");
+            }
         }
         if !recovered.abandoned.is_empty() {
-            tracing::info!(temporaries = ?recovered.abandoned, "removing what dead writers left");
+            tracing::info!(temporaries = ?recovered.abandoned, "removing temporaries of dead writers");
         }
         self.deleter.enqueue(recovered.trash);
         Ok(())
@@ -462,7 +464,7 @@ impl Findings {
     /// Logs an invalid step, once.
     fn report_quarantined(&mut self, Quarantined { name, reason, .. }: &Quarantined) {
         if self.reported.insert(format!("{name} {reason}")) {
-            tracing::warn!(%name, %reason, "has a step's name and is none; it is passed over, and set aside where a step of that number is saved");
+            tracing::warn!(%name, %reason, "ignoring invalid step directory. Saving this step quarantines it");
         }
     }
 }

@@ -213,7 +213,7 @@ fn heartbeat(team: &Arc<Team>, save: &Save) -> std::io::Result<Option<Periodic>>
         if let Err(error) =
             ranks.send_heartbeat(RankHeartbeat { save: first_open, progress: save.progress_counter() })
         {
-            tracing::debug!(%error, "the other ranks could not be told that this one lives");
+            tracing::debug!(%error, "sending a heartbeat to the other ranks failed");
         }
         true
     };
@@ -259,7 +259,7 @@ impl Ending {
         match found.and_then(|trash| trash) {
             Ok(trash) => deleter.enqueue(trash),
             Err(error) => {
-                tracing::warn!(%error, "what a killed save left beside this path stays for now");
+                tracing::warn!(%error, "removing leftovers of a killed save failed");
             }
         }
         let (save, ended) = persist::run(job, &parent, &environment, &team, &deleter, &|| ());
@@ -276,7 +276,7 @@ impl Ending {
             alone
         });
         if let Err(error) = cleaned.map_err(Error::from).and_then(|cleaned| cleaned) {
-            tracing::warn!(%error, "what a save to a path replaced or left stays for now");
+            tracing::warn!(%error, "cleaning up after a save to a path failed");
         }
         let callbacks = save.settle(ended.outcome);
         save.call(callbacks);
@@ -332,7 +332,7 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
         let label = directory_layout::label_of_path(name);
         let new = directory_layout::trash(&label, environment.rng.next_u128());
         if aside::retire_abandoned(parent, &temporary, &new)? {
-            tracing::info!(%temporary, "removing what a killed save left");
+            tracing::info!(%temporary, "removing leftovers of a killed save");
             trash.push(new);
         }
     }

@@ -63,7 +63,7 @@ impl Spares {
             Ok(Some(kept)) => self.kept().replace(kept).map(|before| before.trash),
             Ok(None) => Some(trash),
             Err(error) => {
-                tracing::debug!(trash, %error, "its files are not written over");
+                tracing::debug!(trash, %error, "the next save does not overwrite its files");
                 Some(trash)
             }
         }
@@ -100,7 +100,7 @@ impl Spares {
         // Hold no lock: a disk that hangs then blocks only this save. If the trash is deleted at
         // the same time, one of the two wins.
         self.root.take_over(&name, to, len_hint).unwrap_or_else(|error| {
-            tracing::debug!(name, %error, "it is not written over");
+            tracing::debug!(name, %error, "this file is not overwritten");
             if !error.already_exists() {
                 // It may have the new name in spite of the error.
                 let _ = self.root.remove_file(to);

@@ -385,7 +385,7 @@ fn leaves(
         .collect();
     let mut out = Vec::with_capacity(origins.len());
     // The number of chunks that the item may still get.
-    let mut room = MAX_CHUNKS;
+    let mut chunks_left = MAX_CHUNKS;
     for (here, &origin) in (0_u32..).zip(origins) {
         let mut holder = origin;
         let mut source = state.leaves.get(origin as usize);
@@ -407,7 +407,7 @@ fn leaves(
                 let mut chunks: Vec<ChunkPlan> = Vec::new();
                 for share in shares.regions(holder) {
                     let parts = subchunk::cut(share, shape, itemsize, &options);
-                    room = room
+                    chunks_left = chunks_left
                         .checked_sub(parts.len() as u64)
                         .ok_or_else(|| too_many_chunks(&state.tree, origin, &parts, &options))?;
                     chunks.extend(parts.map(|part| ChunkPlan {

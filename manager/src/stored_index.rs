@@ -258,10 +258,10 @@ fn whole(dir: &dyn Dir, item: &Item, alone: bool) -> Result<Index> {
     }
     let opened = opened?;
     let leaves = || {
-        let mut room = Vec::new();
+        let mut buffer = Vec::new();
         // Only an optimization: the vector grows if this fails.
-        let _ = try_reserve_huge(&mut room, opened.leaf_count());
-        opened.leaves(room)
+        let _ = try_reserve_huge(&mut buffer, opened.leaf_count());
+        opened.leaves(buffer)
     };
     let (tree, leaves) = both(THREAD, apart, || opened.tree(), leaves);
     let index = opened.join(tree?, leaves?)?;

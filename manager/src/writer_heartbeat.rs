@@ -59,7 +59,7 @@ impl WriterHeartbeat {
                 return false;
             }
             if let Err(error) = write(&*dir, &owned, count, every) {
-                tracing::warn!(%error, "a sign of life could not be written; another writer may take this root over");
+                tracing::warn!(%error, "writing a heartbeat failed. Another writer may take this root over");
             }
             true
         };
@@ -73,7 +73,7 @@ impl WriterHeartbeat {
         self.thread.stop();
         let removed = root.open_dir(CONTROL).and_then(|control| control.remove_file(&name(&self.session)));
         if let Err(error) = removed {
-            tracing::debug!(%error, "a sign of life stays; the next writer waits until it has seen no change of it");
+            tracing::debug!(%error, "removing the heartbeat failed. The next writer waits until it has not changed for a while");
         }
     }
 }
@@ -89,7 +89,7 @@ pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silenc
     let silence = silence.max(slowest.unwrap_or_default().saturating_mul(MISSED_HEARTBEATS));
     tracing::info!(
         root = %root.path().display(), seconds = silence.as_secs_f64(),
-        "an earlier writer of this root did not end by itself: watching whether it lives"
+        "an earlier writer of this root did not close it: watching its heartbeat"
     );
     let begun = clock.monotonic();
     while clock.monotonic().saturating_sub(begun) < silence {

@@ -200,7 +200,7 @@ impl SimWorld<'_> {
         heartbeat.progress += 1;
     }
 
-    /// A rank's last sign of life, if it is not through with this save.
+    /// A rank's last heartbeat, if it still has to report on this save.
     fn heartbeat_in_save(&self, rank: u32) -> Option<u64> {
         self.job.net.heartbeats.get(&rank).copied().unwrap_or_default().in_save(self.save)
     }

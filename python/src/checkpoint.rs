@@ -34,8 +34,8 @@ pub type Engined = stepwell_manager::Checkpoint;
 pub type CopiedPart = (Option<Vec<String>>, Vec<String>, BTreeMap<String, f64>);
 
 /// Names the fields of a part.
-pub fn part_of((include, exclude, metrics): CopiedPart) -> copy::Part {
-    copy::Part { include, exclude, metrics }
+pub fn part_of((include, exclude, metrics): CopiedPart) -> copy::CopySelection {
+    copy::CopySelection { include, exclude, metrics }
 }
 
 /// An open, leased checkpoint.

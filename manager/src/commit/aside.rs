@@ -185,8 +185,8 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
     Ok(Thinned::Dropped(names))
 }
 
-/// Takes the items that are not in `keep` out of a manifest, with tombstones in their place. Returns
-/// their names. A manifest that would lose all items stays as it is.
+/// Takes the items that are not in `keep` out of a manifest, with tombstones in their place.
+/// Returns their names. A manifest that would lose all items stays as it is.
 pub(crate) fn drop_items(manifest: &mut Manifest, keep: &BTreeSet<String>, unix_ns: i64) -> Vec<String> {
     let is_kept = |item: &Item| keep.contains(&item.name);
     if !manifest.items.iter().any(is_kept) {

@@ -180,7 +180,7 @@ fn execute(
             drop(std::mem::take(temporary));
             match delete_tree(&**root, &plan.temporary) {
                 Err(error) if !error.is_not_found() => {
-                    tracing::warn!(%error, "a failed save left its temporary; the next writer removes it");
+                    tracing::warn!(%error, "removing the temporary of a failed save failed. The next writer removes it");
                 }
                 _ => {}
             }

@@ -281,7 +281,7 @@ fn gather_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<Item
     });
     let parts = merged.collect::<Result<_>>()?;
     // Forward differences too: perhaps only other nodes have written the leaf.
-    Ok((claimed.told(), parts))
+    Ok((claimed.forwarded(), parts))
 }
 
 /// The parts of all ranks, by item.
@@ -411,12 +411,12 @@ impl Claimed {
     }
 
     /// Returns the claims that a vote forwards: one for each part, and all that differ.
-    fn told(&self) -> Vec<Claim> {
+    fn forwarded(&self) -> Vec<Claim> {
         let differ = self.differ.values().flat_map(|&(one, other)| [one, other]);
-        let mut told: Vec<Claim> = self.first.values().copied().chain(differ).collect();
-        told.sort_unstable_by_key(|claim| (claim.path, claim.part, claim.rank));
-        told.dedup();
-        told
+        let mut forwarded: Vec<Claim> = self.first.values().copied().chain(differ).collect();
+        forwarded.sort_unstable_by_key(|claim| (claim.path, claim.part, claim.rank));
+        forwarded.dedup();
+        forwarded
     }
 
     /// Refuses a step with a leaf that differs between ranks. `items` are the indexes of all items.

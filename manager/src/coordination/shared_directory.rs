@@ -157,7 +157,7 @@ impl Drop for SharedDirectory {
         }
         drop(held);
         if let Err(error) = self.leave() {
-            tracing::debug!(%error, "the ranks' messages stay for now");
+            tracing::debug!(%error, "removing the ranks' messages failed");
         }
     }
 }
@@ -291,7 +291,7 @@ impl<'a> Joining<'a> {
                 _ => delete(&*self.job, &entry.name),
             };
             if let Err(error) = deleted {
-                tracing::debug!(%error, "what an earlier run of this job has left stays for now");
+                tracing::debug!(%error, "removing messages of an earlier run failed");
             }
         }
         Ok(())
@@ -312,7 +312,7 @@ impl Drop for Joining<'_> {
     fn drop(&mut self) {
         for name in self.written.take() {
             if let Err(error) = delete(&*self.job, &name) {
-                tracing::debug!(%error, "what this rank has said to meet the others stays for now");
+                tracing::debug!(%error, "removing this rank's messages of the meeting failed");
             }
         }
         // It is empty if no other rank has come.

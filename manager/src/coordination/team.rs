@@ -303,9 +303,9 @@ impl Team {
             }
             let answer = mine.and_then(|mine| {
                 self.is_gathering.store(true, Ordering::Relaxed);
-                let said = self.gather(number, what, mine);
+                let reports = self.gather(number, what, mine);
                 self.is_gathering.store(false, Ordering::Relaxed);
-                answer(said?)
+                answer(reports?)
             });
             self.put_answer(number, what, &answer)?;
             Ok(answer)
@@ -314,14 +314,14 @@ impl Team {
 
     /// Returns the reports of a call, by rank; the leader's own comes first.
     fn gather<S: DeserializeOwned>(&self, number: u64, what: &str, mine: S) -> Result<Vec<S>> {
-        let mut said = vec![mine];
+        let mut reports = vec![mine];
         for rank in 1..self.world_size() {
             let key = self.part_key(number, rank);
             let part: CallReport<S> = decoded(rank, &self.wait(&key, rank, what)?)?;
             self.coordinator.remove(&key)?;
-            said.push(part.map_err(|cause| Error::RankFailed { rank, cause })?);
+            reports.push(part.map_err(|cause| Error::RankFailed { rank, cause })?);
         }
-        Ok(said)
+        Ok(reports)
     }
 
     /// True while the leader gathers reports: it is alive, and its own timeout names the missing
@@ -369,7 +369,7 @@ impl Team {
         if self.lost.set(SessionEnd { missing, cause }).is_ok()
             && let Err(error) = self.send_heartbeat(RankHeartbeat::LEFT)
         {
-            tracing::debug!(%error, "the other ranks could not be told that this one has left the session");
+            tracing::debug!(%error, "reporting the end of the session to the other ranks failed");
         }
         error
     }
@@ -750,7 +750,7 @@ fn encoded(value: &impl Serialize) -> Result<Message> {
 
 fn decoded<T: DeserializeOwned>(rank: u32, message: &[u8]) -> Result<T> {
     serde_json::from_slice(message).map_err(|error| {
-        let cause = format!("what it says cannot be read ({error}); are all ranks of one version?");
+        let cause = format!("its message cannot be read ({error}); are all ranks of one version?");
         Error::RankFailed { rank, cause }
     })
 }

@@ -57,7 +57,7 @@ impl Inner {
             };
             let pool = self.pool();
             if let Err(error) = guarded("the capture", || rest.run_rest(&pool, &self.options)) {
-                tracing::warn!(%error, "what was left of a capture failed");
+                tracing::warn!(%error, "a late capture failed");
             }
             self.saves.lock().captures.capturing = false;
             self.saves.changed.notify_all();

@@ -127,7 +127,12 @@ impl Manager {
     }
 
     /// Copies an open checkpoint into this root, as its step: see [`copy`](crate::copy).
-    pub fn add(&self, source: &Checkpoint, part: &copy::Part, progress: copy::Progress<'_>) -> Result<()> {
+    pub fn add(
+        &self,
+        source: &Checkpoint,
+        part: &copy::CopySelection,
+        progress: copy::Progress<'_>,
+    ) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("add a step")?;
         if !inner.team.is_alone() {
@@ -208,11 +213,7 @@ impl Inner {
         }
         if !target.manifest.dropped.is_empty() {
             let gone: Vec<&str> = target.manifest.dropped.iter().map(|one| one.item.as_str()).collect();
-            tracing::warn!(
-                step,
-                ?gone,
-                "a rewind to a step that was thinned: a run that goes on from it has these items no more"
-            );
+            tracing::warn!(step, ?gone, "rewinding to a thinned step: it does not have these items");
         }
         // Newer steps that may not be durable go too, so that `step` becomes the latest.
         let uncertain = root.uncertain_above(step);

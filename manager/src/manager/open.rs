@@ -147,13 +147,13 @@ impl Inner {
         }
         let newest = self.team.ask("open", || self.root.newest_step())?;
         let inner = Arc::downgrade(self);
-        let mut looks = 0;
+        let mut polls = 0;
         let mut life = move |inner: &Self| {
             let queued = inner.saves.lock();
             let save = queued.first_open(|save| inner.team.has_voted(save));
             if inner.ranks.is_restoring() || inner.team.is_gathering() {
-                looks += 1;
-                return Some(RankHeartbeat { save, progress: looks });
+                polls += 1;
+                return Some(RankHeartbeat { save, progress: polls });
             }
             if queued.pending.is_empty() {
                 return None;
@@ -174,7 +174,7 @@ impl Inner {
             {
                 last = now;
                 if let Err(error) = team.send_heartbeat(heartbeat) {
-                    tracing::debug!(%error, "the other ranks could not be told that this one lives");
+                    tracing::debug!(%error, "sending a heartbeat to the other ranks failed");
                 }
             }
             true

@@ -62,7 +62,7 @@ impl Inner {
             // A failed clean-up is not a failed save: settle the save in any case.
             let cleaned = guarded("what follows a save", || self.follow_up(save.step(), &outcome, replaced));
             if let Err(error) = cleaned.map_err(Error::from).and_then(|applied| applied) {
-                tracing::warn!(%error, "retention could not be applied; it is tried again after the next commit");
+                tracing::warn!(%error, "applying retention failed. It is tried again after the next commit");
             }
             let callbacks = {
                 // Under one lock: a caller that sees the outcome must not find the save pending,

@@ -250,9 +250,9 @@ impl Inner {
             match thinned {
                 Thinned::Dropped(items) => tracing::info!(step, ?items, "thinned"),
                 Thinned::Later(items) => {
-                    tracing::info!(step, ?items, "thinned; the files go after the grace period");
+                    tracing::info!(step, ?items, "thinned. Its files are deleted after the grace period");
                 }
-                Thinned::Held => tracing::info!(step, "not thinned now: it is being read"),
+                Thinned::Held => tracing::info!(step, "not thinned now: a reader holds it"),
                 Thinned::Nothing => {}
             }
         }
@@ -354,7 +354,7 @@ impl Inner {
                     let since = before.get(&step).copied().unwrap_or(now);
                     inspected.leased.insert(step, since);
                     if now.saturating_sub(since) < grace {
-                        tracing::debug!(step, "not deleted now: it is being read");
+                        tracing::debug!(step, "not retired now: a reader holds it");
                         continue;
                     }
                 }
@@ -379,7 +379,7 @@ impl Inner {
             });
             if let Err(error) = finished {
                 let step = found.manifest.step;
-                tracing::debug!(step, %error, "what was thinned away stays for now");
+                tracing::debug!(step, %error, "deleting thinned files failed. It is tried again after the next commit");
             }
         }
     }

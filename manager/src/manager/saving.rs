@@ -63,12 +63,12 @@ impl Manager {
     ) -> Result<Decision> {
         let inner = &self.inner;
         inner.check_usable()?;
-        let said = if inner.team.is_alone() || inner.options.read_only || step > MAX_STEP {
+        let decision = if inner.team.is_alone() || inner.options.read_only || step > MAX_STEP {
             inner.decide(step, force, exists, custom)?
         } else {
             inner.decide_together(step, force, exists, custom)?
         };
-        Ok(match said {
+        Ok(match decision {
             AgreedDecision::Save => Decision::Save(Ticket::new(inner, step, false)),
             AgreedDecision::Replace => Decision::Save(Ticket::new(inner, step, true)),
             AgreedDecision::Refuse(refusal) => Decision::Refuse(refusal),
@@ -307,7 +307,7 @@ impl Inner {
     /// without progress.
     fn wait_for_a_place(&self, step: u64, prepared: &PlannedSave) -> Result<Option<CaptureTurn<'_>>> {
         let (now, is_cancelled) = (prepared.has_eager(), || prepared.cancel.load(Ordering::Acquire));
-        let mut told = false;
+        let mut logged = false;
         // A claimed capture enters the queue first. It may need all of the memory, which only its
         // own writes free.
         let turn = self.saves.wait_while(self.options.stall_timeout, false, |queued| {
@@ -315,7 +315,7 @@ impl Inner {
                 || (!now && queued.captures.claimed)
                 || queued.pending.len() > self.options.max_pending;
             let waits = blocked && !is_cancelled();
-            if waits && !std::mem::replace(&mut told, true) {
+            if waits && !std::mem::replace(&mut logged, true) {
                 tracing::info!(step, "this save waits until an earlier one has ended");
             }
             waits

@@ -239,7 +239,7 @@ impl Inner {
             && let Err(error) = self.team.report_preemption()
         {
             // Go on: the others make this call too. The next call reports it again.
-            tracing::warn!(%error, "the other ranks could not be told that the job is to be preempted");
+            tracing::warn!(%error, "announcing the preemption to the other ranks failed");
         }
         let (answer, preempted) = self.team.ask(what, || {
             if !known && self.team.is_preemption_reported()? {
@@ -367,7 +367,7 @@ impl Inner {
         }
         let read = counter.saturating_sub(self.options.max_pending as u64 + 1);
         if let Err(error) = self.team.forget_verdicts(read) {
-            tracing::debug!(%error, "what all ranks have read stays for now");
+            tracing::debug!(%error, "removing read messages failed");
         }
     }
 }
@@ -438,8 +438,8 @@ impl Manager {
         unwanted.sort_unstable();
         // Send runs: thousands of ranks each have thousands of unwanted leaves, and those of a
         // stage or an expert are adjacent.
-        let said = (how.to_owned(), runs_of(&unwanted));
-        let found = self.restoring("restore", Ok(said), |all| {
+        let mine = (how.to_owned(), runs_of(&unwanted));
+        let found = self.restoring("restore", Ok(mine), |all| {
             let mut all = all.into_iter();
             let Some((how, first)) = all.next() else { return Ok(None) };
             let mut found = Some(first);

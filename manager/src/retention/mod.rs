@@ -324,7 +324,7 @@ impl Retention {
                 for (at, candidate) in steps.iter().enumerate() {
                     // A clock that was set back makes a step younger, so nothing is deleted too
                     // early.
-                    #[expect(clippy::cast_precision_loss, reason = "a microsecond more or less is no age")]
+                    #[expect(clippy::cast_precision_loss, reason = "ages need no more precision")]
                     let age = (now.saturating_sub(candidate.committed_unix_ns)) as f64 / 1e9;
                     if age < *seconds {
                         ballot.keep(at, KeptItems::All, || format!("keep_newer_than({seconds} s)"));
@@ -431,7 +431,7 @@ fn apart(steps: &[&Candidate<'_>], seconds: f64) -> Vec<bool> {
     let mut last: Option<i64> = None;
     let is_due = |candidate: &&Candidate<'_>| {
         let at = candidate.committed_unix_ns;
-        #[expect(clippy::cast_precision_loss, reason = "a microsecond more or less is no interval")]
+        #[expect(clippy::cast_precision_loss, reason = "intervals need no more precision")]
         let is_due = last.is_none_or(|last| at.saturating_sub(last) as f64 / 1e9 >= seconds);
         if is_due {
             last = Some(at);

@@ -413,7 +413,7 @@ impl Save {
         for callback in callbacks {
             // A callback that panics must end neither the others nor this thread.
             if let Err(error) = guarded("a callback", || callback(&outcome)) {
-                tracing::warn!(step = self.step(), %error, "what was to be called when this save was over failed");
+                tracing::warn!(step = self.step(), %error, "a callback of this save failed");
             }
         }
     }

@@ -38,6 +38,6 @@ pub(crate) fn abstain(team: &Team, counter: u64, step: u64, cause: &str) {
         vote.encode().and_then(|vote| team.send_vote(counter, &vote))
     };
     if let Err(error) = announced {
-        tracing::warn!(step, %error, "the other ranks could not be told that this one does not save");
+        tracing::warn!(step, %error, "reporting to the other ranks that this one does not save failed");
     }
 }
