@@ -43,7 +43,14 @@ fn a_crash_during_a_copy_leaves_a_whole_copy_or_none() {
     assert!(matches!(save.wait(Some(Duration::from_secs(60))), Ok(Some(Outcome::Committed))));
     let disk = SimDisk::from_image(&base.image());
     let source = open(&disk, SOURCE).unwrap();
-    copy::to_path(&source, Path::new(COPY), &world::environment(&disk, 2), &mut |_, _| true).unwrap();
+    copy::to_path(
+        &source,
+        &copy::CopySelection::default(),
+        Path::new(COPY),
+        &world::environment(&disk, 2),
+        &mut |_, _| true,
+    )
+    .unwrap();
     disk.mark("copied");
     let mut explorer = Explorer::new(quick());
     if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check) {
