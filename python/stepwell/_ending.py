@@ -8,6 +8,17 @@ from ._preemption import Preemption
 from .errors import StalledError
 
 
+def end_earlier(root: str) -> None:
+    """Closes the writer of a root that a cell of this session has made before, and not closed: the
+    cell is run again. Does nothing in a program, where two writers of a root are a mistake."""
+    if not lifecycle.is_session():
+        return
+    for ending in lifecycle.endings():
+        if isinstance(ending, Ending) and ending.root == root and not ending.is_over():
+            lifecycle.log(20, "stepwell", f"{ending.what} is closed, because this session opens it again")
+            ending.close(None)
+
+
 class Ending:
     """The end of a manager, which outlives it: by ``close``, by the garbage collector, or by the
     exit hook."""
@@ -21,6 +32,7 @@ class Ending:
         service: coordinators.Service | None,
     ) -> None:
         self._service = service
+        self.root = root
         self.what = f"the manager of {root}"
         self.preemption: Preemption | None = None
         self._core = core

@@ -156,6 +156,16 @@ def log(level: int, target: str, text: str) -> None:
         traceback.print_exc()
 
 
+def is_session() -> bool:
+    """True if this process runs cells or lines of a person: a notebook, or Python's own prompt."""
+    return hasattr(sys, "ps1")
+
+
+def endings() -> list[Ending]:
+    """The managers and background saves of this process that have not ended."""
+    return list(_endings.values())
+
+
 def watch(ending: Ending) -> None:
     """Has the exit hook end something."""
     notifier.start()
@@ -170,7 +180,7 @@ def forget(ending: Ending) -> None:
 def wait_captured() -> None:
     """Waits until no save of this process reads its state any more: before arrays are filled, which
     may be those."""
-    for ending in list(_endings.values()):
+    for ending in endings():
         ending.wait_captured()
 
 
@@ -206,7 +216,7 @@ def _reset_in_child() -> None:
 
 
 def _at_exit() -> None:
-    for ending in list(_endings.values()):
+    for ending in endings():
         try:
             failure = ending.at_exit()
         except BaseException as raised:  # an interrupt too: the next one is to be ended as well

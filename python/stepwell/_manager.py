@@ -29,7 +29,7 @@ from ._checks import (
     text,
 )
 from ._choice import choice_of, copied_part
-from ._ending import Ending
+from ._ending import Ending, end_earlier
 from ._holds import Hold, Rewound
 from ._locations import absolute, check_root, explaining
 from ._options import Options, StepName, to_json
@@ -124,11 +124,10 @@ class CheckpointManager(Reading):
         self._held: set[_core.Held] = set()
         self._restoring = None
         self._policy = as_policy(save_policy)
-        rules = as_retention(retention)
-        options = Options() if options is None else options
-        instance(options, Options, "options", "sw.Options(…)")
+        options = Options() if options is None else instance(options, Options, "options", "sw.Options(…)")
         if step_name is not None:
             instance(step_name, StepName, "step_name", "sw.StepName(…)")
+        rules = as_retention(retention)
         self._coordinator = coordinators.find(coordinator, read_only is True)
         if on_event is not None and not callable(on_event):
             raise MisuseError(f"on_event is a function of one event, not {shown(on_event)}")
@@ -146,6 +145,8 @@ class CheckpointManager(Reading):
             options, self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
         )
         ranks, service = coordinators.connected(self._coordinator)
+        if not self._read_only:
+            end_earlier(self._root)
         try:
             with explaining(self._root):
                 self._core = core = _core.Manager(self._root, text, ranks)
@@ -318,8 +319,7 @@ class CheckpointManager(Reading):
         return bool(self._open().reached_preemption(step_number(step)))
 
     def _preempt(self) -> bool:
-        """The job is to be preempted, a signal says; false where the manager is closed and cannot
-        be told."""
+        """Announces a preemption to the engine. Returns false if the manager is closed."""
         if self._core is None:
             return False
         self._core.request_preemption()

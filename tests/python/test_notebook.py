@@ -7,6 +7,7 @@ from __future__ import annotations
 import code
 import contextlib
 import io
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ def plain_session() -> Iterator[Cell]:
     import signal
 
     interpreter = code.InteractiveInterpreter()
+    sys.ps1 = ">>> "  # as at Python's prompt
 
     def run(source: str, interrupt_after: float | None = None) -> str:
         printed = io.StringIO()
@@ -51,6 +53,7 @@ def plain_session() -> Iterator[Cell]:
     try:
         yield run
     finally:
+        del sys.ps1
         with contextlib.suppress(Exception):
             interpreter.locals["mgr"].close()  # type: ignore[union-attr, index]
 
@@ -111,13 +114,17 @@ def opening(root: Path) -> str:
 def test_a_cell_that_opens_a_manager_may_be_rerun(cell: Cell, root: Path) -> None:
     assert cell(opening(root)) == ""
     assert cell("mgr.save(0, {'a': np.zeros(9)}).result()").strip() in ("", "0")
-    again = cell(opening(root))  # the name is given away only after the new one is there
-    assert "LockedError" in again
-    assert "this very process" in again, "and it says that it is one's own"
-    assert "Close it" in again
-    assert cell("mgr.close()") == ""
+    # The first manager is closed. Its name is given away only after the second one is there.
+    assert cell("first = mgr\nsave = mgr.save(1, {'a': np.zeros(9)})") == ""
     assert cell(opening(root)) == ""
-    assert cell("print(mgr.all_steps(), mgr.next_step())") == "[0] 1\n"
+    assert cell("print(save.done(), mgr.all_steps(), mgr.next_step())") == "True [0, 1] 2\n"
+    assert "ClosedError" in cell("first.save(2, {'a': 1})")
+    assert cell("mgr.save(2, {'a': np.zeros(9)}).result()").strip() in ("", "2")
+
+
+def test_a_program_that_opens_a_root_twice_is_refused(root: Path) -> None:
+    with sw.CheckpointManager(root), pytest.raises(sw.LockedError, match="this very process.*Close it"):
+        sw.CheckpointManager(root)
 
 
 def test_a_cell_with_the_whole_loop_may_be_run_again_and_again(cell: Cell, root: Path) -> None:
