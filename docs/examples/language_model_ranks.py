@@ -185,17 +185,16 @@ def train(
         coordinator=sw.coordinators.SharedDirectory(peers.rank, peers.mesh.size, job),
         options=sw.Options(stall_timeout=stall_timeout),
     ) as mgr:
-        newest = mgr.latest_step()
-        if newest is not None:
-            found = mgr.restore(into=shards())  # fills the arrays, returns the number
+        found, first = mgr.resume(shards())  # fills the arrays, returns the number
+        if first > 0:
             state["optimizer"]["updates"] = found["optimizer"]["updates"]
             if peers.rank == 0:
-                print(f"resumed from step {newest} with {peers.mesh}", flush=True)
+                print(f"resumed from step {first - 1} with {peers.mesh}", flush=True)
             if restored:
-                restored(newest, found)
+                restored(first - 1, found)
         last = None  # save
         try:
-            for step in range(mgr.next_step(), steps):
+            for step in range(first, steps):
                 loss, gradients = loss_and_gradients(state["params"], *state["batches"].next(), peers)
                 with mgr.update_guard():
                     adam(state, gradients)

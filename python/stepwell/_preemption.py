@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from . import _lifecycle as lifecycle
 
-#: What ``signal.signal`` takes and returns.
+#: A handler, as ``signal.signal`` takes and returns it.
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 #: Notifies a manager. Returns false, or is gone, if the manager no longer exists.
 Tell = Callable[[], Callable[[], bool] | None]

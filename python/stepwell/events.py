@@ -64,7 +64,7 @@ class RestoreEvent:
     open_seconds: float | None
 
 
-#: What ``on_event=`` is called with.
+#: The argument of ``on_event=``.
 Event: TypeAlias = SaveEvent | RestoreEvent
 OnEvent: TypeAlias = Callable[[Event], object]
 

@@ -29,6 +29,23 @@ def test_the_pages_that_explain_by_examples_have_some() -> None:
     assert {pages.name(page) for page in pages.PAGES if pages.examples(page)} >= WITH_EXAMPLES
 
 
+#: Pages that readers start from. Exempt are pages that are looked things up in: the reference, the
+#: format, figures, decisions.
+BEGINNINGS = [
+    pages.PROJECT / "README.md",
+    pages.PROJECT / "docs" / "start.md",
+    *sorted((pages.PROJECT / "docs" / "guide").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", BEGINNINGS, ids=pages.name)
+def test_a_page_begins_with_an_example_that_runs(page: Path) -> None:
+    (_, first), *_ = pages.examples(page)
+    before = page.read_text().partition(first)[0]
+    assert before.count("\n") < 15
+    assert "import " in first
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -47,7 +64,9 @@ def program(folder: Path) -> list[str]:
     """The first program of the first page, as its reader saves it."""
     folder.mkdir()
     text = next(
-        text for kind, text in pages.examples(pages.PROJECT / "docs" / "start.md") if kind == "python"
+        text
+        for kind, text in pages.examples(pages.PROJECT / "docs" / "start.md")
+        if kind == "python" and "CheckpointManager" in text
     )
     (folder / "train.py").write_text(text)
     return [sys.executable, "train.py"]

@@ -59,6 +59,50 @@ def check_whole(root: Path, step: int) -> None:
     assert not sw.verify(root / f"step_{step:08}").damages
 
 
+def test_ranks_save_chosen_leaves_in_other_dtypes(tmp_path: Path, root: Path) -> None:
+    script = (
+        MODEL
+        + """
+half = {**state(3), "mine": sw.PerRank(RANK), "handle": object()}
+with open_manager() as manager:
+    manager.save(0, half, include=["params", "mine"], cast={"params/rows": "bfloat16"}).result()
+    manager.save(1, half, exclude="handle").result()
+    manager.save(2, half, exclude=["handle", "params/columns"]).result()
+    back = manager.restore(0, like={"mine": sw.PerRank(0)})
+    assert back["mine"].value == RANK, back
+"""
+    )
+    run(tmp_path, script, 3, root)
+    found = sw.restore(root, 0)
+    assert found.keys() == {"params", "mine"}
+    rows = found["params"]["rows"]
+    assert rows.dtype.name == "bfloat16"
+    np.testing.assert_array_equal(rows, whole(3, 1).astype(rows.dtype))
+    np.testing.assert_array_equal(found["params"]["columns"], whole(3, 2))
+    assert sw.restore(root, 1).keys() == {"params", "mine", "step"}
+    assert sw.restore(root, 2)["params"].keys() == {"rows", "norm"}
+    assert all(sw.verify(root, step).ok for step in range(3))
+
+
+def test_ranks_restore_in_the_background(tmp_path: Path, root: Path) -> None:
+    run(tmp_path, MODEL + "with open_manager() as manager: manager.save(5, state(5)).result()", 2, root)
+    script = (
+        MODEL
+        + """
+with open_manager() as manager:
+    restoring = manager.restore_async(into=state(0))
+    assert manager.next_step() == 6, "the next call waits"
+    check(restoring.result(60), 5)
+    manager.save(6, state(6)).result()
+    failing = manager.restore_async(like={"nothing": 1} if RANK == 1 else state(0))
+    error = failing.exception(60)
+    assert isinstance(error, sw.MismatchError if RANK == 1 else sw.RankFailed), repr(error)
+    check(manager.restore_async(6, into=state(0)).result(60), 6)
+"""
+    )
+    run(tmp_path, script, 3, root)
+
+
 def test_what_four_ranks_save_three_one_and_eight_restore(tmp_path: Path, root: Path) -> None:
     save = (
         MODEL

@@ -33,7 +33,7 @@ INTERRUPTED = 130
 #: Version of the JSON documents. It changes when a key is removed or changes its meaning.
 DOCUMENT_VERSION = 1
 
-#: What JSON holds.
+#: A value of JSON.
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

@@ -57,7 +57,7 @@ def plan(out: Output, path: Target, like: Target | None, **options: object) -> i
 
     Exits with 1 if a restore would refuse. The dry run of retention is `stepwell prune --dry-run`.
     """
-    # Of the types that RestoreKeywords says; click has looked at them.
+    # RestoreKeywords has their types. click has checked them.
     keywords: Any = {
         name: list(value) if isinstance(value, tuple) else value for name, value in options.items() if value
     }

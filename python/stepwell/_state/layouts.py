@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Holders: TypeAlias = "tuple[int, int] | list[int] | str | None"
 
 
-#: What a process has of a tensor: an array, or the description of one.
+#: The part of a tensor that a process has: an array, or the description of one.
 Local: TypeAlias = Array | ArraySpec
 #: See ``leaves.Description``.
 Described: TypeAlias = (

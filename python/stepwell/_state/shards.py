@@ -92,7 +92,7 @@ def _extent(local: Local) -> tuple[int, ...]:
     return tuple(local.shape or ())
 
 
-#: What a process has of a parameter, without its data: a shape, or a part of a tensor.
+#: A process's part of a parameter, without its data: a shape, or a part of a tensor.
 Parameter: TypeAlias = "Iterable[SupportsIndex] | Array | ArraySpec | LocalShard | Segments"
 
 
