@@ -13,8 +13,7 @@ from typing import TypeAlias, final
 from ._checks import flag, listed, shown, whole
 from ._core import MAX_STEP
 from ._public import public
-from ._timeouts import NO_DEADLINE
-from ._timeouts import seconds as seconds_of
+from ._timeouts import finite_seconds
 from .errors import MisuseError
 
 #: A user's own policy: ``(step, latest step or None) -> bool``.
@@ -108,7 +107,9 @@ def at_steps(steps: Iterable[int]) -> SavePolicy:
 @public
 def every_seconds(seconds: float) -> SavePolicy:
     """When so many seconds have passed since the last save began, or there was none."""
-    return SavePolicy({"policy": "every_seconds", "seconds": length(seconds, "every_seconds")})
+    return SavePolicy(
+        {"policy": "every_seconds", "seconds": finite_seconds(seconds, "the length of every_seconds")}
+    )
 
 
 @public
@@ -160,11 +161,3 @@ def numbers(steps: Iterable[int], name: str) -> list[int]:
     """Steps that a rule names, in order."""
     given = listed(steps, f"{name} takes a list of steps, such as [10, 20]")
     return sorted({whole(step, f"a step of {name}", 0, MAX_STEP) for step in given})
-
-
-def length(seconds: float, name: str) -> float:
-    """A length of time that a rule names; one that never ends is long."""
-    if seconds is None:
-        raise MisuseError(f"{name} takes a number of seconds, not None")
-    found = seconds_of(seconds, f"the seconds of {name}")
-    return NO_DEADLINE if found is None else found

@@ -10,8 +10,9 @@ from typing import Literal, TypedDict, final
 
 from ._checks import listed, one_of, shown, text, whole
 from ._core import MAX_STEP
-from ._policies import Rule, combined, length, numbers
+from ._policies import Rule, combined, numbers
 from ._public import public
+from ._timeouts import finite_seconds
 from .errors import MisuseError
 
 
@@ -118,7 +119,7 @@ def keep_every(
     if seconds is None:
         rule = {"policy": "keep_every", "steps": whole(steps, "the steps of keep_every", 1, MAX_STEP)}
     else:
-        apart = length(seconds, "keep_every")
+        apart = finite_seconds(seconds, "the interval of keep_every")
         rule = {"policy": "keep_every_seconds", "seconds": apart}
         if apart <= 0:
             raise MisuseError(f"keep_every(seconds={seconds}) is no interval; pass more than 0")
@@ -157,4 +158,6 @@ def keep_steps(steps: Iterable[int]) -> Retention:
 @public
 def keep_newer_than(seconds: float) -> Retention:
     """Steps that were committed less than ``seconds`` ago stay."""
-    return Retention({"policy": "keep_newer_than", "seconds": length(seconds, "keep_newer_than")})
+    return Retention(
+        {"policy": "keep_newer_than", "seconds": finite_seconds(seconds, "the age of keep_newer_than")}
+    )

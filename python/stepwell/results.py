@@ -40,24 +40,7 @@ __all__ = [
     "VerifyReport",
 ]
 
-for _class in (
-    Array,
-    Attached,
-    Damage,
-    Hold,
-    ItemInfo,
-    ItemPlan,
-    Manifest,
-    RepairedIndex,
-    RepairReport,
-    Restore,
-    RetentionDecision,
-    Rewound,
-    SaveStats,
-    StepInfo,
-    StoredChunk,
-    StoredNode,
-    Subtree,
-    VerifyReport,
-):
-    _class.__module__ = __name__
+for _name in __all__:
+    # The most common ones are names of stepwell itself.
+    if globals()[_name].__module__ != "stepwell":
+        globals()[_name].__module__ = __name__

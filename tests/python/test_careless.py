@@ -89,7 +89,7 @@ def test_a_rewind_to_a_thinned_step_warns(root: Path, caplog: pytest.LogCaptureF
     deadline = time.monotonic() + 10
     told: list[str] = []
     while not told and time.monotonic() < deadline:
-        told = [one.getMessage() for one in caplog.records if "was thinned" in one.getMessage()]
+        told = [one.getMessage() for one in caplog.records if "to a thinned step" in one.getMessage()]
         time.sleep(0.01)
     assert len(told) == 1
     assert "optimizer" in told[0]

@@ -123,7 +123,7 @@ def test_a_cell_that_opens_a_manager_may_be_rerun(cell: Cell, root: Path) -> Non
 
 
 def test_a_program_that_opens_a_root_twice_is_refused(root: Path) -> None:
-    with sw.CheckpointManager(root), pytest.raises(sw.LockedError, match="this very process.*Close it"):
+    with sw.CheckpointManager(root), pytest.raises(sw.LockedError, match=r"this very process.*Close it"):
         sw.CheckpointManager(root)
 
 
