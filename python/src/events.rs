@@ -106,7 +106,7 @@ impl Events {
 }
 
 /// A flattened state in the engine. The thread that drops its last share passes it to the notifier;
-/// [`Loan::give_back`] needs no notifier.
+/// [`Parcel::give_back`] needs no notifier.
 pub struct Parcel {
     flat: Option<Box<Flat>>,
     events: Events,
@@ -122,28 +122,11 @@ impl Parcel {
     pub fn flat(&self) -> Option<&Flat> {
         self.flat.as_deref()
     }
-}
 
-/// A parcel that is given back by the thread that called for the capture, when that is over, though
-/// the engine's providers are still there.
-pub struct Loan(Mutex<Option<Arc<Parcel>>>);
-
-impl Loan {
-    /// Holds a parcel.
-    pub fn new(parcel: &Arc<Parcel>) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Some(Arc::clone(parcel)))))
-    }
-
-    /// A share of the parcel, for as long as its memory is read; `None` once it was given back.
-    pub fn share(&self) -> Option<Arc<Parcel>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    /// Gives the buffers back here and now, where nobody has another share.
-    pub fn give_back(&self, _: Python<'_>) {
-        let parcel = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(mut parcel) = parcel.and_then(Arc::into_inner) {
-            drop(parcel.flat.take()); // attached here, so the buffers go back at once
+    /// Gives the buffers back at once if this is the last share.
+    pub fn give_back(self: Arc<Self>, _: Python<'_>) {
+        if let Some(mut parcel) = Arc::into_inner(self) {
+            drop(parcel.flat.take());
         }
     }
 }

@@ -268,10 +268,12 @@ impl Manager {
         events: &Events,
     ) -> PyResult<()> {
         let state = flatten(state, choice, self.inner.ranks().1 == 1)?;
-        let state = source(&state, Snapshot::Auto, &OnDevices::default(), events)?
+        let (state, parcel) = source(&state, Snapshot::Auto, &OnDevices::default(), events)?
             .map_err(|error| raise_manager(py, &error))?;
         let inner = Arc::clone(&self.inner);
-        py.detach(move || inner.check(state)).map_err(|error| raise_manager(py, &error))
+        let checked = py.detach(move || inner.check(state));
+        parcel.give_back(py);
+        checked.map_err(|error| raise_manager(py, &error))
     }
 
     fn request_preemption(&self) {
@@ -617,14 +619,16 @@ impl Turn {
         let state = flatten(state, choice, manager.inner.ranks().1 == 1)?;
         let (streams, attached): (HashMap<u32, u64>, _) = on_devices.call1((state.devices()?,))?.extract()?;
         let devices = OnDevices::new(py, &streams, attached)?;
-        let source = source(&state, Snapshot::named(snapshot)?, &devices, events)?
-            .map_err(|error| raise_manager(py, &error))?;
+        let snapshot = Snapshot::named(snapshot)?;
+        let (source, parcel) =
+            source(&state, snapshot, &devices, events)?.map_err(|error| raise_manager(py, &error))?;
         let cancel = Arc::new(AtomicBool::new(false));
         let request = SaveRequest {
             streams: devices.streams,
             metrics,
             custom_metadata: json(custom_metadata)?,
             cancel: Arc::clone(&cancel),
+            drops_providers: snapshot == Snapshot::Eager,
             ..SaveRequest::new(self.step, source)
         };
         let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this turn was used"))?;
@@ -652,6 +656,7 @@ impl Turn {
         }
         .map_err(|error| raise_manager(py, &error))?;
         manager.remember(&save);
+        parcel.give_back(py);
         Ok(SaveHandle::new(save))
     }
 

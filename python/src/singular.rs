@@ -79,13 +79,15 @@ impl PathTurn {
     ) -> PyResult<SaveHandle> {
         let cancel = Arc::new(AtomicBool::new(false));
         let devices = OnDevices::new(py, &streams, Vec::new())?;
-        let source = source(state, Snapshot::named(snapshot)?, &devices, events)?
-            .map_err(|error| raise_manager(py, &error))?;
+        let snapshot = Snapshot::named(snapshot)?;
+        let (source, parcel) =
+            source(state, snapshot, &devices, events)?.map_err(|error| raise_manager(py, &error))?;
         let request = SaveRequest {
             streams: devices.streams,
             metrics,
             custom_metadata: json(custom_metadata)?,
             cancel: Arc::clone(&cancel),
+            drops_providers: snapshot == Snapshot::Eager,
             ..SaveRequest::new(0, source)
         };
         let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this turn was used"))?;
@@ -108,6 +110,7 @@ impl PathTurn {
             },
         )?
         .map_err(|error| raise_manager(py, &error))?;
+        parcel.give_back(py);
         Ok(SaveHandle::new(save))
     }
 

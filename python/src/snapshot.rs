@@ -11,9 +11,9 @@ use stepwell_manager::state::Part;
 use stepwell_manager::{Error, LeafSource, StateSource, Streams};
 use stepwell_reshard::glob::PathText;
 
-use crate::events::{Events, Loan, Parcel};
+use crate::events::{Events, Parcel};
 use crate::flatten::Leaf;
-use crate::ingest::{HeldBuffer, provider_of, returnable_provider_of, streams_of};
+use crate::ingest::{HeldBuffer, provider_of, streams_of};
 use crate::state::State;
 
 /// A framework's description of its devices.
@@ -39,26 +39,21 @@ impl OnDevices {
     }
 }
 
-/// A flattened state as the manager takes it. The parcel keeps the arrays' memory until the last
-/// provider is gone; where all of it is captured before `save` returns, until `state` is, which is
-/// then at the latest.
+/// A flattened state as the manager takes it, and a share of the parcel that keeps the arrays'
+/// memory. Each provider has one too. The caller gives its share back when `save` returns.
 pub fn source(
     state: &State,
     snapshot: Snapshot,
     devices: &OnDevices,
     events: &Events,
-) -> PyResult<Result<StateSource, Error>> {
+) -> PyResult<Result<(StateSource, Arc<Parcel>), Error>> {
     let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
     let parcel = Parcel::new(flat, events.clone());
     let Some(flat) = parcel.flat() else {
         return Err(PyRuntimeError::new_err("an empty parcel"));
     };
-    let loan = matches!(snapshot, Snapshot::Eager).then(|| Loan::new(&parcel));
     let provider = |buffer: &HeldBuffer, immutable: bool| -> Result<Arc<dyn StateProvider>, Error> {
-        Ok(match &loan {
-            Some(loan) => returnable_provider_of(loan, buffer)?,
-            None => provider_of(&parcel, buffer, snapshot.haste(buffer, immutable, devices))?,
-        })
+        Ok(provider_of(&parcel, buffer, snapshot.haste(buffer, immutable, devices))?)
     };
     let leaf = |(number, leaf): (u32, &Leaf)| -> Result<LeafSource, Error> {
         let drifts = flat.drifting.binary_search(&number).is_ok();
@@ -89,14 +84,11 @@ pub fn source(
     let leaves = (0_u32..).zip(&flat.leaves).map(|one| cast((one.0, leaf(one)?)));
     let leaves = leaves.collect::<Result<_, Error>>();
     let tree = flat.tree.clone();
-    if let Some(loan) = loan {
-        state.give_back_at_its_end(loan);
-    }
-    Ok(leaves.map(|leaves| StateSource { tree, leaves }))
+    Ok(leaves.map(|leaves| (StateSource { tree, leaves }, parcel)))
 }
 
 /// When the arrays of a state are captured.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Snapshot {
     /// Mutable leaves before `save` returns, immutable ones after it.
     Auto,

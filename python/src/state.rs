@@ -1,7 +1,7 @@
 //! A flattened state, held between the walk and the capture.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -13,7 +13,6 @@ use stepwell_reshard::selection::Selection;
 use stepwell_reshard::tiling;
 
 use crate::errors::invalid;
-use crate::events::Loan;
 use crate::flatten::{Choice, Flat, Leaf};
 use crate::hooks::dtype_named;
 
@@ -25,8 +24,6 @@ type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct State {
     flat: Mutex<Option<Flat>>,
-    /// The loan to give back when this is dropped.
-    loan: Mutex<Option<Arc<Loan>>>,
 }
 
 impl State {
@@ -35,24 +32,9 @@ impl State {
         self.flat.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Has the arrays that were handed over given back when this is dropped: `save` has returned
-    /// then, and all of them are captured.
-    pub fn give_back_at_its_end(&self, loan: Arc<Loan>) {
-        *self.loan.lock().unwrap_or_else(PoisonError::into_inner) = Some(loan);
-    }
-
     fn with<T>(&self, look: impl FnOnce(&Flat) -> T) -> PyResult<T> {
         let flat = self.flat.lock().unwrap_or_else(PoisonError::into_inner);
         flat.as_ref().map(look).ok_or_else(|| PyRuntimeError::new_err("this state was handed over to a save"))
-    }
-}
-
-impl Drop for State {
-    fn drop(&mut self) {
-        if let Some(loan) = self.loan.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // Where there is no interpreter any more there is nobody left to give it back to.
-            Python::try_attach(|py| loan.give_back(py));
-        }
     }
 }
 
@@ -132,7 +114,7 @@ pub fn flatten(state: &Bound<'_, PyAny>, choice: ChoiceArguments, is_whole: bool
     if let Some((option, glob)) = idle.first().filter(|_| is_whole) {
         return Err(invalid(py, &format!("{option}: `{}` matches nothing of this state", glob.as_str())));
     }
-    Ok(State { flat: Mutex::new(Some(flat)), loan: Mutex::default() })
+    Ok(State { flat: Mutex::new(Some(flat)) })
 }
 
 /// Two arrays, by number, whose memory overlaps or lies between the other's elements, and the

@@ -35,8 +35,8 @@ use crate::{Error, Result};
 pub(super) enum Message {
     /// A filled window.
     Window(usize, Slot<Full>),
-    /// The capture is over. The plan and its providers are no longer needed, but taking 20 000 of
-    /// them apart takes milliseconds, which the caller need not wait for.
+    /// The capture is over. The plan and its providers are no longer needed, but dropping them may
+    /// take milliseconds.
     Over(Box<Windows>),
 }
 
@@ -211,9 +211,12 @@ impl Capture {
         let error = job.error.lock().unwrap_or_else(PoisonError::into_inner).take();
         let error = error.map(Error::Shared).or_else(|| self.link.cancelled());
         // All helpers have left, and none comes in any more: this is the only handle.
-        if let Some(CaptureJob { parts, arriving, .. }) = Arc::into_inner(job) {
+        if let Some(CaptureJob { mut parts, arriving, .. }) = Arc::into_inner(job) {
             self.arriving = arriving.into_inner().unwrap_or_else(PoisonError::into_inner);
             if (self.later.is_empty() && self.arriving.is_empty()) || error.is_some() {
+                if parts.options.drops_providers {
+                    parts.windows.leaves.clear();
+                }
                 // If the flush has ended, the message comes back and is dropped here.
                 let _ = parts.sender.send(Message::Over(Box::new(parts.windows)));
             } else {

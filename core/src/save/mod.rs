@@ -126,6 +126,9 @@ pub struct SaveOptions {
     pub stall_timeout: Duration,
     /// Writes in flight.
     pub queue_depth: usize,
+    /// True if the providers are dropped before the call that captures the last of them returns.
+    /// Otherwise the flush drops them soon after: 20 000 of them take milliseconds.
+    pub drops_providers: bool,
     /// Set from any thread to end a capture that runs: it stops after the copy it is at. Once
     /// everything is captured it means nothing.
     pub cancel: Option<Arc<AtomicBool>>,
@@ -142,6 +145,7 @@ impl Default for SaveOptions {
             capture_threads: crate::sys::cores().min(8),
             stall_timeout: Duration::from_secs(120),
             queue_depth: 4,
+            drops_providers: false,
             cancel: None,
         }
     }

@@ -77,6 +77,9 @@ pub struct SaveRequest {
     /// capture makes later work on them wait. A device without a stream is captured as its
     /// providers decide.
     pub streams: Streams,
+    /// True if the state's providers are dropped before the call that captures returns, where it
+    /// captures all of them.
+    pub drops_providers: bool,
 }
 
 impl SaveRequest {
@@ -91,6 +94,7 @@ impl SaveRequest {
             exists: Exists::Error,
             cancel: Arc::default(),
             streams: Streams::new(),
+            drops_providers: false,
         }
     }
 }

@@ -119,7 +119,7 @@ pub(crate) fn allocate_staging(
 /// every check of the user's data. Reads no data, and creates nothing.
 pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Instant) -> Result<PlannedSave> {
     let &PlanContext { root, environment, options, pool, team, census } = context;
-    let SaveRequest { step, state, metrics, custom_metadata, cancel, streams, .. } = request;
+    let SaveRequest { step, state, metrics, custom_metadata, cancel, streams, drops_providers, .. } = request;
     let started_unix_ns = environment.clock.unix_ns();
     let cut = subchunk::Options {
         target_bytes: options.chunk_bytes,
@@ -165,6 +165,7 @@ pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Insta
         file_ids: items.plans.iter().map(|_| environment.rng.next_u128()).collect(),
         stall_timeout: options.stall_timeout,
         queue_depth: options.write_depth(),
+        drops_providers,
         cancel: Some(Arc::clone(&cancel)),
         ..SaveOptions::default()
     };

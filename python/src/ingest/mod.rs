@@ -11,4 +11,4 @@ mod held;
 mod source;
 
 pub use held::HeldBuffer;
-pub use source::{device_of, provider_of, returnable_provider_of, streams_of, target_of};
+pub use source::{device_of, provider_of, streams_of, target_of};

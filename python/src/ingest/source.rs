@@ -5,17 +5,15 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
+use stepwell_core::Result;
 use stepwell_core::load::Destination;
-use stepwell_core::provider::{DeviceProvider, Fill, Haste, HostProvider, StateProvider};
-use stepwell_core::region::Region;
-use stepwell_core::staging::{CopyQueue, Filling, Slot};
+use stepwell_core::provider::{DeviceProvider, Haste, HostProvider, StateProvider};
 use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, HostSource, HostTarget, UserStream, driver};
-use stepwell_core::{Error, Result};
 
 use stepwell_manager::Streams;
 
 use super::HeldBuffer;
-use crate::events::{Loan, Parcel};
+use crate::events::Parcel;
 
 /// A provider over the `buffer` of an array leaf of a parcel; it shares the parcel, so that the
 /// memory stays for as long as the provider lives, and for as long as a device copies from it.
@@ -33,87 +31,6 @@ pub fn provider_of(
             Arc::new(DeviceProvider::new(device_source_of(device, buffer, Arc::clone(parcel))?, haste))
         }
     })
-}
-
-/// A provider over such a buffer that takes a share of the parcel for each read only, so that the
-/// memory can go back before the provider does.
-pub fn returnable_provider_of(loan: &Arc<Loan>, buffer: &HeldBuffer) -> Result<Arc<dyn StateProvider>> {
-    let loan = Arc::clone(loan);
-    Ok(match device_of(buffer)? {
-        None => Arc::new(Returnable { inner: HostProvider::new(source_of(buffer)?), loan }),
-        Some(device) => {
-            // Each read holds a share of the source's memory.
-            let make = |owner| device_source_of(Arc::clone(&device), buffer, owner);
-            make(Arc::clone(&loan))?;
-            Arc::new(ReturnableOnDevice {
-                address: buffer.address() as u64,
-                itemsize: buffer.itemsize(),
-                shape: buffer.dims(),
-                strides: strides_of(buffer),
-                device,
-                loan,
-            })
-        }
-    })
-}
-
-struct Returnable {
-    inner: HostProvider,
-    loan: Arc<Loan>,
-}
-
-fn given_back() -> Error {
-    Error::Misuse("its memory was given back before it was captured".into())
-}
-
-impl StateProvider for Returnable {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
-        let _share = self.loan.share().ok_or_else(given_back)?;
-        self.inner.capture(fills, slot)
-    }
-
-    fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {
-        let _share = self.loan.share().ok_or_else(given_back)?;
-        self.inner.peek(local, from, into)
-    }
-
-    fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
-        self.inner.check(local, itemsize)
-    }
-}
-
-struct ReturnableOnDevice {
-    device: Arc<Device>,
-    address: u64,
-    itemsize: usize,
-    shape: Vec<u64>,
-    strides: Vec<i64>,
-    loan: Arc<Loan>,
-}
-
-impl ReturnableOnDevice {
-    fn inner(&self) -> Result<DeviceProvider> {
-        let share = self.loan.share().ok_or_else(given_back)?;
-        let (device, address) = (Arc::clone(&self.device), self.address);
-        // SAFETY: as in `device_source_of`; the share is what holds the buffer.
-        let source =
-            unsafe { DeviceSource::new(device, address, self.itemsize, &self.shape, &self.strides, share)? };
-        Ok(DeviceProvider::new(source, Haste::Captured))
-    }
-}
-
-impl StateProvider for ReturnableOnDevice {
-    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()> {
-        self.inner()?.capture(fills, slot)
-    }
-
-    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
-        see(Arc::clone(&self.device) as Arc<dyn CopyQueue>);
-    }
-
-    fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
-        self.inner().map_err(|error| error.to_string())?.check(local, itemsize)
-    }
 }
 
 /// The device that a buffer is on.
