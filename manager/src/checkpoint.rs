@@ -213,7 +213,7 @@ impl Checkpoint {
     }
 
     /// Matches the wanted leaves with the stored ones. Reads no data.
-    pub fn match_state(&self, wanted: &[Wanted], options: &matching::Options) -> Report {
+    pub fn match_state(&self, wanted: &[Wanted], options: &matching::MatchOptions) -> Report {
         matching::match_state(wanted, self.leaves(), options)
     }
 

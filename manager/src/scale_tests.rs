@@ -252,7 +252,7 @@ fn planned(job: Job, nodes: &[u32], rank: u32) -> (state::StateItems, f64) {
         census: None,
     };
     timed(|| {
-        let items = state::items(&state, &subchunk::Options::HOST, &writing).unwrap();
+        let items = state::items(&state, &subchunk::SubchunkOptions::HOST, &writing).unwrap();
         let draft = Draft { items: items.drafts.clone(), ..Draft::default() };
         draft.check(&"0".repeat(32), job.ranks()).unwrap();
         items

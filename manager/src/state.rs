@@ -159,7 +159,7 @@ pub(crate) struct StateItems {
 /// Divides a state into items, and this rank's regions of its tensors into chunks.
 pub(crate) fn items(
     state: &StateSource,
-    chunks: &subchunk::Options,
+    chunks: &subchunk::SubchunkOptions,
     writing: &Writing<'_>,
 ) -> Result<StateItems> {
     check(state)?;
@@ -373,7 +373,7 @@ fn tensors(tree: &Tree, leaves: &[LeafPlan]) -> Index {
 fn leaves(
     state: &StateSource,
     origins: &[u32],
-    chunks: &subchunk::Options,
+    chunks: &subchunk::SubchunkOptions,
     shares: &Shares,
     tensor_bytes: &mut u64,
 ) -> Result<Vec<LeafPlan>> {
@@ -445,7 +445,12 @@ fn leaves(
     Ok(out)
 }
 
-fn too_many_chunks(tree: &Tree, leaf: u32, parts: &subchunk::Cut<'_>, options: &subchunk::Options) -> Error {
+fn too_many_chunks(
+    tree: &Tree,
+    leaf: u32,
+    parts: &subchunk::Cut<'_>,
+    options: &subchunk::SubchunkOptions,
+) -> Error {
     let what = format!(
         "it would be cut into {} chunks of at most {} bytes, and its item then have more than {MAX_CHUNKS}: save with larger Options.chunk_bytes",
         parts.len(),

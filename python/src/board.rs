@@ -16,7 +16,7 @@ use stepwell_manager::coordination::{Coordinator, Message};
 
 /// How long the thread of Python's may take for one request: it has a connection of its own, and
 /// holds nothing else up.
-const PATIENCE: Duration = Duration::from_secs(120);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 /// Between two looks for a message.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
 const LAST_PAUSE: Duration = Duration::from_millis(10);
@@ -32,13 +32,13 @@ struct Request {
 }
 
 #[derive(Default)]
-struct Queue {
+struct RequestQueue {
     requests: VecDeque<Request>,
     closed: bool,
 }
 
 struct Shared {
-    queue: Mutex<Queue>,
+    queue: Mutex<RequestQueue>,
     changed: Condvar,
 }
 
@@ -151,12 +151,12 @@ impl AskedBoard {
             queue.requests.push_back(request);
         }
         self.shared.changed.notify_all();
-        match receive.recv_timeout(PATIENCE) {
+        match receive.recv_timeout(ANSWER_TIMEOUT) {
             Ok(Ok(message)) => Ok(message),
             Ok(Err(why)) => Err(Error::Unreachable(why)),
             Err(RecvTimeoutError::Timeout) => Err(Error::Unreachable(format!(
                 "the coordinator has not answered for {} s",
-                PATIENCE.as_secs()
+                ANSWER_TIMEOUT.as_secs()
             ))),
             Err(RecvTimeoutError::Disconnected) => {
                 Err(Error::Unreachable("the coordinator was closed".to_owned()))

@@ -40,15 +40,15 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
     if let Some(core) = error.core() {
         core_attributes(core, &attributes)?;
     }
-    // One that is told late has what it had.
-    let told = match error {
+    // One that is inner late has what it had.
+    let inner = match error {
         ManagerError::Earlier { source, .. } => source,
         error => error,
     };
-    if let Some(missing) = told.missing() {
+    if let Some(missing) = inner.missing() {
         attributes.set_item("missing", missing.to_vec())?;
     }
-    match told {
+    match inner {
         ManagerError::RankFailed { rank, .. } => attributes.set_item("rank", rank)?,
         ManagerError::Relayed(relayed) => attributes.set_item("rank", relayed.rank)?,
         ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,

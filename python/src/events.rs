@@ -24,12 +24,12 @@ enum Event {
 }
 
 #[derive(Default)]
-struct Queue {
+struct EventQueue {
     events: Mutex<VecDeque<Event>>,
     pushed: Condvar,
 }
 
-impl Queue {
+impl EventQueue {
     fn push(&self, event: Event) {
         self.events.lock().unwrap_or_else(PoisonError::into_inner).push_back(event);
         self.pushed.notify_one();
@@ -40,7 +40,7 @@ impl Queue {
 #[pyclass(frozen, module = "stepwell._core")]
 #[derive(Clone, Default)]
 pub struct Events {
-    queue: Arc<Queue>,
+    queue: Arc<EventQueue>,
 }
 
 impl Events {
@@ -55,9 +55,9 @@ impl Events {
     }
 }
 
-/// A message to the notifier.
+/// A message for the notifier.
 #[derive(IntoPyObject)]
-enum Told {
+enum Notice {
     Callback(u64),
     Line(Line),
 }
@@ -80,7 +80,7 @@ impl Events {
     /// gives back the buffers that engine threads are done with. Returns at least every `timeout`
     /// seconds.
     #[pyo3(signature = (timeout = 60.0))]
-    fn next(&self, py: Python<'_>, timeout: f64) -> Vec<Told> {
+    fn next(&self, py: Python<'_>, timeout: f64) -> Vec<Notice> {
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(Duration::from_secs(60));
         let events: Vec<Event> = py.detach(|| {
             let guard = self.queue.events.lock().unwrap_or_else(PoisonError::into_inner);
@@ -94,8 +94,8 @@ impl Events {
         events
             .into_iter()
             .filter_map(|event| match event {
-                Event::Callback(number) => Some(Told::Callback(number)),
-                Event::Line(line) => Some(Told::Line(line)),
+                Event::Callback(number) => Some(Notice::Callback(number)),
+                Event::Line(line) => Some(Notice::Line(line)),
                 Event::Release(flat) => {
                     drop(flat); // attached here, so the buffers go back at once
                     None

@@ -744,19 +744,19 @@ fn holders(shard: &Bound<'_, PyAny>) -> PyResult<Holders> {
     if shard.len()? < 4 {
         return Ok(Holders::This);
     }
-    let said = shard.get_item(3)?;
-    if said.is_none() {
+    let described = shard.get_item(3)?;
+    if described.is_none() {
         return Ok(Holders::This);
     }
-    if said.is_instance_of::<PyString>() {
+    if described.is_instance_of::<PyString>() {
         return Ok(Holders::Everyone);
     }
-    if let Ok((index, count)) = said.extract::<(u32, u32)>()
-        && said.is_instance_of::<PyTuple>()
+    if let Ok((index, count)) = described.extract::<(u32, u32)>()
+        && described.is_instance_of::<PyTuple>()
     {
         return Ok(Holders::Replicas { index, count });
     }
-    Ok(Holders::Ranks(said.extract::<Vec<u32>>()?.into()))
+    Ok(Holders::Ranks(described.extract::<Vec<u32>>()?.into()))
 }
 
 /// One of our errors, with its leaf.

@@ -12,7 +12,7 @@ use stepwell_core::region::Region;
 use stepwell_core::tree::ContainerKind;
 use stepwell_reshard::layout::{self, Place, Segment};
 use stepwell_reshard::matching::{
-    Cast, Dropped, Missing, OnMissing, OnUnexpected, Options, PerGlob, Report, Resize, Spec, StoredSpec,
+    Cast, Dropped, MatchOptions, Missing, OnMissing, OnUnexpected, PerGlob, Report, Resize, Spec, StoredSpec,
     Wanted,
 };
 use stepwell_reshard::selection::{Renames, Selection};
@@ -76,7 +76,7 @@ fn unknown<T>(name: &str) -> PyResult<T> {
     Err(PyValueError::new_err(format!("no such choice: {name:?}")))
 }
 
-fn options(given: &Bound<'_, PyDict>, top_level: &Bound<'_, PyList>) -> PyResult<Options> {
+fn options(given: &Bound<'_, PyDict>, top_level: &Bound<'_, PyList>) -> PyResult<MatchOptions> {
     let py = given.py();
     let get =
         |name: &str| given.get_item(name).map(|found| found.unwrap_or_else(|| py.None().into_bound(py)));
@@ -84,7 +84,7 @@ fn options(given: &Bound<'_, PyDict>, top_level: &Bound<'_, PyList>) -> PyResult
     let include: Option<Vec<String>> = get("include")?.extract()?;
     let exclude: Option<Vec<String>> = get("exclude")?.extract()?;
     let rename: Vec<(String, String)> = get("rename")?.extract()?;
-    Ok(Options {
+    Ok(MatchOptions {
         selection: Selection::new(include.as_deref(), &exclude.unwrap_or_default()).map_err(wrong)?,
         renames: Renames::new(rename).map_err(wrong)?,
         missing: choice(&get("missing")?, |name| match name {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-use stepwell_core::provider::{Haste, StateProvider};
+use stepwell_core::provider::{CaptureTiming, StateProvider};
 use stepwell_manager::state::Part;
 use stepwell_manager::{Error, LeafSource, StateSource, Streams};
 use stepwell_reshard::glob::PathText;
@@ -53,7 +53,7 @@ pub fn source(
         return Err(PyRuntimeError::new_err("an empty parcel"));
     };
     let provider = |buffer: &HeldBuffer, immutable: bool| -> Result<Arc<dyn StateProvider>, Error> {
-        Ok(provider_of(&parcel, buffer, snapshot.haste(buffer, immutable, devices))?)
+        Ok(provider_of(&parcel, buffer, snapshot.timing(buffer, immutable, devices))?)
     };
     let leaf = |(number, leaf): (u32, &Leaf)| -> Result<LeafSource, Error> {
         let drifts = flat.drifting.binary_search(&number).is_ok();
@@ -110,23 +110,23 @@ impl Snapshot {
 
     /// How soon an array must be captured. One on a device whose stream is not known, and that may
     /// change, cannot be fenced there.
-    fn haste(self, buffer: &HeldBuffer, immutable: bool, devices: &OnDevices) -> Haste {
+    fn timing(self, buffer: &HeldBuffer, immutable: bool, devices: &OnDevices) -> CaptureTiming {
         match self {
-            Self::Eager => Haste::Captured,
-            Self::Lazy => Haste::Later,
-            Self::Auto if immutable => Haste::Later,
+            Self::Eager => CaptureTiming::Copied,
+            Self::Lazy => CaptureTiming::Deferred,
+            Self::Auto if immutable => CaptureTiming::Deferred,
             Self::Auto => {
                 let attached = devices.is_attached(buffer);
                 match buffer.device() {
-                    None if attached => Haste::Later,
+                    None if attached => CaptureTiming::Deferred,
                     Some(device) if devices.streams.contains_key(&device) => {
                         if attached {
-                            Haste::Later
+                            CaptureTiming::Deferred
                         } else {
-                            Haste::Started
+                            CaptureTiming::Enqueued
                         }
                     }
-                    _ => Haste::Captured,
+                    _ => CaptureTiming::Copied,
                 }
             }
         }

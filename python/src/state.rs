@@ -17,7 +17,7 @@ use crate::flatten::{Choice, Flat, Leaf};
 use crate::hooks::dtype_named;
 
 /// A leaf: kind, dtype, and shape (for an alias: the leaf that it is tied to).
-type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
+type StateLeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 
 /// A flattened state: structure, object values, and arrays by reference (their buffers are held
 /// until this is dropped).
@@ -32,9 +32,9 @@ impl State {
         self.flat.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    fn with<T>(&self, look: impl FnOnce(&Flat) -> T) -> PyResult<T> {
+    fn with<T>(&self, read: impl FnOnce(&Flat) -> T) -> PyResult<T> {
         let flat = self.flat.lock().unwrap_or_else(PoisonError::into_inner);
-        flat.as_ref().map(look).ok_or_else(|| PyRuntimeError::new_err("this state was handed over to a save"))
+        flat.as_ref().map(read).ok_or_else(|| PyRuntimeError::new_err("this state was handed over to a save"))
     }
 }
 
@@ -52,7 +52,7 @@ impl State {
     }
 
     /// All leaves: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None, [of])`.
-    fn leaves(&self) -> PyResult<Vec<LeafRow>> {
+    fn leaves(&self) -> PyResult<Vec<StateLeafRow>> {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
                 Leaf::Array { dtype, buffer, .. } => ("array", Some(dtype.name()), Some(buffer.dims())),

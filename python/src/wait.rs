@@ -11,8 +11,8 @@ use pyo3::prelude::*;
 
 use stepwell_core::sys::{Birth, spawn};
 
-/// Between two looks at pending signals.
-pub const TICK: Duration = Duration::from_millis(50);
+/// Poll interval for pending signals.
+pub const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Polls `ready` with slices of time until it answers or the timeout has passed (`None`). Signal
 /// handlers run in between; what they raise ends the wait.
@@ -23,8 +23,9 @@ pub fn poll<T: Send>(
 ) -> PyResult<Option<T>> {
     let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     loop {
-        let slice =
-            deadline.map_or(TICK, |deadline| deadline.saturating_duration_since(Instant::now()).min(TICK));
+        let slice = deadline.map_or(SIGNAL_POLL_INTERVAL, |deadline| {
+            deadline.saturating_duration_since(Instant::now()).min(SIGNAL_POLL_INTERVAL)
+        });
         if let Some(answer) = py.detach(|| ready(slice)) {
             return Ok(Some(answer));
         }
@@ -155,25 +156,25 @@ fn no_answer() -> PyErr {
 }
 
 /// Runs work that writes into the caller's memory, on a thread of its own, and always waits for its
-/// end. `at_every_look` runs here, as do signal handlers. An exception from one sets `stop`, which
+/// end. `on_poll` runs here, as do signal handlers. An exception from one sets `stop`, which
 /// the work checks.
 pub fn to_the_end<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
     work: impl FnOnce() -> T + Send + 'static,
-    mut at_every_look: impl FnMut() -> PyResult<()>,
+    mut on_poll: impl FnMut() -> PyResult<()>,
 ) -> PyResult<T> {
     let (thread, mut receive) = start_named("stepwell-read", work)?;
     let mut interrupt = None;
     let answer = loop {
         let here = &mut receive; // exclusive, since a receiver cannot be shared between threads
-        match py.detach(move || here.recv_timeout(TICK)) {
+        match py.detach(move || here.recv_timeout(SIGNAL_POLL_INTERVAL)) {
             Ok(answer) => break Some(answer),
             Err(RecvTimeoutError::Disconnected) => break None,
             Err(RecvTimeoutError::Timeout) => {}
         }
         if interrupt.is_none() {
-            interrupt = py.check_signals().and_then(|()| at_every_look()).err();
+            interrupt = py.check_signals().and_then(|()| on_poll()).err();
             stop.fetch_or(interrupt.is_some(), Ordering::Relaxed);
         }
     };

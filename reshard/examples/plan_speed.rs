@@ -9,7 +9,7 @@ use stepwell_core::format::index::{
 use stepwell_core::leaf_path::Component;
 use stepwell_core::region::Region;
 use stepwell_core::tree::{ContainerKind, Tree};
-use stepwell_reshard::matching::{Options, Spec, Wanted, match_state, stored_leaves};
+use stepwell_reshard::matching::{MatchOptions, Spec, Wanted, match_state, stored_leaves};
 use stepwell_reshard::read_plan::{Request, copies};
 use stepwell_reshard::selection::{Renames, Selection};
 use stepwell_reshard::{subchunk, tiling};
@@ -80,11 +80,11 @@ fn main() -> Result<(), stepwell_reshard::Error> {
         holds_value: false,
     };
     let mut wanted: Vec<Wanted> = stored.iter().map(wanted).collect();
-    timed("match 100 000 leaves, all fit", || match_state(&wanted, &stored, &Options::default()));
-    let options = Options {
+    timed("match 100 000 leaves, all fit", || match_state(&wanted, &stored, &MatchOptions::default()));
+    let options = MatchOptions {
         selection: Selection::new(Some(&["params/**"]), &["**/tensor1?/bias", "**norm**"])?,
         renames: Renames::new([("model", "params"), ("params/layer_*", "params/layers[*]")])?,
-        ..Options::default()
+        ..MatchOptions::default()
     };
     timed("match 100 000 leaves, with include, exclude and renames", || {
         match_state(&wanted, &stored, &options)
@@ -95,7 +95,7 @@ fn main() -> Result<(), stepwell_reshard::Error> {
         }
     }
     let report = timed("match 100 000 leaves, none fits, with suggestions", || {
-        match_state(&wanted, &stored, &Options::default())
+        match_state(&wanted, &stored, &MatchOptions::default())
     });
     println!("              {} missing; {:?}", report.missing.len(), report.missing[0].near);
 
@@ -104,7 +104,11 @@ fn main() -> Result<(), stepwell_reshard::Error> {
         &Region::whole(&shape),
         &shape,
         4,
-        &subchunk::Options { target_bytes: 256 << 10, min_row_bytes: 1024, ..subchunk::Options::HOST },
+        &subchunk::SubchunkOptions {
+            target_bytes: 256 << 10,
+            min_row_bytes: 1024,
+            ..subchunk::SubchunkOptions::HOST
+        },
     )
     .collect();
     let regions: Vec<ChunkRegion> = chunks.iter().cloned().map(ChunkRegion::Box).collect();

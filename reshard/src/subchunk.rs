@@ -11,7 +11,7 @@ use stepwell_core::region::{Region, row_major_strides, volume};
 
 /// How large chunks are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct SubchunkOptions {
     /// No chunk has more bytes than this (unless one element has).
     pub target_bytes: u64,
     /// Contiguous bytes that a chunk's rows keep in its region. More than half the target is read
@@ -21,7 +21,7 @@ pub struct Options {
     pub min_band_row_bytes: u64,
 }
 
-impl Options {
+impl SubchunkOptions {
     /// Host memory: 8 MiB keeps 16 requests in flight within 128 MiB; copies of 4 KiB rows run at
     /// the speed of memory, those of 512 bytes at half of it.
     pub const HOST: Self = Self { target_bytes: 8 << 20, min_row_bytes: 4096, min_band_row_bytes: 512 };
@@ -39,7 +39,7 @@ impl Options {
     }
 }
 
-impl Default for Options {
+impl Default for SubchunkOptions {
     fn default() -> Self {
         Self::HOST
     }
@@ -109,7 +109,7 @@ impl ExactSizeIterator for Cut<'_> {}
 /// whole, into up to [`BANDS`] parts, since other cuts of the tensor will go along those; then,
 /// until boxes are small enough, along the axes that it is a part of, and only then further along
 /// the others.
-pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &Options) -> Cut<'a> {
+pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &SubchunkOptions) -> Cut<'a> {
     let whole = |left| Cut { region, parts: Vec::new(), at: Vec::new(), left };
     if region.is_empty() {
         return whole(0);
@@ -152,7 +152,7 @@ fn bands(axis: usize, is_sharded: bool) -> u64 {
 
 /// Into how many parts each axis is cut; `sharded` says along which the region is a part of its
 /// tensor, where it is one.
-fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Options) -> Vec<u64> {
+fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &SubchunkOptions) -> Vec<u64> {
     let target = u128::from(options.target_bytes.max(1));
     let min_row = u128::from(options.min_row_bytes).min(target / 2);
     let mut row_bytes = vec![u128::from(itemsize); extent.len()]; // of one step along the axis, trailing axes whole
@@ -241,7 +241,7 @@ mod tests {
 
     use super::*;
 
-    fn extents(shape: &[u64], itemsize: u64, options: &Options) -> Vec<Vec<u64>> {
+    fn extents(shape: &[u64], itemsize: u64, options: &SubchunkOptions) -> Vec<Vec<u64>> {
         let mut extents: Vec<_> =
             cut(&Region::whole(shape), shape, itemsize, options).map(|part| part.extent.to_vec()).collect();
         extents.dedup();
@@ -250,7 +250,7 @@ mod tests {
 
     #[test]
     fn a_large_matrix_is_cut_along_both_axes() {
-        let cuts = |shape: &[u64], itemsize| extents(shape, itemsize, &Options::HOST);
+        let cuts = |shape: &[u64], itemsize| extents(shape, itemsize, &SubchunkOptions::HOST);
         assert_eq!(cuts(&[8192, 8192], 2), [[2048, 2048]], "square, rows of 4096 bytes");
         assert_eq!(cuts(&[8192, 8192], 4), [[1024, 2048]], "rows would fall below 4096 bytes: no, 8192");
         assert_eq!(cuts(&[1 << 20, 64], 4), [[32768, 64]], "short rows are never cut");
@@ -262,7 +262,7 @@ mod tests {
     /// Extents of the chunks of a shard, and their bands.
     fn shard(offset: &[u64], extent: &[u64], shape: &[u64], itemsize: u64) -> Vec<(Vec<u64>, u32)> {
         let region = Region { offset: offset.into(), extent: extent.into() };
-        let parts = cut(&region, shape, itemsize, &Options::HOST);
+        let parts = cut(&region, shape, itemsize, &SubchunkOptions::HOST);
         parts.map(|part| (part.extent.to_vec(), band(&part, &region, shape))).collect()
     }
 
@@ -312,20 +312,21 @@ mod tests {
 
     #[test]
     fn scalars_are_one_chunk_and_empty_tensors_none() {
-        let boxes = |shape: &[u64]| cut(&Region::whole(shape), shape, 8, &Options::HOST).collect::<Vec<_>>();
+        let boxes =
+            |shape: &[u64]| cut(&Region::whole(shape), shape, 8, &SubchunkOptions::HOST).collect::<Vec<_>>();
         assert_eq!(boxes(&[]), [Region::whole(&[])]);
         assert_eq!(boxes(&[5, 0]), []);
     }
 
     #[test]
     fn an_element_that_is_larger_than_a_chunk_is_a_chunk() {
-        let options = Options { target_bytes: 4, ..Options::HOST };
+        let options = SubchunkOptions { target_bytes: 4, ..SubchunkOptions::HOST };
         assert_eq!(cut(&Region::whole(&[2, 2]), &[2, 2], 16, &options).count(), 4);
     }
 
     #[test]
     fn more_chunks_than_any_memory_holds_are_counted_and_not_made() {
-        let options = Options { target_bytes: 1, min_row_bytes: 0, min_band_row_bytes: 0 };
+        let options = SubchunkOptions { target_bytes: 1, min_row_bytes: 0, min_band_row_bytes: 0 };
         for (shape, count) in
             [(vec![1 << 40], 1 << 40), (vec![1 << 21, 1 << 21], 1 << 42), (vec![1 << 40; 3], u64::MAX)]
         {
@@ -347,7 +348,7 @@ mod tests {
             min_row_bytes in 0_u64..300,
             whole in prop::collection::vec(any::<bool>(), 4),
         ) {
-            let options = Options { target_bytes, min_row_bytes, min_band_row_bytes: min_row_bytes / 8 };
+            let options = SubchunkOptions { target_bytes, min_row_bytes, min_band_row_bytes: min_row_bytes / 8 };
             // Along an axis that it has whole, a region begins where the tensor does.
             let has = |d: usize| extent.len() <= d || whole[d];
             let shape: Vec<u64> = (0..extent.len()).map(|d| if has(d) { extent[d] } else { 200 }).collect();
@@ -378,7 +379,7 @@ mod tests {
             min_row_bytes in 1_u64..256,
         ) {
             // The target is many rows of the least length, so the two never contradict each other.
-            let options = Options { target_bytes: 16 * min_row_bytes, min_row_bytes, ..Options::HOST };
+            let options = SubchunkOptions { target_bytes: 16 * min_row_bytes, min_row_bytes, ..SubchunkOptions::HOST };
             for part in cut(&Region::whole(&[rows, columns]), &[rows, columns], 1, &options) {
                 let row = if part.extent[1] == columns { part.extent[0] * columns } else { part.extent[1] };
                 prop_assert!(row >= min_row_bytes.min(rows * columns), "{:?}", part);

@@ -234,7 +234,7 @@ mod tests {
     use stepwell_core::region::volume;
 
     use super::*;
-    use crate::subchunk::{self, Options};
+    use crate::subchunk::{self, SubchunkOptions};
 
     fn boxes(regions: impl IntoIterator<Item = Region>) -> Vec<ChunkRegion> {
         regions.into_iter().map(ChunkRegion::Box).collect()
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn a_grid_of_many_chunks_is_checked_within_the_budget() {
         let shape = [320 * 4, 320 * 4];
-        let options = Options { target_bytes: 16, min_row_bytes: 4, ..Options::HOST };
+        let options = SubchunkOptions { target_bytes: 16, min_row_bytes: 4, ..SubchunkOptions::HOST };
         let chunks = boxes(subchunk::cut(&Region::whole(&shape), &shape, 1, &options));
         assert!(chunks.len() >= 100_000);
         assert_eq!(check(&shape, &chunks), Ok(()));

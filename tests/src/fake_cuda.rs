@@ -18,7 +18,7 @@ use std::process::Command;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use libloading::{Library, Symbol};
-use stepwell_core::provider::{DeviceProvider, Haste};
+use stepwell_core::provider::{CaptureTiming, DeviceProvider};
 use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, UserStream, driver};
 
 /// The driver, as long as nobody else has it. Dropping it checks that nothing is left, and that
@@ -296,8 +296,8 @@ impl Array {
     }
 
     /// All of it as bytes, to be saved.
-    pub fn provider(self: &Arc<Self>, haste: Haste) -> Arc<DeviceProvider> {
-        Arc::new(DeviceProvider::new(self.source(0, 1, &[self.bytes as u64], &[1]), haste))
+    pub fn provider(self: &Arc<Self>, timing: CaptureTiming) -> Arc<DeviceProvider> {
+        Arc::new(DeviceProvider::new(self.source(0, 1, &[self.bytes as u64], &[1]), timing))
     }
 
     /// All of it, to be restored.

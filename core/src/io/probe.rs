@@ -28,7 +28,7 @@ pub const ENGINE_VARIABLE: &str = "STEPWELL_ENGINE";
 const FORMAT_ALIGNMENT: usize = 4096;
 
 /// Timeout for the first block through a ring. A disk may be busy.
-const PROBE_PATIENCE: Duration = Duration::from_secs(30);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The requested engine. The probe replaces an unavailable one by the next best, with the reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -269,7 +269,7 @@ fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
     buffer.fill(0xA5);
     let flight = Flight { buffer, descriptor, note: () };
     ring.push(true, 0, 0..FORMAT_ALIGNMENT, flight).map_err(|(_, error)| enter(error))?;
-    let deadline = Instant::now() + PROBE_PATIENCE;
+    let deadline = Instant::now() + PROBE_TIMEOUT;
     loop {
         ring.enter(Some(Duration::from_secs(1))).map_err(enter)?;
         match ring.take_finished() {

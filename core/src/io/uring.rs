@@ -164,8 +164,8 @@ mod tests {
 
     #[test]
     fn a_stuck_full_ring_returns_the_buffer_with_a_timeout() {
-        let patience = Duration::from_millis(50);
-        let mut queue = match UringQueue::with_stall_deadline(1, 1, Vec::new(), patience) {
+        let timeout = Duration::from_millis(50);
+        let mut queue = match UringQueue::with_stall_deadline(1, 1, Vec::new(), timeout) {
             Ok(queue) => queue,
             Err(error) => return absent("uring", &error),
         };
@@ -180,7 +180,7 @@ mod tests {
         queue.enter(None);
         let begun = Instant::now();
         queue.submit(Transfer::Write, &file, 0, 4096, Buffer::alone(4096).unwrap(), 7);
-        assert!(begun.elapsed() >= patience && begun.elapsed() < Duration::from_secs(20));
+        assert!(begun.elapsed() >= timeout && begun.elapsed() < Duration::from_secs(20));
         let refused = queue.complete(Duration::ZERO).unwrap();
         assert_eq!(refused.token, 7);
         assert_eq!(refused.result.unwrap_err().kind(), "timeout");

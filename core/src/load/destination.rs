@@ -86,8 +86,8 @@ impl Started {
         for fence in self.fences.drain(..) {
             // After one timeout, the other copies are only polled.
             let stuck = matches!(outcome, Err(Error::Timeout { .. }));
-            let patience = if stuck { Duration::ZERO } else { self.stall_timeout };
-            let passed = fence.host_wait(deadline_after(patience));
+            let timeout = if stuck { Duration::ZERO } else { self.stall_timeout };
+            let passed = fence.host_wait(deadline_after(timeout));
             outcome = outcome.and(passed);
         }
         outcome

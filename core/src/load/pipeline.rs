@@ -41,7 +41,7 @@ pub(super) trait Sink: Send + Sync + 'static {
 
 /// The progress callback. Called between reads on the calling thread with the bytes done; `false`
 /// ends the run.
-pub(super) type Progress<'a> = &'a mut dyn FnMut(u64) -> bool;
+pub(super) type OnProgress<'a> = &'a mut dyn FnMut(u64) -> bool;
 
 /// Poll interval of the deadline, of progress and of worker errors.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -102,7 +102,7 @@ pub(super) fn run<S: Sink>(
     schedule: Schedule,
     sink: &Arc<S>,
     options: &LoadOptions,
-    progress: Progress<'_>,
+    progress: OnProgress<'_>,
 ) -> Result<LoadStats> {
     let started = Instant::now();
     if schedule.reads.is_empty() {
@@ -193,7 +193,7 @@ struct Reader<'a, S> {
 }
 
 impl<S: Sink> Reader<'_, S> {
-    fn drive(&mut self, progress: Progress<'_>) -> Result<()> {
+    fn drive(&mut self, progress: OnProgress<'_>) -> Result<()> {
         let shared = Arc::clone(self.shared);
         let mut reads = shared.schedule.reads.iter().enumerate();
         let mut next = None;

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::{Fill, Haste, StateProvider};
+use super::{CaptureTiming, Fill, StateProvider};
 use crate::dtype::Dtype;
 use crate::region::Region;
 use crate::staging::{Filling, Slot};
@@ -80,8 +80,8 @@ impl StateProvider for CastProvider {
         self.cast(local, from, into)
     }
 
-    fn haste(&self) -> Haste {
-        self.inner.haste()
+    fn timing(&self) -> CaptureTiming {
+        self.inner.timing()
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
@@ -173,8 +173,8 @@ fn widen(bits: u16, exponent_bits: u32, fraction_bits: u32) -> f64 {
     if bits >> 15 == 1 { -size } else { size }
 }
 
-/// The nearest float of 16 bits; of two, the even one. (The crate `half` drops the last 32 bits of a
-/// float64 before it rounds.)
+/// The nearest float of 16 bits; of two, the even one. (The crate `half` drops the last 32 bits of
+/// a float64 before it rounds.)
 fn narrow(value: f64, exponent_bits: u32, fraction_bits: u32) -> u16 {
     let bits = value.to_bits();
     let sign = ((bits >> 63) as u16) << 15;

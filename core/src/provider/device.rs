@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Fill, Haste, StateProvider};
+use super::{CaptureTiming, Fill, StateProvider};
 use crate::Result;
 use crate::region::Region;
 use crate::staging::{CopyQueue, Filling, Slot};
@@ -14,13 +14,13 @@ use crate::sys::DeviceSource;
 /// The creator of a provider calls that.
 pub struct DeviceProvider {
     source: DeviceSource,
-    haste: Haste,
+    timing: CaptureTiming,
 }
 
 impl DeviceProvider {
     /// A provider of that array.
-    pub fn new(source: DeviceSource, haste: Haste) -> Self {
-        Self { source, haste }
+    pub fn new(source: DeviceSource, timing: CaptureTiming) -> Self {
+        Self { source, timing }
     }
 }
 
@@ -32,8 +32,8 @@ impl StateProvider for DeviceProvider {
         Ok(())
     }
 
-    fn haste(&self) -> Haste {
-        self.haste
+    fn timing(&self) -> CaptureTiming {
+        self.timing
     }
 
     fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {

@@ -1,6 +1,6 @@
 //! Leaves in host memory: numpy arrays, torch CPU tensors, any strided buffer.
 
-use super::{Fill, Haste, StateProvider};
+use super::{CaptureTiming, Fill, StateProvider};
 use crate::Result;
 use crate::region::Region;
 use crate::staging::{Filling, Slot};
@@ -53,8 +53,8 @@ impl<O: Send + Sync> StateProvider for HostProvider<O> {
         self.source.copy(local, from, into).map(|()| true)
     }
 
-    fn haste(&self) -> Haste {
-        if self.lazy { Haste::Later } else { Haste::Captured }
+    fn timing(&self) -> CaptureTiming {
+        if self.lazy { CaptureTiming::Deferred } else { CaptureTiming::Copied }
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {

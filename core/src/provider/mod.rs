@@ -33,9 +33,9 @@ pub trait StateProvider: Send + Sync {
         Ok(false)
     }
 
-    /// How much of its bytes is captured before the caller continues.
-    fn haste(&self) -> Haste {
-        Haste::Captured
+    /// Returns how much of its bytes is captured before the caller continues.
+    fn timing(&self) -> CaptureTiming {
+        CaptureTiming::Copied
     }
 
     /// Gives the queues of the devices that its bytes come from.
@@ -54,14 +54,13 @@ pub trait StateProvider: Send + Sync {
 
 /// How much of a leaf is captured before `save` returns, in the order of urgency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Haste {
-    /// Nothing: its bytes stay what they are for as long as the provider lives, or until the caller
-    /// asks.
-    Later,
-    /// Its copies have been started: the caller's work on the device can be made to wait for them.
-    Started,
+pub enum CaptureTiming {
+    /// Nothing. Its bytes do not change while the provider lives, or until the caller asks.
+    Deferred,
+    /// Its copies are enqueued: the caller's work on the device can be made to wait for them.
+    Enqueued,
     /// Its bytes are in slots.
-    Captured,
+    Copied,
 }
 
 /// The part of a chunk in one slot.

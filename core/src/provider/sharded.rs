@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Fill, Haste, StateProvider};
+use super::{CaptureTiming, Fill, StateProvider};
 use crate::region::Region;
 use crate::staging::{CopyQueue, Filling, Slot};
 use crate::{Error, Result};
@@ -49,8 +49,8 @@ impl StateProvider for ShardedProvider {
         }
     }
 
-    fn haste(&self) -> Haste {
-        self.shards.iter().map(|(_, provider)| provider.haste()).max().unwrap_or(Haste::Later)
+    fn timing(&self) -> CaptureTiming {
+        self.shards.iter().map(|(_, provider)| provider.timing()).max().unwrap_or(CaptureTiming::Deferred)
     }
 
     fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {

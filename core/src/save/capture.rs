@@ -3,10 +3,10 @@
 //! Copies of a device are only started here, and their windows are handed on when the copies have
 //! arrived.
 //!
-//! How long the caller waits is said by the [`Haste`] of its providers: [`Capture::run_eager`]
-//! captures what he may change when it returns, and starts the copies of what his work on the
-//! device can be made to wait for; the rest is for another thread's [`Capture::run`]. Windows that
-//! come from several devices are taken by a thread for each.
+//! The [`CaptureTiming`] of the providers decides how long the caller waits. [`Capture::run_eager`]
+//! copies the leaves that the caller may change when it returns. It enqueues the copies that the
+//! caller's work on the device can be made to wait for. The rest is for another thread's
+//! [`Capture::run`]. Each device's windows have a thread of their own.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -21,10 +21,10 @@ use super::due::{Due, Lane, due, lanes, queues};
 use super::link::Link;
 use super::progress::Progress;
 use super::torn::FirstReading;
-use super::windows::{Leaf, Part, Source, Windows};
+use super::windows::{Leaf, PartSource, WindowPart, Windows};
 use crate::deadline::deadline_after;
 use crate::format::index::Index;
-use crate::provider::{Fill, Haste};
+use crate::provider::{CaptureTiming, Fill};
 use crate::staging::{
     CopyQueue, Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited,
 };
@@ -41,7 +41,7 @@ pub(super) enum Message {
 }
 
 /// The parts of a [`Capture::new`].
-pub(super) struct Parts {
+pub(super) struct CaptureParts {
     pub windows: Windows,
     /// For messages.
     pub indexes: Arc<Vec<Index>>,
@@ -71,7 +71,7 @@ pub type WhenStarted = Box<dyn FnOnce() + Send>;
 /// The half that copies. Dropping it cancels the save.
 pub struct Capture {
     /// `None` once it is over.
-    parts: Option<Parts>,
+    parts: Option<CaptureParts>,
     /// Windows of which something must have happened when the caller goes on; in order.
     soon: Vec<Due>,
     /// The others.
@@ -88,12 +88,12 @@ pub struct Capture {
 }
 
 impl Capture {
-    pub(super) fn new(parts: Parts) -> Self {
+    pub(super) fn new(parts: CaptureParts) -> Self {
         let (link, progress) = (Arc::clone(&parts.link), Arc::clone(&parts.progress));
         let queues = queues(&parts.windows);
         let due = due(&parts.windows, &queues);
         let starts = Arc::new(Starts { left: AtomicUsize::new(due.len()), call: Mutex::new(None) });
-        let (soon, later) = due.into_iter().partition(|due| due.haste > Haste::Later);
+        let (soon, later) = due.into_iter().partition(|due| due.timing > CaptureTiming::Deferred);
         let arriving = VecDeque::new();
         Self { parts: Some(parts), soon, later, arriving, queues, starts, first: None, link, progress }
     }
@@ -116,7 +116,7 @@ impl Capture {
     /// True if [`Capture::run_eager`] only starts some of what it takes, so that the caller's work
     /// on the devices has to be made to wait ([`CopyQueue::precede`]) when it has returned.
     pub fn is_fenced(&self) -> bool {
-        self.soon.iter().any(|due| due.haste == Haste::Started)
+        self.soon.iter().any(|due| due.timing == CaptureTiming::Enqueued)
     }
 
     /// Has that called once every copy has been started (and all host memory was read), or none
@@ -135,8 +135,9 @@ impl Capture {
         let Some(parts) = &self.parts else { return Ok(()) };
         let stall = parts.options.stall_timeout;
         let mut first = FirstReading::default();
-        for due in self.soon.iter().chain(&self.later).filter(|due| due.haste < Haste::Captured) {
-            let (slot, _) = parts.pool.acquire(stall, parts.link.patience(), || parts.link.unwanted())?;
+        for due in self.soon.iter().chain(&self.later).filter(|due| due.timing < CaptureTiming::Copied) {
+            let (slot, _) =
+                parts.pool.acquire(stall, parts.link.poll_interval(), || parts.link.unwanted())?;
             let window = due.window as usize;
             let filled = fill(&parts.windows, window, slot.begin(), &parts.indexes, &parts.link)?;
             let slot = match filled {
@@ -159,9 +160,9 @@ impl Capture {
     pub fn run(mut self) -> Result<CaptureStats> {
         let started = Instant::now();
         let windows = self.soon.drain(..).chain(self.later.drain(..));
-        let windows = windows.map(|due| Due { haste: Haste::Captured, ..due }).collect();
+        let windows = windows.map(|due| Due { timing: CaptureTiming::Copied, ..due }).collect();
         for (due, _) in &mut self.arriving {
-            due.haste = Haste::Captured;
+            due.timing = CaptureTiming::Copied;
         }
         self.copy(windows)?;
         let stats = self.progress.snapshot();
@@ -260,7 +261,7 @@ impl Starts {
 
 /// The state that the capturing threads share.
 struct CaptureJob {
-    parts: Parts,
+    parts: CaptureParts,
     lanes: Vec<Lane>,
     /// How many threads have come.
     workers: AtomicUsize,
@@ -345,7 +346,7 @@ impl CaptureWorker<'_> {
                 Filled::Pending(slot) => self.pending.push_back((due, slot)),
             }
         }
-        while self.pending.iter().any(|(due, _)| due.haste == Haste::Captured) {
+        while self.pending.iter().any(|(due, _)| due.timing == CaptureTiming::Copied) {
             self.resolve_one()?;
         }
         if !self.pending.is_empty() {
@@ -376,7 +377,7 @@ impl CaptureWorker<'_> {
                 let again = || Error::Cancelled("there are windows to wait for".to_owned());
                 parts.link.unwanted().or_else(|| left_to_us.get().then(again))
             };
-            match parts.pool.acquire(stall, parts.link.patience(), stop) {
+            match parts.pool.acquire(stall, parts.link.poll_interval(), stop) {
                 Ok((slot, Waited(time))) => {
                     if let Some(time) = time {
                         parts.progress.waited(time);
@@ -469,8 +470,8 @@ fn fill(
 }
 
 /// The part as a fill, with its leaf's number; `None` if it is no chunk's.
-fn chunk_fill<'a>(all: &'a Windows, part: &Part) -> Option<(u32, Fill<'a>)> {
-    let Source::Chunk(chunk) = part.source else { return None };
+fn chunk_fill<'a>(all: &'a Windows, part: &WindowPart) -> Option<(u32, Fill<'a>)> {
+    let PartSource::Chunk(chunk) = part.source else { return None };
     let chunk = all.chunks.get(chunk as usize)?;
     let fill =
         Fill { local: &chunk.local, from: part.from, len: u64::from(part.len), at: u64::from(part.at) };

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::windows::{Source, Windows};
-use crate::provider::Haste;
+use super::windows::{PartSource, Windows};
+use crate::provider::CaptureTiming;
 use crate::staging::CopyQueue;
 use crate::sync::AtomicUsize;
 
@@ -13,7 +13,7 @@ use crate::sync::AtomicUsize;
 #[derive(Clone, Copy)]
 pub(super) struct Due {
     pub window: u32,
-    pub haste: Haste,
+    pub timing: CaptureTiming,
     /// Which of the capture's devices copies its first bytes; 0 where none does.
     pub lane: u32,
 }
@@ -34,14 +34,15 @@ pub(super) fn queues(all: &Windows) -> Vec<Arc<dyn CopyQueue>> {
 /// All windows: how soon something of each must have happened, and who copies its first bytes.
 pub(super) fn due(all: &Windows, queues: &[Arc<dyn CopyQueue>]) -> Vec<Due> {
     let every = all.list.iter().enumerate();
-    let simple = queues.is_empty() && all.leaves.iter().all(|leaf| leaf.provider.haste() == Haste::Captured);
+    let simple =
+        queues.is_empty() && all.leaves.iter().all(|leaf| leaf.provider.timing() == CaptureTiming::Copied);
     if simple {
         return every
-            .map(|(window, _)| Due { window: window as u32, haste: Haste::Captured, lane: 0 })
+            .map(|(window, _)| Due { window: window as u32, timing: CaptureTiming::Copied, lane: 0 })
             .collect();
     }
     // Asked once for each leaf: there may be thousands in a window.
-    let leaves: Vec<(Haste, Option<u32>)> = all
+    let leaves: Vec<(CaptureTiming, Option<u32>)> = all
         .leaves
         .iter()
         .map(|leaf| {
@@ -50,28 +51,28 @@ pub(super) fn due(all: &Windows, queues: &[Arc<dyn CopyQueue>]) -> Vec<Due> {
                 let at = queues.iter().position(|other| other.ordinal() == queue.ordinal());
                 lane = lane.or(at.map(|at| at as u32));
             });
-            (leaf.provider.haste(), lane)
+            (leaf.provider.timing(), lane)
         })
         .collect();
     // Windows of objects alone can wait for those that can.
-    let least = leaves.iter().map(|&(haste, _)| haste).min().unwrap_or(Haste::Captured);
+    let least = leaves.iter().map(|&(timing, _)| timing).min().unwrap_or(CaptureTiming::Copied);
     every
         .map(|(number, window)| {
             let parts = all.parts.get(window.parts.clone()).unwrap_or_default();
             let of = parts.iter().filter_map(|part| {
-                let Source::Chunk(chunk) = part.source else { return None };
+                let PartSource::Chunk(chunk) = part.source else { return None };
                 leaves.get(all.chunks.get(chunk as usize)?.leaf as usize)
             });
             let (mut copied, mut read, mut first) = (least, least, None);
-            for &(haste, lane) in of {
+            for &(timing, lane) in of {
                 let most = if lane.is_some() { &mut copied } else { &mut read };
-                *most = haste.max(*most);
+                *most = timing.max(*most);
                 first = first.or(lane);
             }
             // What no device copies is there once the window is filled: that is no reason to wait
             // for what devices copy beside it.
-            let read = if first.is_some() { read.min(Haste::Started) } else { read };
-            Due { window: number as u32, haste: copied.max(read), lane: first.unwrap_or(0) }
+            let read = if first.is_some() { read.min(CaptureTiming::Enqueued) } else { read };
+            Due { window: number as u32, timing: copied.max(read), lane: first.unwrap_or(0) }
         })
         .collect()
 }

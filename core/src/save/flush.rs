@@ -29,7 +29,7 @@ pub(super) struct PlannedItem {
 }
 
 /// The parts of a [`Flush::new`].
-pub(super) struct Parts {
+pub(super) struct FlushParts {
     pub items: Vec<PlannedItem>,
     pub windows: Vec<Window>,
     pub indexes: Arc<Vec<Index>>,
@@ -42,12 +42,12 @@ pub(super) struct Parts {
 
 /// The half that writes. Dropping it cancels the save.
 pub struct Flush {
-    parts: Parts,
+    parts: FlushParts,
     over: bool,
 }
 
 impl Flush {
-    pub(super) fn new(parts: Parts) -> Self {
+    pub(super) fn new(parts: FlushParts) -> Self {
         Self { parts, over: false }
     }
 

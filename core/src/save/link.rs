@@ -41,7 +41,7 @@ impl Link {
 
     /// How long a wait may last until that is asked again: nothing announces what a caller asked
     /// for.
-    pub(super) fn patience(&self) -> Duration {
+    pub(super) fn poll_interval(&self) -> Duration {
         if self.unwanted.is_some() { Duration::from_millis(20) } else { Duration::MAX }
     }
 

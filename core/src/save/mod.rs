@@ -34,7 +34,7 @@ use std::time::Duration;
 
 use crate::dtype::Dtype;
 use crate::format::index::{ChunkRegion, Index};
-use crate::provider::{Haste, StateProvider};
+use crate::provider::{CaptureTiming, StateProvider};
 use crate::region::Region;
 use crate::tree::Tree;
 use crate::value::Value;
@@ -89,10 +89,10 @@ pub enum LeafPlan {
 
 impl LeafPlan {
     /// How soon its bytes are needed.
-    fn haste(&self) -> Haste {
+    fn timing(&self) -> CaptureTiming {
         match self {
-            Self::Tensor { provider, .. } => provider.haste(),
-            Self::Object(_) | Self::Elsewhere | Self::Alias { .. } => Haste::Captured,
+            Self::Tensor { provider, .. } => provider.timing(),
+            Self::Object(_) | Self::Elsewhere | Self::Alias { .. } => CaptureTiming::Copied,
         }
     }
 }

@@ -9,7 +9,7 @@ use super::capture::{self, Capture};
 use super::flush::{self, Flush, PlannedItem};
 use super::link::Link;
 use super::progress::Progress;
-use super::windows::{Chunk, FileCutter, Leaf, Source as PartSource, Windows};
+use super::windows::{Chunk, FileCutter, Leaf, PartSource, Windows};
 use super::{ChunkPlan, ItemPlan, LeafPlan, PAGE_ALIGNED_FROM, SMALL_ALIGNMENT, SaveOptions};
 use crate::format::header::Header;
 use crate::format::index::{
@@ -18,7 +18,7 @@ use crate::format::index::{
 };
 use crate::format::{index_v1, object};
 use crate::io::is_component;
-use crate::provider::Haste;
+use crate::provider::CaptureTiming;
 use crate::staging::StagingPool;
 use crate::tree::Tree;
 use crate::{Error, Result, limits};
@@ -52,7 +52,7 @@ pub fn prepare(
     let link = Arc::new(Link::new(Arc::clone(pool), options.cancel.clone()));
     let indexes = Arc::new(indexes);
     let (sender, receiver) = crate::sync::unbounded();
-    let flush = Flush::new(flush::Parts {
+    let flush = Flush::new(flush::FlushParts {
         items: planned,
         windows: windows.list.clone(),
         indexes: Arc::clone(&indexes),
@@ -62,7 +62,7 @@ pub fn prepare(
         progress: Arc::clone(&progress),
         options: options.clone(),
     });
-    let capture = Capture::new(capture::Parts {
+    let capture = Capture::new(capture::CaptureParts {
         windows,
         indexes,
         sender,
@@ -132,7 +132,7 @@ impl Cursor {
 
 /// A chunk that waits for its place in the file.
 struct Placed {
-    haste: Haste,
+    timing: CaptureTiming,
     band: u32,
     leaf: u32,
     /// Its number in its leaf.
@@ -168,7 +168,7 @@ fn plan_item(
     // Approximate size of the index: names, and numbers per leaf and chunk.
     let mut index_bytes = 64 * tree.nodes().len() as u64;
     for (leaf, plan) in (0_u32..).zip(leaves) {
-        let haste = plan.haste();
+        let timing = plan.timing();
         records.push(match plan {
             LeafPlan::Tensor { dtype, shape, chunks, provider } => {
                 index_bytes += (96 + 24 * shape.len() as u64) * (1 + chunks.len() as u64);
@@ -180,7 +180,7 @@ fn plan_item(
                     let bytes = tensor.bytes(&region)?;
                     tensor_bytes += bytes;
                     let source = cutter.chunk(Chunk { leaf: owner, local })?;
-                    placed.push(Placed { haste, band, leaf, chunk, source, bytes });
+                    placed.push(Placed { timing, band, leaf, chunk, source, bytes });
                     stored.push(ChunkRecord { region, extent: extent(0, bytes), codec: Codec::Raw });
                 }
                 let shape = shape.into();
@@ -197,7 +197,7 @@ fn plan_item(
     }
     // The most urgent first: a slot is as urgent as the most urgent leaf in it, so what is captured
     // when its caller goes on, and what can wait, do not share slots.
-    placed.sort_by_key(|placed| (Reverse(placed.haste), placed.band));
+    placed.sort_by_key(|placed| (Reverse(placed.timing), placed.band));
     for Placed { leaf, chunk, source, bytes, .. } in placed {
         let alignment = if bytes >= PAGE_ALIGNED_FROM { PAGE } else { SMALL_ALIGNMENT };
         let offset = cursor.place(bytes, alignment)?;

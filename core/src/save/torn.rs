@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use super::windows::{Source, Windows};
+use super::windows::{PartSource, Windows};
 use crate::format::checksum::crc32c;
 use crate::format::index::Index;
 use crate::{Error, Result};
@@ -36,7 +36,7 @@ impl FirstReading {
 fn parts<'a>(all: &'a Windows, window: u32, bytes: &'a [u8]) -> impl Iterator<Item = (u32, &'a [u8])> {
     let parts = all.list.get(window as usize).and_then(|window| all.parts.get(window.parts.clone()));
     parts.unwrap_or_default().iter().filter_map(move |part| {
-        let Source::Chunk(chunk) = part.source else { return None };
+        let PartSource::Chunk(chunk) = part.source else { return None };
         let at = part.at as usize;
         Some((all.chunks.get(chunk as usize)?.leaf, bytes.get(at..at + part.len as usize)?))
     })

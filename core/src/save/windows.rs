@@ -25,7 +25,7 @@ pub(super) struct Window {
 
 /// The source of a part's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Source {
+pub(super) enum PartSource {
     /// A chunk, from byte `from` of its row-major bytes.
     Chunk(u32),
     /// The arena, from byte `from`.
@@ -34,8 +34,8 @@ pub(super) enum Source {
 
 /// A piece of a chunk, header or object in one window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Part {
-    pub source: Source,
+pub(super) struct WindowPart {
+    pub source: PartSource,
     /// Byte in the window.
     pub at: u32,
     /// Bytes.
@@ -64,7 +64,7 @@ pub(super) struct Leaf {
 #[derive(Default)]
 pub(super) struct Windows {
     pub list: Vec<Window>,
-    pub parts: Vec<Part>,
+    pub parts: Vec<WindowPart>,
     pub chunks: Vec<Chunk>,
     pub leaves: Vec<Leaf>,
     /// Headers and objects.
@@ -87,13 +87,13 @@ impl<'a> FileCutter<'a> {
     }
 
     /// Puts `len` bytes of `source`, from its byte `from` on, at `offset` of the file.
-    pub(super) fn add(&mut self, offset: u64, len: u64, source: Source, from: u64) {
+    pub(super) fn add(&mut self, offset: u64, len: u64, source: PartSource, from: u64) {
         let (mut offset, mut left, mut from) = (offset, len, from);
         while left > 0 {
             self.open_windows_to(offset / self.slot_bytes);
             let at = offset % self.slot_bytes;
             let len = left.min(self.slot_bytes - at);
-            self.all.parts.push(Part { source, at: at as u32, len: len as u32, from });
+            self.all.parts.push(WindowPart { source, at: at as u32, len: len as u32, from });
             offset += len;
             from += len;
             left -= len;
@@ -114,7 +114,7 @@ impl<'a> FileCutter<'a> {
     pub(super) fn add_bytes(&mut self, offset: u64, bytes: &[u8]) {
         let from = self.all.arena.len() as u64;
         self.all.arena.extend_from_slice(bytes);
-        self.add(offset, bytes.len() as u64, Source::Arena, from);
+        self.add(offset, bytes.len() as u64, PartSource::Arena, from);
     }
 
     /// Ends the file's data at `data_bytes`, and answers which windows it has.

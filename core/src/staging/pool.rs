@@ -176,11 +176,11 @@ impl StagingPool {
 
     /// Waits for a slot, in turn. [`Error::Timeout`] when for `stall` no slot of this pool has come
     /// back; whatever `cancelled` answers when it does (it is asked after each
-    /// [`StagingPool::wake`], and again after each `patience`).
+    /// [`StagingPool::wake`], and again after each `poll_interval`).
     pub fn acquire(
         &self,
         stall: Duration,
-        patience: Duration,
+        poll_interval: Duration,
         cancelled: impl Fn() -> Option<Error>,
     ) -> Result<(Slot<Free>, Waited)> {
         self.birth.check("staging pool")?;
@@ -217,7 +217,7 @@ impl StagingPool {
             }
             waited = true;
             // Nothing announces the end of a device's copies: parked slots are polled.
-            let left = left.min(patience);
+            let left = left.min(poll_interval);
             let left = if state.parked.is_empty() { left } else { left.min(Duration::from_millis(1)) };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         };

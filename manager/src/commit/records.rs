@@ -110,7 +110,7 @@ impl Draft {
             length: limits::MAX_FILE_BYTES / 2,
             trailer_crc32c: u32::MAX,
             file_id: u128::MAX,
-            within: Some(manifest::Within {
+            within: Some(manifest::WithinEntry {
                 path: format!("{}/n{rank:05}.data", item.dir),
                 offset: limits::MAX_FILE_BYTES / 2,
                 others: Others::new(),
@@ -222,7 +222,7 @@ pub fn records(
                 length: file.length,
                 trailer_crc32c: file.trailer_crc,
                 file_id: file.file_id,
-                within: file.within.as_ref().map(|within| manifest::Within {
+                within: file.within.as_ref().map(|within| manifest::WithinEntry {
                     path: format!("{}/{}", item.dir, within.name),
                     offset: within.offset,
                     others: Others::new(),

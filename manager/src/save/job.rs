@@ -121,10 +121,10 @@ pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Insta
     let &PlanContext { root, environment, options, pool, team, census } = context;
     let SaveRequest { step, state, metrics, custom_metadata, cancel, streams, drops_providers, .. } = request;
     let started_unix_ns = environment.clock.unix_ns();
-    let cut = subchunk::Options {
+    let cut = subchunk::SubchunkOptions {
         target_bytes: options.chunk_bytes,
         min_row_bytes: options.min_row_bytes,
-        min_band_row_bytes: options.min_row_bytes.min(subchunk::Options::HOST.min_band_row_bytes),
+        min_band_row_bytes: options.min_row_bytes.min(subchunk::SubchunkOptions::HOST.min_band_row_bytes),
     };
     let writing = Writing {
         rank: team.rank(),

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 
 use stepwell_core::Result;
 use stepwell_core::load::Destination;
-use stepwell_core::provider::{DeviceProvider, Haste, HostProvider, StateProvider};
+use stepwell_core::provider::{CaptureTiming, DeviceProvider, HostProvider, StateProvider};
 use stepwell_core::sys::{Device, DeviceMemory, DeviceSource, HostSource, HostTarget, UserStream, driver};
 
 use stepwell_manager::Streams;
@@ -20,15 +20,15 @@ use crate::events::Parcel;
 pub fn provider_of(
     parcel: &Arc<Parcel>,
     buffer: &HeldBuffer,
-    haste: Haste,
+    timing: CaptureTiming,
 ) -> Result<Arc<dyn StateProvider>> {
     Ok(match device_of(buffer)? {
         None => {
             let provider = HostProvider::with_owner(source_of(buffer)?, Arc::clone(parcel));
-            Arc::new(provider.lazy(haste < Haste::Captured))
+            Arc::new(provider.lazy(timing < CaptureTiming::Copied))
         }
         Some(device) => {
-            Arc::new(DeviceProvider::new(device_source_of(device, buffer, Arc::clone(parcel))?, haste))
+            Arc::new(DeviceProvider::new(device_source_of(device, buffer, Arc::clone(parcel))?, timing))
         }
     })
 }

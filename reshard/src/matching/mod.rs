@@ -5,7 +5,7 @@
 //!   an integer key too; the *text* `3` and the number `[3]` are not.
 //! * Top-level entries that nothing wanted lies below are not wanted: no error, not read.
 //! * Include and exclude look at stored paths, then renames give wanted ones.
-//!   [`Options::unexpected`] is asked with stored paths (what a listing of the checkpoint shows),
+//!   [`MatchOptions::unexpected`] is asked with stored paths (what a listing of the checkpoint shows),
 //!   every other option with wanted ones.
 //! * A leaf that selection left out counts as absent, but for a wanted leaf that holds a value:
 //!   leaving it out says that the value shall stay.
@@ -188,7 +188,7 @@ pub enum Resize {
 /// How a match is made. The default: everything selected, everything must be there, lossless casts,
 /// no resizing.
 #[derive(Clone, Debug, Default)]
-pub struct Options {
+pub struct MatchOptions {
     /// Which stored leaves are looked at.
     pub selection: Selection,
     /// Their wanted names.
@@ -290,7 +290,7 @@ impl Texts {
 }
 
 /// Matches `stored` with `wanted`. The report is complete whatever is wrong.
-pub fn match_state(wanted: &[Wanted], stored: &[StoredLeaf], options: &Options) -> Report {
+pub fn match_state(wanted: &[Wanted], stored: &[StoredLeaf], options: &MatchOptions) -> Report {
     let wanted_texts = Texts::new(wanted.iter().map(|wanted| &wanted.path));
     let stored_texts = Texts::new(stored.iter().map(|stored| &stored.path));
     Matching {
@@ -308,7 +308,7 @@ pub fn match_state(wanted: &[Wanted], stored: &[StoredLeaf], options: &Options) 
 struct Matching<'a> {
     wanted: &'a [Wanted],
     stored: &'a [StoredLeaf],
-    options: &'a Options,
+    options: &'a MatchOptions,
     wanted_texts: &'a Texts,
     stored_texts: &'a Texts,
     /// New texts of the stored leaves that a rule renamed.

@@ -63,8 +63,8 @@ impl Matching<'_> {
                     },
                 };
                 let path = self.wanted[w].path.to_string();
-                let told = |one: &super::Unmatched| one.fails && one.option == "include";
-                if path.is_empty() && deselected && self.report.unmatched.iter().any(told) {
+                let is_misspelt = |one: &super::Unmatched| one.fails && one.option == "include";
+                if path.is_empty() && deselected && self.report.unmatched.iter().any(is_misspelt) {
                     return; // the pattern is what is wrong
                 }
                 self.report.missing.push(MissingLeaf { wanted: w, path, reason, near: Vec::new() });

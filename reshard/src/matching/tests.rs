@@ -40,7 +40,7 @@ fn pairs(report: &Report) -> Vec<(usize, usize)> {
 fn leaves_meet_by_path_and_what_fits_is_read() {
     let wanted = [want("params/w", F32, &[4, 2]), want_as("step", Spec::Object)];
     let stored = [object("step"), tensor("params/w", F32, &[4, 2])];
-    let report = match_state(&wanted, &stored, &Options::default());
+    let report = match_state(&wanted, &stored, &MatchOptions::default());
     assert_eq!(pairs(&report), [(0, 1), (1, 0)]);
     let found = report.matches[0].tensor.as_ref().unwrap();
     assert_eq!(
@@ -72,7 +72,7 @@ fn one_report_names_everything_that_does_not_fit() {
         tensor("params/name", F32, &[1]),
         tensor("optimizer/mu", F32, &[1]),
     ];
-    let report = match_state(&wanted, &stored, &Options::default());
+    let report = match_state(&wanted, &stored, &MatchOptions::default());
     assert_eq!(pairs(&report), [(0, 1)]);
     assert_eq!(report.not_wanted, [7]);
     assert!(!report.is_ok());
@@ -102,7 +102,7 @@ wrong kind (2):
 #[test]
 fn a_class_with_many_leaves_shows_some_and_counts_the_rest() {
     let wanted: Vec<Wanted> = (0..1250).map(|i| want(&format!("params/w{i}"), F32, &[1])).collect();
-    let report = match_state(&wanted, &[], &Options::default());
+    let report = match_state(&wanted, &[], &MatchOptions::default());
     let text = report.to_string();
     assert!(text.contains("\n  … and 1234 more\n"), "{text}");
     assert_eq!(text.lines().count(), 1 + 1 + 16 + 1 + 1);
@@ -113,10 +113,10 @@ fn a_class_with_many_leaves_shows_some_and_counts_the_rest() {
 fn unwanted_top_entries_are_no_error() {
     let stored = [tensor("params/w", F32, &[1]), tensor("params/x", F32, &[1]), tensor("ema/w", F32, &[1])];
     let wanted = [want("params/w", F32, &[1])];
-    let report = match_state(&wanted, &stored, &Options::default());
+    let report = match_state(&wanted, &stored, &MatchOptions::default());
     assert_eq!((report.not_wanted.as_slice(), report.unexpected.len()), (&[2][..], 1));
     let unexpected = PerGlob::new([("params/x", OnUnexpected::Ignore)], OnUnexpected::Error).unwrap();
-    let report = match_state(&wanted, &stored, &Options { unexpected, ..Options::default() });
+    let report = match_state(&wanted, &stored, &MatchOptions { unexpected, ..MatchOptions::default() });
     assert!(report.is_ok());
     assert_eq!(report.ignored, [1]);
     assert_eq!(report.to_string(), "1 leaves match, 1 ignored, 1 stored but not wanted");
@@ -125,7 +125,7 @@ fn unwanted_top_entries_are_no_error() {
     let report = match_state(
         &wanted,
         &stored[..1].iter().chain(&stored[2..]).cloned().collect::<Vec<_>>(),
-        &Options { top_level, ..Options::default() },
+        &MatchOptions { top_level, ..MatchOptions::default() },
     );
     assert_eq!(report.unexpected[0].path, "ema/w");
 }
@@ -137,7 +137,7 @@ fn missing_leaves_keep_their_values_if_asked() {
     wanted[0].holds_value = true;
     wanted[2].holds_value = true;
     let missing = PerGlob::new([("**/lora/*", OnMissing::Keep)], OnMissing::Error).unwrap();
-    let report = match_state(&wanted, &[], &Options { missing, ..Options::default() });
+    let report = match_state(&wanted, &[], &MatchOptions { missing, ..MatchOptions::default() });
     assert_eq!(report.kept, [Kept { wanted: 0, why: Why::NotStored }]);
     let reasons: Vec<_> = report.missing.iter().map(|leaf| (leaf.path.as_str(), leaf.reason)).collect();
     assert_eq!(reasons, [("params/lora/b", Missing::NothingToKeep), ("params/w", Missing::NotStored)]);
@@ -151,7 +151,7 @@ fn deselected_leaves_keep_their_values() {
     let stored = [tensor("params/w", F32, &[1]), tensor("params/x", F32, &[1])];
     let selection = Selection::new(Some(&["optimizer/**"]), &[]).unwrap();
     let stored = [stored.as_slice(), &[tensor("optimizer/m", F32, &[1])]].concat();
-    let report = match_state(&wanted, &stored, &Options { selection, ..Options::default() });
+    let report = match_state(&wanted, &stored, &MatchOptions { selection, ..MatchOptions::default() });
     assert_eq!(report.deselected, [0, 1]);
     assert_eq!(report.kept, [Kept { wanted: 0, why: Why::Deselected }]);
     assert_eq!(report.missing[0].reason, Missing::Deselected);
@@ -163,16 +163,21 @@ fn renames_follow_selection_and_report_collisions() {
     let stored = [tensor("model/a", F32, &[1]), tensor("old/a", F32, &[1]), tensor("old/b", F32, &[1])];
     let wanted = [want("params/a", F32, &[1]), want("params/b", F32, &[1])];
     let renames = || Renames::new([("model", "params"), ("old", "params")]).unwrap();
-    let report = match_state(&wanted, &stored, &Options { renames: renames(), ..Options::default() });
+    let report =
+        match_state(&wanted, &stored, &MatchOptions { renames: renames(), ..MatchOptions::default() });
     assert_eq!(report.collisions[0].stored_paths, ["model/a", "old/a"]);
     let text = report.to_string();
     assert!(text.contains("\n  params/a: model/a, old/a\n"), "{text}");
     let selection = Selection::new(None, &["old/a"]).unwrap();
-    let report =
-        match_state(&wanted, &stored, &Options { selection, renames: renames(), ..Options::default() });
+    let report = match_state(
+        &wanted,
+        &stored,
+        &MatchOptions { selection, renames: renames(), ..MatchOptions::default() },
+    );
     assert!(report.is_ok());
     assert_eq!(pairs(&report), [(0, 0), (1, 2)]);
-    let report = match_state(&wanted[1..], &stored, &Options { renames: renames(), ..Options::default() });
+    let report =
+        match_state(&wanted[1..], &stored, &MatchOptions { renames: renames(), ..MatchOptions::default() });
     assert_eq!(report.unexpected[1].renamed.as_deref(), Some("params/a"));
     assert!(report.to_string().contains("old/a (renamed to params/a)"));
 }
@@ -184,11 +189,11 @@ fn a_tie_is_read_from_where_it_is_stored() {
     let report = match_state(
         &[want("params/embed", F32, &[3]), want("params/head", F32, &[3])],
         &stored,
-        &Options::default(),
+        &MatchOptions::default(),
     );
     let sources: Vec<_> = report.matches.iter().map(|found| (found.stored, found.source)).collect();
     assert_eq!(sources, [(0, 0), (1, 0)]);
-    let report = match_state(&[want("params/head", F32, &[4])], &stored[1..], &Options::default());
+    let report = match_state(&[want("params/head", F32, &[4])], &stored[1..], &MatchOptions::default());
     assert_eq!(report.wrong_kind.len(), 1, "an alias of itself holds nothing: {report}");
 }
 
@@ -202,20 +207,23 @@ fn left_out_leaves_and_subtrees_are_not_read() {
     ];
     let wanted =
         [want_as("params/a", Spec::Skip), want_as("params/b", Spec::Any), want_as("gone", Spec::Skip)];
-    let report = match_state(&wanted, &stored, &Options::default());
+    let report = match_state(&wanted, &stored, &MatchOptions::default());
     assert!(report.is_ok());
     assert_eq!((pairs(&report), report.skipped.as_slice()), (vec![(1, 2)], &[0, 1][..]));
     let report = match_state(
         &[want_as("params/a", Spec::Any), want_as("gone", Spec::Any)],
         &stored[..2],
-        &Options::default(),
+        &MatchOptions::default(),
     );
     assert_eq!(pairs(&report), [(0, 0), (0, 1)]);
     assert_eq!(report.matches[1].tensor.as_ref().unwrap().dtype, Dtype::Int8);
     assert_eq!(report.missing[0].path, "gone");
     // Everything, as stored, but for one leaf.
-    let report =
-        match_state(&[want_as("", Spec::Any), want_as("params/b", Spec::Skip)], &stored, &Options::default());
+    let report = match_state(
+        &[want_as("", Spec::Any), want_as("params/b", Spec::Skip)],
+        &stored,
+        &MatchOptions::default(),
+    );
     assert_eq!((pairs(&report), report.skipped.as_slice()), (vec![(0, 0), (0, 1), (0, 3)], &[2][..]));
 }
 
@@ -224,7 +232,7 @@ fn casts_are_allowed_exactly_as_asked() {
     let stored = [tensor("w", F32, &[1])];
     let try_cast = |wanted: Option<Dtype>, cast: PerGlob<Cast>| {
         let wanted = want_as("w", Spec::Tensor { dtype: wanted, shape: None });
-        let report = match_state(&[wanted], &stored, &Options { cast, ..Options::default() });
+        let report = match_state(&[wanted], &stored, &MatchOptions { cast, ..MatchOptions::default() });
         report.matches.first().and_then(|found| found.tensor.as_ref()).map(|tensor| tensor.dtype)
     };
     let everywhere = PerGlob::everywhere;
@@ -251,7 +259,7 @@ fn casts_are_allowed_exactly_as_asked() {
 fn shapes_differ_only_as_far_as_resizing_is_allowed() {
     let stored = [tensor("w", F32, &[4, 6])];
     let try_resize = |shape: &[u64], resize| {
-        let options = Options { resize: PerGlob::everywhere(resize), ..Options::default() };
+        let options = MatchOptions { resize: PerGlob::everywhere(resize), ..MatchOptions::default() };
         let report = match_state(&[want("w", F32, shape)], &stored, &options);
         let tensor = report.matches.first().and_then(|found| found.tensor.clone());
         tensor.map(|tensor| (tensor.region.extent.to_vec(), tensor.padded, tensor.truncated))
@@ -270,7 +278,7 @@ fn shapes_differ_only_as_far_as_resizing_is_allowed() {
     ] {
         assert_eq!(try_resize(shape, resize), expected, "{shape:?} {resize:?}");
     }
-    let report = match_state(&[want("w", F32, &[24])], &stored, &Options::default());
+    let report = match_state(&[want("w", F32, &[24])], &stored, &MatchOptions::default());
     assert!(
         report.to_string().contains("w: stored (4, 6), wanted (24,) (2 and 1 dimensions: no resize helps)")
     );
@@ -291,7 +299,7 @@ fn near_names_are_found_for_many_kinds_of_changes() {
         let mut leaves: Vec<StoredLeaf> =
             (0..500).map(|i| tensor(&format!("params/other{i}/unlike{i}"), F32, &[1])).collect();
         leaves.push(tensor(stored, F32, &[1]));
-        let report = match_state(&[want(missing, F32, &[1])], &leaves, &Options::default());
+        let report = match_state(&[want(missing, F32, &[1])], &leaves, &MatchOptions::default());
         assert_eq!(report.missing[0].near, [stored], "{missing}");
     }
 }
@@ -336,7 +344,7 @@ fn a_pattern_without_a_match_fails_with_near_names() {
     };
     let selected = |include: &str| {
         let selection = Selection::new(Some(&[include]), &[]).unwrap();
-        match_state(&wanted, &stored, &Options { selection, ..Options::default() })
+        match_state(&wanted, &stored, &MatchOptions { selection, ..MatchOptions::default() })
     };
     for (include, near) in [
         ("parms/**", "params"),
@@ -352,20 +360,21 @@ fn a_pattern_without_a_match_fails_with_near_names() {
     assert!(text.contains("include: `parms/**`; near it is `params`"), "{text}");
     assert!(!text.contains("missing:"), "{text}");
     let selection = Selection::new(None, &["**"]).unwrap();
-    let text = match_state(&wanted, &stored, &Options { selection, ..Options::default() }).to_string();
+    let text =
+        match_state(&wanted, &stored, &MatchOptions { selection, ..MatchOptions::default() }).to_string();
     assert!(text.contains("the whole state (stored, but left out by include/exclude)"), "{text}");
 
     let selection = Selection::new(None, &["optimiser/**"]).unwrap();
-    let report = match_state(&wanted, &stored, &Options { selection, ..Options::default() });
+    let report = match_state(&wanted, &stored, &MatchOptions { selection, ..MatchOptions::default() });
     assert_eq!(of(report), (false, vec![("exclude", true, "optimizer".to_owned())]));
     let renames = Renames::new([("model", "params")]).unwrap();
-    let report = match_state(&wanted, &stored, &Options { renames, ..Options::default() });
+    let report = match_state(&wanted, &stored, &MatchOptions { renames, ..MatchOptions::default() });
     assert_eq!(of(report), (false, vec![("rename", true, String::new())]));
     let cast = PerGlob::new([("params/*/weights", Cast::To(Dtype::Bfloat16))], Cast::Lossless).unwrap();
-    let report = match_state(&wanted, &stored, &Options { cast, ..Options::default() });
+    let report = match_state(&wanted, &stored, &MatchOptions { cast, ..MatchOptions::default() });
     assert_eq!(of(report).1[0].0, "cast");
     let unexpected = PerGlob::new([("head/**", OnUnexpected::Ignore)], OnUnexpected::Error).unwrap();
-    let report = match_state(&wanted, &stored, &Options { unexpected, ..Options::default() });
+    let report = match_state(&wanted, &stored, &MatchOptions { unexpected, ..MatchOptions::default() });
     assert_eq!(
         of(report),
         (true, vec![("unexpected", false, String::new())]),
@@ -380,7 +389,7 @@ fn a_rename_to_what_is_not_wanted_is_told() {
     let report = match_state(
         &[want("params/w", F32, &[1])],
         &stored,
-        &Options { renames: renames(), ..Options::default() },
+        &MatchOptions { renames: renames(), ..MatchOptions::default() },
     );
     assert!(report.is_ok());
     assert_eq!(report.idle_renames, [("old".to_owned(), "model".to_owned())]);
@@ -388,7 +397,7 @@ fn a_rename_to_what_is_not_wanted_is_told() {
     let report = match_state(
         &[want("model/a", F32, &[1])],
         &stored,
-        &Options { renames: renames(), ..Options::default() },
+        &MatchOptions { renames: renames(), ..MatchOptions::default() },
     );
     assert_eq!(report.idle_renames, []);
 }
@@ -397,7 +406,7 @@ fn a_rename_to_what_is_not_wanted_is_told() {
 fn what_was_in_a_dropped_item_is_said_to_have_been() {
     let stored = [tensor("params/w", F32, &[1])];
     let dropped = |item: &str| Dropped { item: item.to_owned(), when: "on Monday".to_owned() };
-    let options = |item: &str| Options { dropped: vec![dropped(item)], ..Options::default() };
+    let options = |item: &str| MatchOptions { dropped: vec![dropped(item)], ..MatchOptions::default() };
     let wanted = [want("optimizer/m", F32, &[1]), want("params/b", F32, &[1]), want_as("step", Spec::Object)];
     let reasons = |report: &Report| report.missing.iter().map(|leaf| leaf.reason).collect::<Vec<_>>();
     let report = match_state(&wanted, &stored, &options("optimizer"));
@@ -410,7 +419,10 @@ fn what_was_in_a_dropped_item_is_said_to_have_been() {
     let report = match_state(&wanted, &stored, &options("."));
     assert_eq!(reasons(&report), [Missing::NotStored, Missing::NotStored, Missing::Dropped(0)]);
     let selection = Selection::new(None, &["optimizer/**"]).unwrap();
-    let report =
-        match_state(&[want("params/w", F32, &[1])], &stored, &Options { selection, ..options("optimizer") });
+    let report = match_state(
+        &[want("params/w", F32, &[1])],
+        &stored,
+        &MatchOptions { selection, ..options("optimizer") },
+    );
     assert!(report.is_ok(), "what is gone need not be there to be left out: {report}");
 }

@@ -63,16 +63,16 @@ impl Matching<'_> {
                 .filter(|&w| self.wanted[w].spec != Spec::Any)
                 .map(|w| self.wanted_texts.get(w));
             let wanted: Vec<&[u8]> = wanted.chain((0..self.stored.len()).map(|s| self.text(s))).collect();
-            let mut told = |option, globs: &[Glob], fails| {
+            let mut add = |option, globs: &[Glob], fails| {
                 for glob in unused(globs, &wanted) {
                     let dropped = self.dropped(&glob);
                     let fails = fails && dropped.is_none();
                     found.push(Unmatched { dropped, fails, ..suggest(option, &glob, &wanted) });
                 }
             };
-            told("missing", options.missing.globs(), false);
-            told("cast", options.cast.globs(), true);
-            told("resize", options.resize.globs(), false);
+            add("missing", options.missing.globs(), false);
+            add("cast", options.cast.globs(), true);
+            add("resize", options.resize.globs(), false);
         }
         self.report.unmatched = found;
     }

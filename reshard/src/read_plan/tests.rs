@@ -135,7 +135,11 @@ fn chunks(shape: Vec<u64>) -> impl Strategy<Value = (Vec<u64>, Vec<ChunkRegion>)
     let grid = (1_u64..64).prop_map({
         let whole = whole.clone();
         move |target_bytes| {
-            let options = subchunk::Options { target_bytes, min_row_bytes: 4, ..subchunk::Options::HOST };
+            let options = subchunk::SubchunkOptions {
+                target_bytes,
+                min_row_bytes: 4,
+                ..subchunk::SubchunkOptions::HOST
+            };
             subchunk::cut(&whole, &whole.extent, 1, &options).map(ChunkRegion::Box).collect()
         }
     });

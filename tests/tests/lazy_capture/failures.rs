@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use stepwell_core::provider::Haste;
+use stepwell_core::provider::CaptureTiming;
 use stepwell_manager::{Outcome, StateSource};
 use stepwell_tests::fake_cuda::{FakeCuda, How, Stream};
 
@@ -54,12 +54,12 @@ fn every_call_that_fails_fails_that_save_and_nothing_else() {
         "cuEventQuery",
         "copy",
     ];
-    for haste in [Haste::Later, Haste::Started, Haste::Captured] {
+    for timing in [CaptureTiming::Deferred, CaptureTiming::Enqueued, CaptureTiming::Copied] {
         for call in calls {
             for (nth, how) in [(0, How::Once), (1, How::Once), (3, How::Always), (2, How::Sticky)] {
                 let arrays = arrays(&fake, &stream, &LENGTHS, 1);
                 stream.synchronize();
-                let state = with_haste(&arrays, haste);
+                let state = with_timing(&arrays, timing);
                 let before = fake.calls(call);
                 fake.fail(call, nth, 719, how);
                 if call == "cuMemcpyDtoHAsync_v2" {
@@ -70,10 +70,10 @@ fn every_call_that_fails_fails_that_save_and_nothing_else() {
                 let reached = fake.calls(call) > before + nth;
                 fake.heal();
                 match told {
-                    Some(told) => assert!(told.contains("719"), "{haste:?} {call} {nth} {how:?}: {told}"),
+                    Some(told) => assert!(told.contains("719"), "{timing:?} {call} {nth} {how:?}: {told}"),
                     // It was not called so often; or what failed was a mark, whose place the end of
                     // all that is on the stream takes.
-                    None => assert!(!reached || call == "cuEventRecord", "{haste:?} {call} {nth} {how:?}"),
+                    None => assert!(!reached || call == "cuEventRecord", "{timing:?} {call} {nth} {how:?}"),
                 }
                 if committed {
                     assert_version(&fake, &world.read(2), 1);

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use stepwell_core::provider::Haste;
+use stepwell_core::provider::CaptureTiming;
 use stepwell_core::sys::HostSource;
 use stepwell_tests::fake_cuda::{FakeCuda, Stream};
 
@@ -69,7 +69,7 @@ fn what_only_has_to_be_started_is_fenced_when_the_call_returns() {
     let stream = fake.stream(0);
     let arrays = arrays(&fake, &stream, &LENGTHS, 1);
     fake.stall(true);
-    let save = world.save(1, with_haste(&arrays, Haste::Started), &[&stream]);
+    let save = world.save(1, with_timing(&arrays, CaptureTiming::Enqueued), &[&stream]);
     // No guard: the forward changes them.
     update(&stream, &arrays, 2);
     assert!(!save.captured() && save.started());
@@ -86,7 +86,7 @@ fn what_must_be_captured_is_there_when_the_call_returns() {
     let world = World::new(3);
     let (stream, other) = (fake.stream(0), fake.stream(0));
     let arrays = arrays(&fake, &stream, &LENGTHS, 1);
-    let save = world.save(1, with_haste(&arrays, Haste::Captured), &[&stream]);
+    let save = world.save(1, with_timing(&arrays, CaptureTiming::Copied), &[&stream]);
     assert!(save.captured());
     // On any stream: nothing reads them any more.
     update(&other, &arrays, 2);
@@ -121,7 +121,7 @@ fn small_host_arrays_are_captured_on_return() {
     let arrays = arrays(&fake, &stream, &[900 << 10; 20], 1);
     let mut leaves = Vec::new();
     for (n, array) in (0..).zip(&arrays) {
-        leaves.push((array.bytes() as u64, array.provider(Haste::Later) as _));
+        leaves.push((array.bytes() as u64, array.provider(CaptureTiming::Deferred) as _));
         let source = HostSource::owned(vec![n; 4], 0, 1, &[4], &[1]).unwrap();
         leaves.push((4, std::sync::Arc::new(stepwell_core::provider::HostProvider::new(source)) as _));
     }
@@ -152,8 +152,8 @@ fn arrays_of_two_devices_and_of_the_host_are_one_state() {
     let source = HostSource::owned(host.clone(), 0, 1, &[host.len() as u64], &[1]).unwrap();
     let mut leaves = Vec::new();
     for (one, two) in first.iter().zip(&second) {
-        leaves.push((one.bytes() as u64, one.provider(Haste::Later) as _));
-        leaves.push((two.bytes() as u64, two.provider(Haste::Later) as _));
+        leaves.push((one.bytes() as u64, one.provider(CaptureTiming::Deferred) as _));
+        leaves.push((two.bytes() as u64, two.provider(CaptureTiming::Deferred) as _));
     }
     leaves.push((
         host.len() as u64,

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use stepwell_core::provider::{Haste, StateProvider};
+use stepwell_core::provider::{CaptureTiming, StateProvider};
 use stepwell_manager::{Outcome, Save};
 use stepwell_tests::fake_cuda::{Array, FakeCuda, How, Stream};
 
@@ -61,7 +61,7 @@ struct Training<'a> {
     next_step: u64,
     /// Saves, and what each must hold; the hastes of the last one.
     saves: Vec<(Save, Vec<u64>)>,
-    hastes: Vec<Haste>,
+    hastes: Vec<CaptureTiming>,
     failed: bool,
 }
 
@@ -87,14 +87,17 @@ impl Training<'_> {
     fn run(&mut self, act: &Act) {
         match act {
             Act::Save(hastes) => {
-                let hastes: Vec<Haste> = hastes
+                let hastes: Vec<CaptureTiming> = hastes
                     .iter()
-                    .map(|&haste| [Haste::Later, Haste::Started, Haste::Captured][haste as usize])
+                    .map(|&timing| {
+                        [CaptureTiming::Deferred, CaptureTiming::Enqueued, CaptureTiming::Copied]
+                            [timing as usize]
+                    })
                     .collect();
                 let leaves = self.arrays.iter().zip(&hastes);
                 let leaves = leaves
-                    .map(|(array, &haste)| {
-                        (array.bytes() as u64, array.provider(haste) as Arc<dyn StateProvider>)
+                    .map(|(array, &timing)| {
+                        (array.bytes() as u64, array.provider(timing) as Arc<dyn StateProvider>)
                     })
                     .collect();
                 self.next_step += 1;
@@ -122,9 +125,9 @@ impl Training<'_> {
                 self.recover();
                 for number in 0..self.arrays.len() {
                     // Those of earlier saves are guarded by the update between, or by the same
-                    // haste.
+                    // timing.
                     if self.saves.len() == 1
-                        && self.hastes.get(number).is_some_and(|&haste| haste > Haste::Later)
+                        && self.hastes.get(number).is_some_and(|&timing| timing > CaptureTiming::Deferred)
                     {
                         self.set(number);
                     }

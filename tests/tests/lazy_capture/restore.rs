@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use stepwell_core::load::Destination;
 use stepwell_core::load::DeviceTarget;
-use stepwell_core::provider::Haste;
+use stepwell_core::provider::CaptureTiming;
 use stepwell_core::sys::HostTarget;
 use stepwell_tests::fake_cuda::{FakeCuda, How};
 
@@ -18,7 +18,7 @@ fn a_step_is_restored_to_devices_and_host_at_once() {
     let world = World::new(12);
     let stream = fake.stream(0);
     let saved = arrays(&fake, &stream, &LENGTHS, 1);
-    committed(&world.save(1, with_haste(&saved, Haste::Captured), &[&stream]));
+    committed(&world.save(1, with_timing(&saved, CaptureTiming::Copied), &[&stream]));
     for cached in [false, true] {
         let into: Vec<_> =
             LENGTHS.iter().enumerate().map(|(i, &bytes)| fake.array((i % 2) as u32, bytes)).collect();

@@ -1,7 +1,7 @@
 //! Views of any strides, cut into any chunks, arrive as what they are.
 
 use stepwell_core::dtype::Dtype;
-use stepwell_core::provider::{DeviceProvider, Haste};
+use stepwell_core::provider::{CaptureTiming, DeviceProvider};
 use stepwell_manager::LeafSource;
 use stepwell_tests::fake_cuda::FakeCuda;
 
@@ -65,7 +65,7 @@ fn views_of_any_strides_arrive_row_by_row() {
             LeafSource::whole(
                 dtype,
                 shape.clone(),
-                std::sync::Arc::new(DeviceProvider::new(source, Haste::Later)),
+                std::sync::Arc::new(DeviceProvider::new(source, CaptureTiming::Deferred)),
             )
         })
         .collect();

@@ -8,7 +8,7 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::{Destination, LoadOptions};
-use stepwell_core::provider::{Haste, StateProvider};
+use stepwell_core::provider::{CaptureTiming, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::HostTarget;
@@ -143,14 +143,14 @@ pub fn state_of(leaves: Vec<LeafSource>) -> StateSource {
 
 /// All of these arrays, captured when there is time.
 pub fn lazily(arrays: &[Arc<Array>]) -> StateSource {
-    with_haste(arrays, Haste::Later)
+    with_timing(arrays, CaptureTiming::Deferred)
 }
 
-pub fn with_haste(arrays: &[Arc<Array>], haste: Haste) -> StateSource {
+pub fn with_timing(arrays: &[Arc<Array>], timing: CaptureTiming) -> StateSource {
     state(
         arrays
             .iter()
-            .map(|array| (array.bytes() as u64, array.provider(haste) as Arc<dyn StateProvider>))
+            .map(|array| (array.bytes() as u64, array.provider(timing) as Arc<dyn StateProvider>))
             .collect(),
     )
 }

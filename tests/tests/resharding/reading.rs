@@ -14,7 +14,7 @@ use stepwell_core::sys::HostTarget;
 use stepwell_core::value::Value;
 use stepwell_manager::Checkpoint;
 use stepwell_reshard::layout::{Place, Segment, flat};
-use stepwell_reshard::matching::{Match, OnUnexpected, Options, PerGlob, Resize, Spec, Wanted};
+use stepwell_reshard::matching::{Match, MatchOptions, OnUnexpected, PerGlob, Resize, Spec, Wanted};
 use stepwell_reshard::read_plan::Request;
 use stepwell_reshard::subchunk::run_to_boxes;
 
@@ -302,10 +302,10 @@ fn requests(stored: &Stored<'_>, wants: &[Want<'_>]) -> Vec<Request> {
         let spec = Spec::Tensor { dtype: Some(want.tensor.dtype), shape: Some(want.shape.clone()) };
         Wanted { path: path(want.path), spec, holds_value: true }
     });
-    let options = Options {
+    let options = MatchOptions {
         unexpected: PerGlob::everywhere(OnUnexpected::Ignore),
         resize: PerGlob::everywhere(Resize::Both),
-        ..Options::default()
+        ..MatchOptions::default()
     };
     let report = stored.checkpoint.match_state(&wanted.collect::<Vec<_>>(), &options);
     assert!(report.is_ok(), "{report}");

@@ -220,7 +220,7 @@ impl<'a> Pages<'a> {
 
 /// The leaves of one page of an index file.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Part {
+pub struct PagePart {
     /// Number, in the item's index, of its first leaf; aliases and views name leaves by such
     /// numbers.
     pub first_leaf: u64,
@@ -231,7 +231,7 @@ pub struct Part {
 }
 
 /// Reads and checks one page of an index file, from its bytes.
-pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Result<Part> {
+pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Result<PagePart> {
     let payload = open(page, bytes, file)?;
     let mut assembler = read::Assembler::part();
     let mut leaves = Vec::new();
@@ -241,7 +241,7 @@ pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Re
     let index = Index { tree: assembler.tree, leaves, files: root.files.clone() };
     check(&index, Bounds::Part { leaves: root.leaf_hashes.len() as u64 })
         .map_err(|fault| on_read(&index.tree, fault, file))?;
-    Ok(Part { first_leaf: page.first, tree: index.tree, leaves: index.leaves })
+    Ok(PagePart { first_leaf: page.first, tree: index.tree, leaves: index.leaves })
 }
 
 /// The pages of an index, each with its entry (but for its offset).

@@ -5,7 +5,9 @@
 use std::path::Path;
 
 use super::write::{self, Paging};
-use super::{Bounds, INDEX_HEADER_BYTES, IndexHeader, Pages, Part, Root, check, decode_part, on_read, root};
+use super::{
+    Bounds, INDEX_HEADER_BYTES, IndexHeader, PagePart, Pages, Root, check, decode_part, on_read, root,
+};
 use crate::error::{Error, Result};
 use crate::format::checksum::{crc32c, crc32c_of_both};
 use crate::format::index::{Chunks, Index, LeafRecord, TensorRecord};
@@ -136,7 +138,7 @@ impl Outline {
 
     /// The leaves of a page, with their chunks, from its bytes.
     pub fn leaves(&self, page: &PageRef, bytes: &[u8], file: &Path) -> Result<Vec<LeafRecord>> {
-        let Part { first_leaf, tree, leaves } = decode_part(&self.root, page, bytes, file)?;
+        let PagePart { first_leaf, tree, leaves } = decode_part(&self.root, page, bytes, file)?;
         let first = usize::try_from(first_leaf).unwrap_or(usize::MAX);
         let its = first..first.saturating_add(leaves.len());
         let listed = self.root.leaf_hashes.get(its.clone());

@@ -28,7 +28,7 @@ impl Paging {
 pub(super) fn pages(index: &Index, paging: Paging) -> Result<Vec<(Vec<u8>, PageRef)>> {
     let nodes = index.tree.nodes();
     let mut pages = Vec::new();
-    let mut page = Writer::begin(nodes, &[], 0, 0);
+    let mut page = PageWriter::begin(nodes, &[], 0, 0);
     let mut open: Vec<u32> = Vec::new();
     let mut leaves = index.leaves.iter();
     let mut first_leaf = 0;
@@ -37,7 +37,7 @@ pub(super) fn pages(index: &Index, paging: Paging) -> Result<Vec<(Vec<u8>, PageR
             open.pop();
         }
         if page.bytes >= paging.bytes || page.leaves >= paging.leaves {
-            let next = Writer::begin(nodes, &open, number, first_leaf + page.leaves);
+            let next = PageWriter::begin(nodes, &open, number, first_leaf + page.leaves);
             first_leaf += page.leaves;
             pages.push(std::mem::replace(&mut page, next).finish()?);
         }
@@ -58,7 +58,7 @@ pub(super) fn pages(index: &Index, paging: Paging) -> Result<Vec<(Vec<u8>, PageR
     Ok(pages)
 }
 
-struct Writer<'a> {
+struct PageWriter<'a> {
     columns: IndexPageV1,
     kinds: HashMap<&'a ContainerKind, u32>,
     first_leaf: u64,
@@ -67,7 +67,7 @@ struct Writer<'a> {
     bytes: u64,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> PageWriter<'a> {
     /// A page whose first own node is `first_node`, below the open containers.
     fn begin(nodes: &'a [Node], open: &[u32], first_node: usize, first_leaf: u64) -> Self {
         let columns = IndexPageV1 {

@@ -157,7 +157,7 @@ pub struct FileEntry {
     pub file_id: u128,
     /// Its container, if it is a part of another file. Then nothing exists under `path`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub within: Option<Within>,
+    pub within: Option<WithinEntry>,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Others,
@@ -165,7 +165,7 @@ pub struct FileEntry {
 
 /// The place of a data file that is a part of another file: the ranks of a node may write into one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Within {
+pub struct WithinEntry {
     /// That file, relative to the step.
     pub path: String,
     /// Offset of the data file in it, in bytes.

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::{
-    Attempt, FileEntry, IndexEntry, Item, Manifest, NODE_FILES, Others, Tombstone, TopLevel, Within,
+    Attempt, FileEntry, IndexEntry, Item, Manifest, NODE_FILES, Others, Tombstone, TopLevel, WithinEntry,
     stored_files,
 };
 use crate::error::{Error, Result};
@@ -254,7 +254,7 @@ fn a_tombstone_names_nothing_that_lives() {
 
 /// Two data files in the file of their node.
 fn shared() -> Manifest {
-    let within = |offset| Within { path: "i0/n00000.data".into(), offset, others: Others::new() };
+    let within = |offset| WithinEntry { path: "i0/n00000.data".into(), offset, others: Others::new() };
     let mut manifest = sample();
     manifest.required_features = vec![NODE_FILES.into()];
     let own = manifest.files[0].clone();
@@ -273,7 +273,7 @@ fn data_files_that_are_parts_are_one_file_on_disk() {
 
 #[test]
 fn parts_that_overlap_or_nest_are_refused() {
-    type Change = fn(&mut Within);
+    type Change = fn(&mut WithinEntry);
     let cases: [(Change, &str); 6] = [
         (|within| within.offset = 12287, "overlap"),
         (|within| within.path = "i1/n00000.data".into(), "cannot be a part"),

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Parts;
+use super::FlushParts;
 use crate::format::index::Within;
 use crate::format::{block, footer};
 use crate::io::{
@@ -17,15 +17,14 @@ use crate::sync::{RecvTimeoutError, TryRecvError};
 use crate::sys::Buffer;
 use crate::{Error, Result};
 
-/// How long to look away while the capture runs: a full slot may arrive meanwhile, while the queue
-/// has room.
-const GLANCE: Duration = Duration::from_millis(1);
+/// Poll interval while the capture runs: a full slot may arrive while the queue has room.
+const CAPTURE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How long to look away when nothing can arrive but a completion, or a cancellation.
-const NAP: Duration = Duration::from_millis(100);
+/// Poll interval when only a completion or a cancellation can arrive.
+const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How long another rank of the node is given to reserve its part of a file, at a time.
-const TURN: Duration = Duration::from_millis(1);
+/// Poll interval for the lock under which another rank of the node reserves its part of a file.
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How a file ended.
 pub(super) struct FileEnd {
@@ -36,7 +35,7 @@ pub(super) struct FileEnd {
 
 /// Writes and syncs all files.
 pub(super) fn write(
-    parts: &Parts,
+    parts: &FlushParts,
     disk: &dyn Disk,
     step_dir: &Arc<dyn Dir>,
     reclaimer: &mut dyn SpaceReclaimer,
@@ -47,7 +46,7 @@ pub(super) fn write(
     }
     let files = create(parts, step_dir, reclaimer)?;
     let queue = disk.queue(parts.options.queue_depth.max(1))?;
-    let mut writer = Writer {
+    let mut writer = FlushWriter {
         parts,
         queue,
         files,
@@ -75,7 +74,7 @@ pub(super) fn write(
 }
 
 fn create(
-    parts: &Parts,
+    parts: &FlushParts,
     step_dir: &Arc<dyn Dir>,
     reclaimer: &mut dyn SpaceReclaimer,
 ) -> Result<Vec<OpenFile>> {
@@ -151,13 +150,13 @@ fn part_of_file(
     name: &str,
     length: u64,
     reclaimer: &mut dyn SpaceReclaimer,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<Option<(Arc<dyn File>, Within)>> {
     let begun = Instant::now();
     let lock = loop {
         match dir.try_lock(name, LockKind::Exclusive, true) {
             Ok(Some(lock)) => break lock,
-            Ok(None) if begun.elapsed() < patience => std::thread::sleep(TURN),
+            Ok(None) if begun.elapsed() < timeout => std::thread::sleep(LOCK_POLL_INTERVAL),
             Ok(None) => {
                 let waited_for = format!("another rank of the node to reserve its part of {name}");
                 return Err(Error::Timeout { waited_for, seconds: begun.elapsed().as_secs_f64() });
@@ -233,8 +232,8 @@ struct PendingWrite {
     slot: Option<Slot<Flushing>>,
 }
 
-struct Writer<'a> {
-    parts: &'a Parts,
+struct FlushWriter<'a> {
+    parts: &'a FlushParts,
     queue: Box<dyn Queue>,
     files: Vec<OpenFile>,
     pending: VecDeque<Ready>,
@@ -252,7 +251,7 @@ struct Writer<'a> {
     moved: Instant,
 }
 
-impl Writer<'_> {
+impl FlushWriter<'_> {
     fn run(&mut self) -> Result<()> {
         loop {
             if let Some(error) = self.parts.link.cancelled() {
@@ -476,15 +475,15 @@ impl Writer<'_> {
             return Err(Error::Timeout { waited_for, seconds: self.moved.elapsed().as_secs_f64() });
         }
         if self.in_flight.is_empty() {
-            match self.parts.receiver.recv_timeout(left.min(NAP)) {
+            match self.parts.receiver.recv_timeout(left.min(IDLE_POLL_INTERVAL)) {
                 Ok(message) => self.take_in(message),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) if self.captured() => self.over = true,
                 Err(RecvTimeoutError::Disconnected) => return Err(self.capture_ended()),
             }
         } else {
-            let glance = if self.captured() { NAP } else { GLANCE };
-            if let Some(completion) = self.queue.complete(left.min(glance)) {
+            let interval = if self.captured() { IDLE_POLL_INTERVAL } else { CAPTURE_POLL_INTERVAL };
+            if let Some(completion) = self.queue.complete(left.min(interval)) {
                 self.land(completion)?;
             }
         }
@@ -508,7 +507,7 @@ impl Writer<'_> {
                 return;
             }
             while self.parts.receiver.try_recv().is_ok() {}
-            if let Some(completion) = self.queue.complete(left.min(NAP)) {
+            if let Some(completion) = self.queue.complete(left.min(IDLE_POLL_INTERVAL)) {
                 // The first error is the one that is reported.
                 let _ = self.land(completion);
                 self.written.clear();

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::Error;
-use crate::provider::{Haste, ShardedProvider};
+use crate::provider::{CaptureTiming, ShardedProvider};
 
 fn held(bytes: &[u8]) -> LeafPlan {
     let shape = [bytes.len() as u64];
@@ -107,7 +107,7 @@ fn shards_are_stored_as_what_they_are_parts_of() {
         }
     }
     let provider = Arc::new(ShardedProvider::new(shards));
-    assert_eq!(provider.haste(), Haste::Later);
+    assert_eq!(provider.timing(), CaptureTiming::Deferred);
     let over_a_border = Region { offset: [30, 0].as_slice().into(), extent: [20, 8].as_slice().into() };
     assert!(provider.check(&over_a_border, 1).is_err());
     let regions: Vec<Region> = chunks.iter().map(|chunk: &ChunkPlan| chunk.local.clone()).collect();

@@ -9,8 +9,8 @@ use super::device::{Device, Event};
 use crate::{Error, Result};
 
 /// First poll interval for the end of copies.
-const FIRST_LOOK: Duration = Duration::from_micros(20);
-const LAST_LOOK: Duration = Duration::from_micros(500);
+const FIRST_POLL_INTERVAL: Duration = Duration::from_micros(20);
+const LAST_POLL_INTERVAL: Duration = Duration::from_micros(500);
 
 /// The owner of the source memory.
 pub(super) type Owner = Arc<dyn Any + Send + Sync>;
@@ -92,7 +92,7 @@ impl Arriving {
     /// Waits until all copies have ended, or for the deadline ([`Error::Timeout`]).
     pub(in crate::sys) fn settle(&mut self, deadline: Instant) -> Result<()> {
         let begun = Instant::now();
-        let mut look = FIRST_LOOK;
+        let mut interval = FIRST_POLL_INTERVAL;
         loop {
             let Self { from, failed, .. } = self;
             from.retain_mut(|one| {
@@ -118,8 +118,8 @@ impl Arriving {
                     seconds: begun.elapsed().as_secs_f64(),
                 });
             }
-            std::thread::sleep(look.min(left));
-            look = (look * 2).min(LAST_LOOK);
+            std::thread::sleep(interval.min(left));
+            interval = (interval * 2).min(LAST_POLL_INTERVAL);
         }
     }
 

@@ -11,7 +11,7 @@ use crate::sys::{CopyDim, Piece, Staged};
 use crate::{Error, Result};
 
 /// Poll interval for the end of a copy.
-const LOOK: std::time::Duration = std::time::Duration::from_micros(50);
+const POLL_INTERVAL: std::time::Duration = std::time::Duration::from_micros(50);
 
 /// Bytes on a device that a restore fills.
 pub struct DeviceMemory {
@@ -130,7 +130,7 @@ impl DeviceCopies {
                     seconds: begun.elapsed().as_secs_f64(),
                 });
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         self.passed.store(true, Ordering::Release);
         Ok(())
