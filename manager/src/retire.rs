@@ -139,20 +139,10 @@ pub struct Deleter {
 }
 
 impl Deleter {
-    /// Returns an idle deleter. Without locks, it leaves trash alone for `grace`.
-    pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration) -> Self {
-        Self::with_spares(root, clock, grace, None)
-    }
-
-    /// [`Deleter::new`] that keeps files of at least `from_bytes` bytes of the last retired step,
-    /// for the next save to overwrite.
-    pub fn with_spares(
-        root: Arc<dyn Dir>,
-        clock: Arc<dyn Clock>,
-        grace: Duration,
-        from_bytes: Option<u64>,
-    ) -> Self {
-        let spares = Spares::new(Arc::clone(&root), from_bytes);
+    /// Returns an idle deleter. Without locks, it leaves trash alone for `grace`. It keeps files of at
+    /// least `spare_bytes` bytes of the last retired step, for the next save to overwrite.
+    pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration, spare_bytes: Option<u64>) -> Self {
+        let spares = Spares::new(Arc::clone(&root), spare_bytes);
         let shared = DeleterState { root, clock, grace, queue: Mutex::default(), changed: Condvar::new() };
         Self { shared: Arc::new(shared), spares, thread: Mutex::new(None) }
     }

@@ -93,7 +93,7 @@ impl Root {
         } else {
             (Discovery::default(), dir)
         };
-        let deleter = Deleter::with_spares(
+        let deleter = Deleter::new(
             Arc::clone(&dir),
             Arc::clone(&environment.clock),
             options.grace,

@@ -251,6 +251,7 @@ impl Ending {
             // No writer returns here later. Without locks, a reader of a replaced checkpoint finds
             // it gone.
             Duration::ZERO,
+            None,
         ));
         // A panic outside of the save must not leave it without an outcome.
         let found = guarded("the removal of leftovers", || {
@@ -294,7 +295,7 @@ pub fn sweep(path: &Path, environment: &Environment) -> Result<Vec<String>> {
         Err(error) => return Err(error.into()),
     };
     let trash = leftovers(&*parent, &name, environment)?;
-    let deleter = Deleter::new(Arc::clone(&parent), Arc::clone(&environment.clock), Duration::ZERO);
+    let deleter = Deleter::new(Arc::clone(&parent), Arc::clone(&environment.clock), Duration::ZERO, None);
     deleter.enqueue(trash.iter().cloned());
     deleter.stop(Duration::from_secs(600));
     Ok(trash)

@@ -189,7 +189,7 @@ fn a_hanging_deletion_blocks_no_save_on_a_full_disk() {
             let _ = released.lock().unwrap().recv();
         }
     })));
-    let deleter = Deleter::new(root, world.clock.clone(), Duration::ZERO);
+    let deleter = Deleter::new(root, world.clock.clone(), Duration::ZERO, None);
     deleter.enqueue([".trash-x".to_owned()]);
     let begun = Instant::now();
     assert!(!deleter.empty_now(Duration::from_millis(50)));
@@ -208,7 +208,7 @@ fn a_deleter_that_is_idle_knows_what_readers_hold() {
         commit(&manager, step);
     }
     let root = world.disk.open_dir(Path::new(ROOT)).unwrap();
-    let deleter = Deleter::new(root, world.clock.clone(), Duration::ZERO);
+    let deleter = Deleter::new(root, world.clock.clone(), Duration::ZERO, None);
     for step in 0..30 {
         let name = format!("step_{step:08}");
         let held = Checkpoint::open(Path::new(&format!("{ROOT}/{name}")), &world.environment()).unwrap();

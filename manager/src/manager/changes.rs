@@ -188,13 +188,6 @@ impl Manager {
         self.inner.reinspect_all();
         self.inner.apply_retention()
     }
-
-    /// Waits until retired steps are deleted, except for those that readers hold or the next save
-    /// overwrites. `false` at the deadline.
-    pub fn wait_for_deletions(&self, timeout: std::time::Duration) -> Result<bool> {
-        self.inner.check_usable()?;
-        Ok(self.inner.root.deleter.drain(timeout))
-    }
 }
 
 impl Inner {

@@ -30,7 +30,6 @@ use crate::options::Options;
 use crate::root::Root;
 use crate::save::Streams;
 use crate::state::StateSource;
-use crate::step_name::StepName;
 
 mod capturer;
 mod changes;
@@ -41,6 +40,8 @@ mod queries;
 mod retaining;
 mod saves;
 mod saving;
+#[cfg(any(test, feature = "test-support"))]
+mod testing;
 mod together;
 mod usage;
 
@@ -157,21 +158,6 @@ impl Manager {
     /// The root's path.
     pub fn path(&self) -> &Path {
         &self.inner.root.path
-    }
-
-    /// Its environment.
-    pub fn environment(&self) -> &Environment {
-        &self.inner.environment
-    }
-
-    /// Its options.
-    pub fn options(&self) -> &Options {
-        &self.inner.options
-    }
-
-    /// The pattern of its steps' names.
-    pub fn step_name(&self) -> &StepName {
-        &self.inner.root.names
     }
 
     /// The user's metadata of the root.

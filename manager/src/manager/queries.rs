@@ -2,7 +2,6 @@
 //! Steps that may not be durable are not listed.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -245,11 +244,6 @@ impl Manager {
                 leased => return leased,
             }
         }
-    }
-
-    /// Returns the path of a step, for messages.
-    pub fn step_path(&self, step: u64) -> PathBuf {
-        self.inner.root.path.join(self.inner.root.names.format(step))
     }
 }
 

@@ -120,18 +120,6 @@ impl Facts for AgreedFacts<'_> {
         Ok(self.is_first)
     }
 
-    fn seconds_since_save(&self) -> Result<Option<f64>> {
-        Ok(None)
-    }
-
-    fn saving(&self) -> bool {
-        false
-    }
-
-    fn preempted(&self) -> bool {
-        false
-    }
-
     fn custom(&self, name: &str) -> bool {
         self.custom.get(name).copied().unwrap_or(false)
     }

@@ -210,7 +210,7 @@ fn save(trouble: Trouble) {
     }));
     let persister = thread::spawn(move || {
         let deleter =
-            Arc::new(Deleter::new(Arc::clone(&root), Arc::clone(&environment.clock), Duration::ZERO));
+            Arc::new(Deleter::new(Arc::clone(&root), Arc::clone(&environment.clock), Duration::ZERO, None));
         let (save, ended) = persist::run(job, &root, &environment, &team, &deleter, &|| ());
         let callbacks = save.settle(ended.outcome);
         save.call(callbacks);

@@ -15,18 +15,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// The facts that a policy may ask for. Each is looked up only when it is asked for.
+/// The facts that a policy may ask for. Each is looked up only when it is asked for. A
+/// deterministic policy asks for none that has a default.
 pub trait Facts {
     /// Returns the step in question.
     fn step(&self) -> u64;
     /// True if the root has no step, and none is being saved.
     fn is_first(&self) -> Result<bool>;
     /// Returns the seconds since the last save began. `None` if there was no save.
-    fn seconds_since_save(&self) -> Result<Option<f64>>;
+    fn seconds_since_save(&self) -> Result<Option<f64>> {
+        Ok(None)
+    }
     /// True if a save is being written.
-    fn saving(&self) -> bool;
+    fn saving(&self) -> bool {
+        false
+    }
     /// True if the ranks have agreed that this job is to be preempted.
-    fn preempted(&self) -> bool;
+    fn preempted(&self) -> bool {
+        false
+    }
     /// Returns the answer of a custom policy, a callable of the front end. `false` if it was not
     /// called.
     fn custom(&self, name: &str) -> bool;
@@ -149,15 +156,6 @@ impl SavePolicy {
             Self::OnPreemption => true,
             Self::Any { of } | Self::All { of } => of.iter().any(Self::listens),
             _ => false,
-        }
-    }
-
-    /// Returns the names of the callables that must be called before a decision.
-    pub fn custom_names(&self) -> BTreeSet<&str> {
-        match self {
-            Self::Custom { name } => BTreeSet::from([name.as_str()]),
-            Self::Any { of } | Self::All { of } => of.iter().flat_map(Self::custom_names).collect(),
-            _ => BTreeSet::new(),
         }
     }
 }
