@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import stepwell as sw
 
 PROJECT = Path(__file__).parents[2]
 STALL = 1.0
@@ -186,3 +187,23 @@ except KeyboardInterrupt:
     what, seconds = line.split()
     assert what == "interrupted", line
     assert 0.4 <= float(seconds) < 10
+
+
+def test_a_lost_io_uring_is_announced_once(root: Path) -> None:
+    code = f"""
+import errno, logging, sys
+sys.path.insert(0, {str(Path(__file__).resolve().parents[1] / "newcomer")!r})
+import forbid, numpy as np, stepwell as sw
+logging.basicConfig(stream=sys.stdout)
+with sw.CheckpointManager({str(root)!r}) as manager:
+    manager.save(0, {{"w": np.zeros(1 << 20)}}).result()
+    forbid.system_calls(forbid.IO_URING[:1], errno.ENOMEM)  # as if `ulimit -l` were used up
+    for _ in range(4):
+        assert not manager.restore(0)["w"].any()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    if sw.engine_info(root)["engine"] != "io_uring":
+        pytest.skip("no io_uring here")
+    assert done.stdout.count("transfers use threads") == 1, done.stdout

@@ -1,6 +1,7 @@
 //! A file system of the kernel, seen through one of the real engines.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 use super::posix::{Settings, create_dir_all, open_dir};
@@ -49,9 +50,7 @@ impl PosixDisk {
             match UringQueue::new(depth, self.settings.alignment, memory) {
                 Ok(queue) => return Ok(Box::new(queue)),
                 // It worked when the disk was opened. A limit or a sandbox may refuse it by now.
-                Err(error) => {
-                    tracing::warn!(%error, "no io_uring to be had any more; this queue uses threads");
-                }
+                Err(error) => announce_threads(&error),
             }
         }
         Ok(Box::new(ThreadedQueue::new(depth, self.settings.alignment)?))
@@ -67,6 +66,16 @@ impl PosixDisk {
         self.memory
             .lock()
             .map_or_else(|_| Vec::new(), |memory| memory.iter().filter_map(Weak::upgrade).collect())
+    }
+}
+
+/// Warns once in the life of a process: a run makes a queue for each save.
+fn announce_threads(error: &crate::Error) {
+    static ANNOUNCED: AtomicBool = AtomicBool::new(false);
+    if ANNOUNCED.swap(true, Ordering::Relaxed) {
+        tracing::debug!(%error, "no io_uring for this queue; it uses threads");
+    } else {
+        tracing::warn!(%error, "no io_uring to be had any more; transfers use threads");
     }
 }
 
