@@ -139,8 +139,8 @@ pub struct Deleter {
 }
 
 impl Deleter {
-    /// Returns an idle deleter. Without locks, it leaves trash alone for `grace`. It keeps files of at
-    /// least `spare_bytes` bytes of the last retired step, for the next save to overwrite.
+    /// Returns an idle deleter. Without locks, it leaves trash alone for `grace`. It keeps files of
+    /// at least `spare_bytes` bytes of the last retired step, for the next save to overwrite.
     pub fn new(root: Arc<dyn Dir>, clock: Arc<dyn Clock>, grace: Duration, spare_bytes: Option<u64>) -> Self {
         let spares = Spares::new(Arc::clone(&root), spare_bytes);
         let shared = DeleterState { root, clock, grace, queue: Mutex::default(), changed: Condvar::new() };
