@@ -43,9 +43,10 @@ fn main() -> Result<()> {
                 let (capture, flush) = prepare(items, &pool, options)?;
                 plan.push(started.elapsed().as_secs_f64() * 1e3);
                 let started = Instant::now();
-                let stats = capture.run()?;
+                let progress = capture.progress();
+                capture.run()?;
                 run.push(started.elapsed().as_secs_f64() * 1e3);
-                assert_eq!(stats.slots_waited, 0);
+                assert_eq!(progress.snapshot().slots_waited, 0);
                 drop(flush);
             }
             let (plain, plan, run) = (middle(plain), middle(plan), middle(run));

@@ -27,7 +27,7 @@ use stepwell_core::format::index::{
 use stepwell_core::format::{block::DEFAULT_BLOCK_BYTES, checksum::crc32c};
 use stepwell_core::io::{Disk, Engine, Transfer, open_disk};
 use stepwell_core::leaf_path::Component;
-use stepwell_core::load::{FileSet, LoadOptions, ReadBuffers, execute, verify};
+use stepwell_core::load::{FileSet, LoadOptions, execute, verify};
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Buffer, HostTarget, Mapping};
@@ -49,7 +49,6 @@ fn main() -> Result<()> {
     println!("engine {} ({} rounds)", disk.choice().engine, rounds);
 
     let bench = Bench { disk, dir: dir.clone(), path, copies: copies(&index), index };
-    let _user = ReadBuffers::shared();
     let mut given: Vec<Vec<u8>> = sizes().map(|len| vec![1; len]).collect();
     let raw_buffers = Mapping::new(TOTAL + (8 << 20))?.into_buffers(4 << 20)?;
     let mut raw = Some(raw_buffers);

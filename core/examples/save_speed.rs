@@ -57,9 +57,11 @@ fn main() -> Result<()> {
             let progress = flush.progress();
             let time = std::thread::scope(|scope| -> Result<_> {
                 let flushed = scope.spawn(|| flush.run(&*disk, &disk.open_dir(&root)?));
-                let captured = capture.run()?;
+                let captured = Instant::now();
+                capture.run()?;
+                let captured = captured.elapsed().as_secs_f64();
                 flushed.join().unwrap()?;
-                Ok((started.elapsed().as_secs_f64(), captured.seconds))
+                Ok((started.elapsed().as_secs_f64(), captured))
             })?;
             totals.push(time.0);
             blocked.push(time.1);

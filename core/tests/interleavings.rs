@@ -257,15 +257,15 @@ fn save(trouble: Trouble) {
     let written = writer.join().unwrap();
     join(canceller);
     match (&captured, &written) {
-        (Some(Ok(_)), Some(Ok(items))) => {
+        (Some(Ok(())), Some(Ok(items))) => {
             assert!(matches!(trouble, Trouble::Nothing | Trouble::Cancel), "trouble that nobody heard of");
             assert_eq!(items.len(), 1);
             assert_eq!(captured_bytes.load(Ordering::SeqCst), 3 * LEAF, "every byte once");
         }
         // A complete capture may still fail to be written. An incomplete one is never written.
-        (Some(Ok(_)), Some(Err(error))) => assert!(trouble == Trouble::Disk, "{error}"),
-        (_, Some(Ok(_))) => panic!("a save that was not captured was written"),
-        (Some(Ok(_)), None) => panic!("a save that nobody writes was captured"),
+        (Some(Ok(())), Some(Err(error))) => assert!(trouble == Trouble::Disk, "{error}"),
+        (_, Some(Ok(()))) => panic!("a save that was not captured was written"),
+        (Some(Ok(())), None) => panic!("a save that nobody writes was captured"),
         (Some(Err(error)), _) => match trouble {
             Trouble::Nothing => panic!("{error}"),
             Trouble::Source => {

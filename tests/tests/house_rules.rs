@@ -151,7 +151,7 @@ fn python_code() -> Vec<(String, String)> {
 /// A name that stands for two types in one crate says little about either.
 #[test]
 fn type_names_are_unique_in_their_crate() {
-    for folder in ["core/src", "reshard/src", "python/src"] {
+    for folder in ["core/src", "reshard/src", "manager/src", "python/src"] {
         let mut known: HashMap<String, String> = HashMap::new();
         for (place, code) in product_code(folder) {
             if place.starts_with("core/src/io/simulated/") {

@@ -11,7 +11,7 @@ use super::index::{FileRecord, Index};
 use super::page::{self, PageKind, PageRef};
 use super::trailer::{PageTableRef, TRAILER_BYTES};
 pub use super::trailer::{Trailer, decode_page_table};
-use super::{index_v1, limit, merge};
+use super::{index_v1, limit};
 use crate::error::{Error, Result};
 use crate::limits::MAX_PAGES;
 
@@ -129,10 +129,4 @@ pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -
     };
     let bounds = index_v1::Bounds::Footer { footer_offset: trailer.footer_offset };
     index_v1::decode_pages(pages.collect::<Result<Vec<_>>>()?, vec![record], bounds, file)
-}
-
-/// Rebuilds the index of an item from what its data files say of themselves ([`decode_index`]), in
-/// the order given. See [`merge::merge`].
-pub fn rebuild_index(parts: Vec<Index>) -> Result<Index> {
-    Ok(merge::merge(parts, merge::Twice::First)?)
 }

@@ -4,7 +4,7 @@
 //! mapping and touching fresh memory costs as much as reading it from a fast disk. The idle bytes
 //! are bounded. A forked child does not inherit the buffers (`MADV_DONTFORK`) and makes its own.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::sys::{Birth, Buffer, Mapping};
 use crate::{Error, Result};
@@ -19,7 +19,7 @@ const KEEP_BYTES: usize = 64 << 20;
 
 /// The process's cache of read buffers.
 #[derive(Debug)]
-pub struct ReadBuffers {
+pub(super) struct ReadBuffers {
     idle: Mutex<Idle>,
 }
 
@@ -48,16 +48,17 @@ impl Default for ReadBuffers {
     }
 }
 
-static SHARED: OnceLock<Arc<ReadBuffers>> = OnceLock::new();
+static SHARED: OnceLock<ReadBuffers> = OnceLock::new();
 
 impl ReadBuffers {
     /// Returns the process's buffers.
-    pub fn shared() -> Arc<Self> {
-        Arc::clone(SHARED.get_or_init(Arc::default))
+    pub(super) fn shared() -> &'static Self {
+        SHARED.get_or_init(Self::default)
     }
 
     /// Returns the bytes of the idle buffers.
-    pub fn idle_bytes(&self) -> usize {
+    #[cfg(test)]
+    pub(super) fn idle_bytes(&self) -> usize {
         self.idle
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -137,9 +138,9 @@ mod tests {
     #[test]
     fn all_users_share_one_set_and_what_a_set_keeps_goes_with_it() {
         let mine = ReadBuffers::shared();
-        assert!(Arc::ptr_eq(&mine, &ReadBuffers::shared()));
+        assert!(std::ptr::eq(mine, ReadBuffers::shared()));
         let buffer = mine.take(3 << 20).unwrap();
-        let mapping = Arc::downgrade(buffer.mapping());
+        let mapping = std::sync::Arc::downgrade(buffer.mapping());
         let private = ReadBuffers::default();
         private.give(buffer);
         assert!(mapping.upgrade().is_some());

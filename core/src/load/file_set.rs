@@ -13,7 +13,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 pub(super) use info::{FileInfo, check_page, short};
 
-use super::buffers::ReadBuffers;
 use crate::format::index::FileRecord;
 use crate::io::{Dir, File, Section, is_component};
 use crate::{Error, Result};
@@ -39,7 +38,6 @@ pub struct FileSet {
     records: Vec<FileRecord>,
     origin: FileOrigin,
     state: Mutex<OpenFiles>,
-    buffers: Arc<ReadBuffers>,
 }
 
 #[derive(Default)]
@@ -72,8 +70,7 @@ impl FileSet {
     }
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
-        let buffers = ReadBuffers::shared();
-        Self { dir, records: records.to_vec(), origin, state: Mutex::default(), buffers }
+        Self { dir, records: records.to_vec(), origin, state: Mutex::default() }
     }
 
     /// Returns the records of the files.
@@ -105,10 +102,6 @@ impl FileSet {
     pub fn path(&self, file: u32) -> PathBuf {
         let name = self.records.get(file as usize).map_or("", FileRecord::stored_name);
         self.dir.path().join(name)
-    }
-
-    pub(super) fn buffers(&self) -> &Arc<ReadBuffers> {
-        &self.buffers
     }
 
     /// Returns the facts about a file. The first call opens and checks it.

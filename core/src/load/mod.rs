@@ -17,7 +17,7 @@
 //! | `schedule` `pipeline` | what is read when, and by whom |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
-//! keeps the buffers for the next restore ([`ReadBuffers`]).
+//! keeps the buffers for the next restore (`buffers`).
 //!
 //! Invariants:
 //! * A byte reaches a target only after its block's checksum was verified.
@@ -40,7 +40,6 @@ mod testing;
 mod tests;
 mod verify;
 
-pub use buffers::ReadBuffers;
 pub use destination::{Destination, DeviceTarget, Fence};
 pub use execute::{FileReads, execute, execute_while, plan};
 pub use file_set::FileSet;

@@ -84,7 +84,6 @@ enum BufferOutcome {
 struct RunState<S> {
     schedule: Schedule,
     sink: Arc<S>,
-    buffers: Arc<ReadBuffers>,
     alignment: u64,
     cell_buffer: usize,
     stall_timeout: Duration,
@@ -127,7 +126,6 @@ pub(super) fn run<S: Sink>(
     let shared = Arc::new(RunState {
         schedule,
         sink: Arc::clone(sink),
-        buffers: Arc::clone(files.buffers()),
         alignment,
         cell_buffer,
         stall_timeout: options.stall_timeout,
@@ -320,7 +318,7 @@ impl<S: Sink> Reader<'_, S> {
         if self.held >= self.most_buffers {
             return Ok(None);
         }
-        let buffer = self.shared.buffers.take(self.read_buffer)?;
+        let buffer = ReadBuffers::shared().take(self.read_buffer)?;
         self.held += 1;
         self.most_held = self.most_held.max(self.held);
         Ok(Some(buffer))
@@ -424,7 +422,7 @@ impl<S: Sink> Reader<'_, S> {
         }
         workers.join(ended.is_ok());
         for buffer in self.free.drain(..) {
-            self.shared.buffers.give(buffer);
+            ReadBuffers::shared().give(buffer);
         }
         ended
     }

@@ -25,9 +25,7 @@ use super::windows::{Leaf, PartSource, WindowPart, Windows};
 use crate::deadline::deadline_after;
 use crate::format::index::Index;
 use crate::provider::{CaptureTiming, Fill};
-use crate::staging::{
-    CopyQueue, Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task, Waited,
-};
+use crate::staging::{CopyQueue, Door, Filled, Filling, Free, Full, Pending, Slot, StagingPool, Task};
 use crate::sync::{AtomicUsize, Mutex, Sender};
 use crate::{Error, Result};
 
@@ -50,19 +48,6 @@ pub(super) struct CaptureParts {
     pub pool: Arc<StagingPool>,
     pub progress: Arc<Progress>,
     pub options: SaveOptions,
-}
-
-/// The statistics of a capture.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct CaptureStats {
-    /// Bytes put into slots.
-    pub bytes: u64,
-    /// Seconds from the call to its return.
-    pub seconds: f64,
-    /// How often a slot had to be waited for.
-    pub slots_waited: u64,
-    /// Seconds that the threads spent waiting for slots, added up.
-    pub waited_seconds: f64,
 }
 
 /// Called once, when every copy of a save has been started or none will be.
@@ -157,21 +142,13 @@ impl Capture {
     /// whatever the outcome, nothing but a device reads the sources any more, and what a device
     /// reads stays. The providers are dropped soon after, on the flush's thread (or here, if that
     /// has ended), and at the latest before `Flush::run` returns.
-    pub fn run(mut self) -> Result<CaptureStats> {
-        let started = Instant::now();
+    pub fn run(mut self) -> Result<()> {
         let windows = self.soon.drain(..).chain(self.later.drain(..));
         let windows = windows.map(|due| Due { timing: CaptureTiming::Copied, ..due }).collect();
         for (due, _) in &mut self.arriving {
             due.timing = CaptureTiming::Copied;
         }
-        self.copy(windows)?;
-        let stats = self.progress.snapshot();
-        Ok(CaptureStats {
-            bytes: stats.captured_bytes,
-            seconds: started.elapsed().as_secs_f64(),
-            slots_waited: stats.slots_waited,
-            waited_seconds: stats.waited_seconds,
-        })
+        self.copy(windows)
     }
 
     /// Copies what cannot wait, and starts the copies that must be enqueued. Returns the rest for
@@ -378,7 +355,7 @@ impl CaptureWorker<'_> {
                 parts.link.unwanted().or_else(|| left_to_us.get().then(again))
             };
             match parts.pool.acquire(stall, parts.link.poll_interval(), stop) {
-                Ok((slot, Waited(time))) => {
+                Ok((slot, time)) => {
                     if let Some(time) = time {
                         parts.progress.waited(time);
                     }

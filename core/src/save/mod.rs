@@ -39,7 +39,7 @@ use crate::region::Region;
 use crate::tree::Tree;
 use crate::value::Value;
 
-pub use capture::{Capture, CaptureStats};
+pub use capture::Capture;
 pub use flush::Flush;
 pub use plan::prepare;
 pub use progress::{Progress, SaveStats};

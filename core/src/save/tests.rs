@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Capture, CaptureStats, ChunkPlan, Flush, ItemPlan, LeafPlan, SaveOptions, WrittenItem, prepare};
+use super::{Capture, ChunkPlan, Flush, ItemPlan, LeafPlan, SaveOptions, WrittenItem, prepare};
 use crate::Result;
 use crate::dtype::Dtype;
 use crate::format::index::ChunkRegion;
@@ -88,10 +88,7 @@ fn step_dir(disk: &SimDisk) -> Arc<dyn Dir> {
 }
 
 /// Both halves, on two threads.
-fn run_both(
-    (capture, flush): (Capture, Flush),
-    disk: &SimDisk,
-) -> (Result<CaptureStats>, Result<Vec<WrittenItem>>) {
+fn run_both((capture, flush): (Capture, Flush), disk: &SimDisk) -> (Result<()>, Result<Vec<WrittenItem>>) {
     let dir = step_dir(disk);
     std::thread::scope(|scope| {
         let flushed = scope.spawn(move || flush.run(disk, &dir));

@@ -117,20 +117,18 @@ impl<'a> FileCutter<'a> {
         self.add(offset, bytes.len() as u64, PartSource::Arena, from);
     }
 
-    /// Ends the file's data at `data_bytes`, and answers which windows it has.
-    pub(super) fn finish(mut self, data_bytes: u64) -> Range<usize> {
+    /// Ends the file's data at `data_bytes`.
+    pub(super) fn finish(mut self, data_bytes: u64) {
         if data_bytes > 0 {
             self.open_windows_to((data_bytes - 1) / self.slot_bytes);
         }
         let end = self.all.parts.len();
-        let windows = self.first_window..self.all.list.len();
         let mut next_start = end;
         for window in self.all.list.iter_mut().skip(self.first_window).rev() {
             window.parts.end = next_start;
             next_start = window.parts.start;
             window.len = (data_bytes - window.offset).min(self.slot_bytes);
         }
-        windows
     }
 
     fn open_windows_to(&mut self, last: u64) {

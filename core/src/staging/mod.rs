@@ -12,7 +12,7 @@ mod pool;
 mod slot;
 
 pub use copy_queue::CopyQueue;
-pub use pool::{DEFAULT_SLOT_BYTES, StagingPool, Waited};
+pub use pool::{DEFAULT_SLOT_BYTES, StagingPool};
 pub use slot::{Filled, Filling, Flushing, Free, Full, Pending, Slot, Written};
 
 pub(crate) use helpers::{Door, Task};

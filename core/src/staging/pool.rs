@@ -58,10 +58,6 @@ pub struct StagingPool {
     birth: Birth,
 }
 
-/// How long a slot was waited for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Waited(pub Option<Duration>);
-
 impl StagingPool {
     /// The pool of this process, made (with no memory yet: see [`StagingPool::ensure`]) where
     /// nobody holds one.
@@ -174,15 +170,15 @@ impl StagingPool {
         Ok(state.free.pop().map(|buffer| Slot::lend(Lease::new(buffer, Arc::clone(&self.shared)))))
     }
 
-    /// Waits for a slot, in turn. [`Error::Timeout`] when for `stall` no slot of this pool has come
-    /// back; whatever `cancelled` answers when it does (it is asked after each
-    /// [`StagingPool::wake`], and again after each `poll_interval`).
+    /// Waits for a slot, in turn. Returns it, and how long it was waited for, if at all.
+    /// [`Error::Timeout`] if no slot of this pool came back for `stall`. `cancelled` is asked after
+    /// each [`StagingPool::wake`] and each `poll_interval`. Its error ends the wait.
     pub fn acquire(
         &self,
         stall: Duration,
         poll_interval: Duration,
         cancelled: impl Fn() -> Option<Error>,
-    ) -> Result<(Slot<Free>, Waited)> {
+    ) -> Result<(Slot<Free>, Option<Duration>)> {
         self.birth.check("staging pool")?;
         let mut state = self.shared.lock();
         let ticket = state.next_ticket;
@@ -228,7 +224,7 @@ impl StagingPool {
             self.shared.changed.notify_all();
         }
         let slot = Slot::lend(Lease::new(outcome?, Arc::clone(&self.shared)));
-        Ok((slot, Waited(waited.then(|| started.elapsed()))))
+        Ok((slot, waited.then(|| started.elapsed())))
     }
 
     /// Makes everybody who waits ask again whether it was cancelled.

@@ -5,6 +5,7 @@ use std::path::Path;
 use stepwell_core::format::block;
 use stepwell_core::format::footer::{self, Trailer};
 use stepwell_core::format::header::{HEADER_BYTES, Header};
+use stepwell_core::format::merge;
 use stepwell_core::format::page::PageKind;
 
 use crate::{seal, sealed};
@@ -55,5 +56,5 @@ pub fn run(input: &[u8]) {
         .expect("what was written can be read");
     let read = footer::decode_index(&again, &written.bytes, "00000.data", file).expect("likewise");
     assert_eq!((&read.tree, &read.leaves), (&index.tree, &index.leaves));
-    let _ = footer::rebuild_index(vec![index]);
+    let _ = merge::merge(vec![index], merge::Twice::First);
 }

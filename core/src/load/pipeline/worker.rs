@@ -11,6 +11,7 @@ use crossbeam_channel::{Receiver, Sender};
 use super::{BufferOutcome, POLL_INTERVAL, RunState, Sink, WorkerJob, WorkerReport, aligned};
 use crate::deadline::deadline_after;
 use crate::io::{Completion, File, Queue, Transfer};
+use crate::load::buffers::ReadBuffers;
 use crate::load::destination::Started;
 use crate::load::file_set::short;
 use crate::load::schedule::Cell;
@@ -81,7 +82,7 @@ impl<S: Sink> LoadWorker<S> {
             }
         }
         if let Some((_, Some(buffer))) = self.own.take() {
-            self.shared.buffers.give(buffer);
+            ReadBuffers::shared().give(buffer);
         }
     }
 
@@ -133,7 +134,7 @@ impl<S: Sink> LoadWorker<S> {
         }
         let buffer = match self.own.as_mut().and_then(|(_, buffer)| buffer.take()) {
             Some(buffer) => buffer,
-            None => self.shared.buffers.take(self.shared.cell_buffer)?,
+            None => ReadBuffers::shared().take(self.shared.cell_buffer)?,
         };
         let (offset, len) = aligned(&cell.bytes, self.shared.alignment);
         let Some(completion) = self.transfer(file, offset, len, buffer, number)? else {

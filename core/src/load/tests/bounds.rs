@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::super::buffers::ReadBuffers;
 use super::super::testing::{TestItem, options, pattern};
-use super::super::{LoadOptions, ReadBuffers, execute, verify};
+use super::super::{LoadOptions, execute, verify};
 use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
 

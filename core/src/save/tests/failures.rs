@@ -138,7 +138,7 @@ fn a_save_cancelled_after_its_last_copy_completes() {
     let options = SaveOptions { cancel: Some(cancel), capture_threads: 1, ..options(1) };
     let parts = prepare(vec![item("i0", vec![leaf])], &pool(3, 4 * BLOCK), options).unwrap();
     let (captured, written) = run_both(parts, &SimDisk::new());
-    assert!(captured.is_ok() && written.is_ok(), "{:?} {written:?}", captured.map(|_| ()));
+    assert!(captured.is_ok() && written.is_ok(), "{captured:?} {written:?}");
 }
 
 #[test]
