@@ -51,13 +51,13 @@ class Metadata:
     #: Its number.
     step: int
     #: The structure, with :class:`ArraySpec` and :class:`ObjectSpec` as leaves.
-    tree: Any
+    tree: Any  # of the nesting that was saved
     #: Names of the items: what can be restored and dropped alone.
     items: tuple[str, ...]
     #: Metrics by name.
     metrics: dict[str, float]
     #: The JSON that was saved with it.
-    custom_metadata: Any
+    custom_metadata: Any  # the user's own JSON
     #: When its save began, in UTC.
     started: datetime.datetime
     #: When it was committed, in UTC.
@@ -170,7 +170,7 @@ class Array:
         #: Rendered leaf path.
         self.path = path
         #: Element type.
-        self.dtype: np.dtype[Any] = to_dtype(dtype)
+        self.dtype: np.dtype = to_dtype(dtype)
         #: Elements along each dimension.
         self.shape = shape
 
@@ -200,9 +200,7 @@ class Array:
         return values[rest]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        values: np.ndarray[Any, Any] = self._checkpoint._read(
-            self._leaf, [(0, n) for n in self.shape], self.dtype
-        )
+        values: np.ndarray = self._checkpoint._read(self._leaf, [(0, n) for n in self.shape], self.dtype)
         return values if dtype is None else values.astype(dtype)
 
     def load(self) -> np.ndarray:
@@ -213,7 +211,7 @@ class Array:
         return f"<Array `{self.path}` {self.dtype.name}{list(self.shape)}>"
 
 
-def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int, int]], tuple[object, ...]]:
     """A numpy basic index → the box that holds what it names (start, length per dimension), and the
     index into that box."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -231,7 +229,7 @@ def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int,
     else:
         parts += fill
     box: list[tuple[int, int]] = []
-    rest: list[Any] = []
+    rest: list[object] = []
     for part, n in zip(parts, shape, strict=True):
         if not isinstance(part, slice):
             i = int(part.__index__())
@@ -345,7 +343,7 @@ class Checkpoint(Mapping[Key, Any]):
         components = structure.components(node)
         return job.run(template.Leaf(components, "stored", AS_STORED), fill=False)
 
-    def _read(self, leaf: int, box: list[tuple[int, int]], dtype: np.dtype[Any]) -> Any:
+    def _read(self, leaf: int, box: list[tuple[int, int]], dtype: np.dtype) -> Any:
         shape = tuple(n for _, n in box)
         values = Allocator().empty(shape, dtype)
         if values.size:
@@ -378,7 +376,7 @@ class Checkpoint(Mapping[Key, Any]):
         no array."""
         return nodes(self._open(), self._tree(), self.manifest["items"])
 
-    def read(self, wanted: Iterable[tuple[str, Any]]) -> list[Any]:
+    def read(self, wanted: Iterable[tuple[str, object]]) -> list[Any]:
         """Reads slices of several leaves in one go: pairs of a leaf's path and a numpy basic index
         (``...`` for the whole leaf). An object is returned whole.
 
@@ -390,7 +388,7 @@ class Checkpoint(Mapping[Key, Any]):
         pairs = [(numbers[path], path, index) for path, index in wanted]
         objects = {leaf: None for leaf, _, _ in pairs if rows[leaf][1] is None}
         values = dict(zip(objects, core.objects(list(objects), Reviver()), strict=True))
-        found: list[tuple[Any, Any]] = []
+        found: list[tuple[Any, object]] = []
         requests = []
         for leaf, path, index in pairs:
             _, dtype, shape, _ = rows[leaf]
@@ -434,7 +432,7 @@ class Checkpoint(Mapping[Key, Any]):
     def _metadata(self) -> Metadata:
         core = self._open()
         structure = self._tree()
-        specs: list[Any] = []
+        specs: list[object] = []
         nbytes = 0
         # Leaves that are alike share a description, which nobody can change.
         alike: dict[tuple[str, tuple[int, ...]], tuple[ArraySpec, int]] = {}

@@ -332,7 +332,7 @@ def restore_async(
 
 
 # The restored value is of the type that the caller's structure has.
-def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Any, int]:
+def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[object, int]:
     """Restores one checkpoint, and returns its step too."""
     checked = RestoreOptions.of(options).reading_alone()
     if checked.fill:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class Allocator:
         self._small = _Slabs(SLAB, self._map)
         self._medium = _Slabs(4 * SLAB, self._map)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """A C-ordered, uninitialised array."""
         nbytes = prod(shape) * dtype.itemsize
         if nbytes == 0:
@@ -62,7 +61,7 @@ class _Slabs:
         self._current: _Mapping | None = None
         self._used = 0
 
-    def take(self, nbytes: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
+    def take(self, nbytes: int) -> tuple[np.ndarray, int]:
         """A slab and an aligned offset in it with room for ``nbytes``."""
         if self._current is None or self._used + nbytes > self._size:
             if self._current is not None:
@@ -84,7 +83,7 @@ class _Mapping:
         raw = np.frombuffer(mapped, np.uint8)
         self._mapped = mapped
         self._skip = -raw.ctypes.data % SLAB
-        self.memory: np.ndarray[Any, np.dtype[np.uint8]] = raw[self._skip : self._skip + size]
+        self.memory: np.ndarray = raw[self._skip : self._skip + size]
 
     def advise(self, advice: str, start: int, length: int) -> None:
         option = getattr(mmap, advice, None)
@@ -106,7 +105,7 @@ class Mapper:
     def __init__(self) -> None:
         self._left = MOST_WASTE
 
-    def __call__(self, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def __call__(self, size: int) -> np.ndarray:
         """``size`` bytes of a mapping of their own."""
         return self.mapping(size).memory
 

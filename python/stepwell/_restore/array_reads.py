@@ -24,7 +24,7 @@ from .allocate import Allocator
 from .casts import cast_into, common_box
 from .report import RestoreReport
 
-_Array: TypeAlias = np.ndarray[Any, Any]
+_Array: TypeAlias = np.ndarray
 
 #: The stages of what is exchanged with other ranks: what gets memory of its own; the caller's
 #: arrays that are cast or lie between others' elements; the rest of those.
@@ -116,9 +116,9 @@ class Job:
         #: The returned array, made here or the caller's.
         self.result: Any = None
         #: The caller's array, if its values are kept and are not in ``target``.
-        self.rest: Any = None
+        self.rest: object = None
         #: Makes the array on a device, for the engine to fill.
-        self.empty: Callable[[tuple[int, ...], np.dtype[Any]], Any] | None = None
+        self.empty: Callable[[tuple[int, ...], np.dtype], object] | None = None
         #: True if other targets lie between its elements, so that it is read apart and written
         #: alone.
         self.apart = False
@@ -153,7 +153,7 @@ class ArrayReads:
 
     def __init__(
         self,
-        core: Any,
+        core: _core.Checkpoint,
         jobs: list[Job],
         report: RestoreReport,
         kept: Sequence[tuple[str, _Array | OnDevice]] = (),

@@ -12,7 +12,7 @@ import numpy as np
 from .._paths import named
 from ..errors import MismatchError
 
-_Array = np.ndarray[Any, Any]
+_Array = np.ndarray
 
 
 def cast_into(source: _Array, target: _Array, path: str) -> None:
@@ -26,7 +26,7 @@ _named_bounds: Any = ml_dtypes.iinfo
 
 
 @lru_cache(maxsize=256)
-def bounds(dtype: np.dtype[Any]) -> tuple[int, int] | None:
+def bounds(dtype: np.dtype) -> tuple[int, int] | None:
     """The least and the greatest value of an integer dtype (truth values are 0 and 1); ``None`` if
     it is none."""
     if dtype.kind == "b":
@@ -38,7 +38,7 @@ def bounds(dtype: np.dtype[Any]) -> tuple[int, int] | None:
     return int(info.min), int(info.max)
 
 
-def _cast(source: _Array, dtype: np.dtype[Any], path: str) -> _Array:
+def _cast(source: _Array, dtype: np.dtype, path: str) -> _Array:
     if source.dtype == dtype or source.size == 0 or source.dtype.kind in "mM" or dtype.kind in "mM":
         return source.astype(dtype)
     if source.dtype.kind == "c" and dtype.kind != "c":
@@ -56,7 +56,7 @@ def _cast(source: _Array, dtype: np.dtype[Any], path: str) -> _Array:
     return whole if whole.dtype == dtype else whole.astype(dtype)
 
 
-def _whole(source: _Array, dtype: np.dtype[Any], limits: tuple[int, int], path: str) -> _Array:
+def _whole(source: _Array, dtype: np.dtype, limits: tuple[int, int], path: str) -> _Array:
     """The values as integers of 64 bits, each of which ``dtype`` has."""
     least, greatest = limits
     own = bounds(source.dtype)
@@ -76,10 +76,11 @@ def _whole(source: _Array, dtype: np.dtype[Any], limits: tuple[int, int], path: 
     )
     with np.errstate(invalid="ignore"):
         _refuse(source, dtype, ~((wide >= float(least)) & (wide < float(greatest + 1))), path)
-    return wide.astype(np.uint64 if greatest > np.iinfo(np.int64).max else np.int64)
+    found: np.ndarray = wide.astype(np.uint64 if greatest > np.iinfo(np.int64).max else np.int64)
+    return found
 
 
-def _refuse(source: _Array, dtype: np.dtype[Any], bad: _Array, path: str) -> None:
+def _refuse(source: _Array, dtype: np.dtype, bad: _Array, path: str) -> None:
     count = int(np.count_nonzero(bad))
     if count:
         first = tuple(int(i) for i in np.argwhere(np.atleast_1d(bad))[0])

@@ -17,7 +17,7 @@ _WARNING = 30
 
 def newest_intact(
     root: str,
-    attempt: Callable[[int | None], tuple[Any, int]],
+    attempt: Callable[[int | None], tuple[object, int]],
     steps: Callable[[], Iterable[int]],
     invalid: Callable[[], Iterable[dict[str, Any]]],
     agreed: Callable[[bool], bool],

@@ -34,9 +34,9 @@ class Nested:
         self._node = node
         self._fill = fill
         #: The final loads, inner objects first.
-        self._loads: list[tuple[str, Any, Protocol, Any]] = []
+        self._loads: list[tuple[str, object, Protocol, object]] = []
         #: The caller's stateful objects, by node of the stored ones, as far as they were asked for.
-        self._live: dict[int, tuple[Any, Protocol] | None] = {node: leaf.owner}
+        self._live: dict[int, tuple[object, Protocol] | None] = {node: leaf.owner}
         #: Those in the state of one, by place below it.
         self._inside: dict[int, dict[tuple[Component, ...], tuple[Any, Protocol]]] = {}
 
@@ -81,7 +81,7 @@ class Nested:
     def _below(self, outer: int, node: int) -> tuple[Component, ...]:
         return self._structure.components(node)[len(self._structure.components(outer)) :]
 
-    def _find(self, node: int) -> tuple[Any, Protocol] | None:
+    def _find(self, node: int) -> tuple[object, Protocol] | None:
         """Returns the caller's object at the place of a stored stateful node."""
         if node in self._live:
             return self._live[node]
@@ -99,7 +99,7 @@ class Nested:
         return found
 
 
-def try_on(report: RestoreReport, path: str, owner: Any, protocol: Protocol, state: Any) -> None:
+def try_on(report: RestoreReport, path: str, owner: object, protocol: Protocol, state: object) -> None:
     """Raises where a state does not fit a generator, and changes nothing."""
     if protocol.trial is None:
         return
@@ -115,8 +115,8 @@ def try_on(report: RestoreReport, path: str, owner: Any, protocol: Protocol, sta
 
 
 def _objects_in(
-    owner: Any, protocol: Protocol, path: str
-) -> dict[tuple[Component, ...], tuple[Any, Protocol]]:
+    owner: object, protocol: Protocol, path: str
+) -> dict[tuple[Component, ...], tuple[object, Protocol]]:
     """The stateful objects in the state that an object of the caller's gives, by place."""
     try:
         state = protocol.get(owner)

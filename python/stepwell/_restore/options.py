@@ -25,7 +25,7 @@ Missing: TypeAlias = Literal["error", "keep"]
 Unexpected: TypeAlias = Literal["error", "ignore"]
 Resize: TypeAlias = Literal["pad", "keep", "truncate", "both"]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class ResumeKeywords(TypedDict, total=False):
@@ -97,18 +97,18 @@ class RestoreKeywords(ChoiceKeywords, total=False):
 class RestoreOptions:
     """:class:`RestoreKeywords`, checked."""
 
-    like: Any = None
-    into: Any = None
+    like: object = None
+    into: object = None
     include: Globs = None
     exclude: Globs = None
-    rename: Any = None
-    missing: Any = "error"
-    unexpected: Any = "error"
-    cast: Any = "lossless"
-    resize: Any = None
-    shardings: Any = None
+    rename: object = None
+    missing: object = "error"
+    unexpected: object = "error"
+    cast: object = "lossless"
+    resize: object = None
+    shardings: object = None
     to: Literal["numpy", "torch", "jax"] | None = None
-    device: Any = None
+    device: object = None
     broadcast: bool | Literal["gather"] = False
     return_report: bool = False
 
@@ -173,7 +173,7 @@ class RestoreOptions:
         """True if the caller's own memory is to be filled."""
         return self.into is not None
 
-    def placement(self) -> Callable[[str, ArraySpec], Any] | None:
+    def placement(self) -> Callable[[str, ArraySpec], object] | None:
         """Returns the function from path and spec of a JAX array to its place, or ``None``."""
         if self.shardings is None:
             return None
@@ -218,7 +218,7 @@ def spelled_out(function: _Function) -> _Function:
     return function
 
 
-def globs(value: Any, name: str) -> list[str] | None:
+def globs(value: object, name: str) -> list[str] | None:
     """Checks a glob or several."""
     if value is None:
         return None
@@ -233,7 +233,7 @@ def globs(value: Any, name: str) -> list[str] | None:
     return found
 
 
-def _renames(value: Any) -> list[tuple[str, str]]:
+def _renames(value: object) -> list[tuple[str, str]]:
     if value is None:
         return []
     wrong = f"rename takes {{stored path: wanted path}} or pairs of them, not {shown(value)}"
@@ -262,7 +262,7 @@ def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
     raise MisuseError(f"{name} is one of {words}, or {{glob: …}} of them; not {shown(value)}")
 
 
-def glob_key(glob: Any, name: str) -> str:
+def glob_key(glob: object, name: str) -> str:
     """Checks a glob that is the key of a choice."""
     if not isinstance(glob, str):
         raise MisuseError(f"{name}={{glob: …}} has globs over rendered leaf paths as keys, not {shown(glob)}")
@@ -282,7 +282,7 @@ def _cast(value: Any) -> Any:
     return {glob_key(glob, "cast"): _cast_one(glob, one) for glob, one in value.items()}
 
 
-def _cast_one(glob: str, one: Any) -> str:
+def _cast_one(glob: str, one: object) -> str:
     if isinstance(one, str) and one in _CASTS:
         return one
     name = storable_dtype(one)

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, final
+from typing import final
 
+from .. import _core
 from .._distributed.agreement import Unasked
 from .._manifest import ManifestItem
 from .._paths import printable, render
@@ -124,7 +125,10 @@ def _reads(blocks: int, reads: int, files: int) -> str:
 
 @collecting.paused()
 def plan(
-    core: Any, options: RestoreOptions, items: Sequence[ManifestItem], others: Unasked | None = None
+    core: _core.Checkpoint,
+    options: RestoreOptions,
+    items: Sequence[ManifestItem],
+    others: Unasked | None = None,
 ) -> RestorePlan:
     """Plans a restore. ``items`` are those of the manifest; ``others`` stands for the other ranks,
     where there are some."""

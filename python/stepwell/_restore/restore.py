@@ -302,7 +302,7 @@ class Restore:
         objects: dict[int, None] = {}
         jobs: list[Job] = []
         #: The jobs of leaves that may share an array.
-        shared: dict[Any, Job] = {}
+        shared: dict[object, Job] = {}
         uses = Counter(map(itemgetter(2), answer["matches"]))
         paths, report, renames = self._paths, self.report, bool(self._options["rename"])
         conversions = [Conversion(*row) for row in answer["conversions"]]
@@ -413,7 +413,7 @@ def _when(unix_ns: int) -> str:
 # A dozen objects for each leaf are made, which are all there until it returns.
 @collecting.paused()
 def run(
-    core: Any,
+    core: object,
     options: RestoreOptions,
     together: Together | None = None,
     exchange: Exchange | None = None,

@@ -19,7 +19,7 @@ _PYTHON = (bool, int, float, complex)
 _KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
 
 
-def kind_of_dtype(dtype: Any) -> str | None:
+def kind_of_dtype(dtype: object) -> str | None:
     """Returns the kind of an array's values; ``None`` for dates."""
     found = to_dtype(dtype)
     if found.kind == "V" or found.type.__module__ != "numpy":
@@ -27,7 +27,7 @@ def kind_of_dtype(dtype: Any) -> str | None:
     return _KINDS.get(found.kind)
 
 
-def kind_of_value(value: Any) -> str | None:
+def kind_of_value(value: object) -> str | None:
     """Returns the kind of a scalar, or of one of their types; ``None`` for other values."""
     cls = value if isinstance(value, type) else type(value)
     if issubclass(cls, np.generic):
@@ -38,7 +38,7 @@ def kind_of_value(value: Any) -> str | None:
     return None
 
 
-def as_array(path: str, value: Any, dtype: Any) -> np.ndarray[Any, Any]:
+def as_array(path: str, value: object, dtype: Any) -> np.ndarray:
     """Converts a stored scalar to an array without dimensions. Raises a :class:`MismatchError` if
     the dtype cannot hold the value."""
     wanted = to_dtype(dtype)

@@ -17,6 +17,8 @@ from .._state.stateful import rebuilt
 
 #: ``(kind, ...)``: the kind of a container and what belongs to it.
 ContainerKind: TypeAlias = tuple[Any, ...]
+#: Values of a container's children, by stored key.
+Children: TypeAlias = list[tuple[Any, Any]]
 #: Number of the parent, how it reaches the node, and the node's leaf number or container kind.
 Node: TypeAlias = tuple[int, Component | None, int | ContainerKind]
 
@@ -125,9 +127,9 @@ class Structure:
     def build(
         self,
         node: int,
-        value: Callable[[int], Any],
+        value: Callable[[int], object],
         wanted: set[int] | None = None,
-        revive: Callable[[int, Any], Any] | None = None,
+        revive: Callable[[int, object], object] | None = None,
     ) -> Any:
         """The Python value of a node. ``value`` gives a leaf's; with ``wanted`` only those leaves
         are there: the other keys of a mapping are left out, the other places of a sequence hold
@@ -136,7 +138,7 @@ class Structure:
         below = [node]
         for at in below:
             below.extend(self.children[at])
-        built: dict[int, Any] = {}
+        built: dict[int, object] = {}
         for at in reversed(below):
             kind = self.nodes[at][2]
             if isinstance(kind, int):
@@ -199,7 +201,7 @@ def library(kind: ContainerKind) -> str | None:
     return kind[2].partition("/")[2] or None
 
 
-def make(kind: ContainerKind, children: list[tuple[Any, Any]]) -> Any:
+def make(kind: ContainerKind, children: Children) -> object:
     """A container of a stored kind."""
     name = kind[0]
     if name == "dict":
@@ -226,7 +228,7 @@ def make(kind: ContainerKind, children: list[tuple[Any, Any]]) -> Any:
     return adapters.remake(kind[1], dict(children))
 
 
-def _namedtuple(name: str, children: list[tuple[Any, Any]]) -> Any:
+def _namedtuple(name: str, children: Children) -> object:
     if name == BARE_STATE:
         return children[0][1] if children else None
     fields = tuple(str(key) for key, _ in children)
@@ -238,7 +240,7 @@ def _namedtuple(name: str, children: list[tuple[Any, Any]]) -> Any:
     return synthetic_namedtuple(name, fields)(*(value for _, value in children))
 
 
-def _dataclass(name: str, children: list[tuple[Any, Any]]) -> Any:
+def _dataclass(name: str, children: Children) -> object:
     values = {str(key): value for key, value in children}
     registered = of_name(name)
     if registered is not None and registered.flatten is None:
@@ -256,7 +258,7 @@ def fill_dataclass(cls: type, values: dict[str, Any]) -> Any:
     fields = {field.name for field in dataclasses.fields(cls)}
     if fields != set(values):
         return None
-    made: Any = object.__new__(cls)
+    made: object = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(made, name, value)
     return made

@@ -31,8 +31,10 @@ from ..errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
 
 #: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; nothing.
 What: TypeAlias = Literal["array", "object", "stored", "skip"]
+#: Children of a container by the caller's keys, whose types only the caller knows.
+Pairs: TypeAlias = list[tuple[Any, Any]]
 #: A description of an array: its shape and dtype.
-Described: TypeAlias = "ArraySpec | np.ndarray[Any, Any]"
+Described: TypeAlias = "ArraySpec | np.ndarray"
 
 
 class Leaf:
@@ -40,7 +42,7 @@ class Leaf:
     what most of them lack is a default of the class."""
 
     #: The stateful object that a stored subtree goes into.
-    owner: tuple[Any, stateful.Protocol] | None = None
+    owner: tuple[object, stateful.Protocol] | None = None
     #: The framework's target, and how its value is made.
     target: adapters.Target | None = None
     #: True if it may be missing from the store: the result is then ``...``.
@@ -49,14 +51,14 @@ class Leaf:
     is_new: bool = False
     #: Why what is stored does not fit, where it does not: asked before anything of the caller's is
     #: changed.
-    check: Callable[[Any], str | None] | None = None
+    check: Callable[[object], str | None] | None = None
     #: The stored kind, if a scalar is wanted where an array without dimensions is stored
     #: ("array"), or the other way round ("object"); see :mod:`stepwell._restore.scalars`.
     converts: Literal["array", "object"] | None = None
     #: The number of its request in the match; ``None``: nothing is asked for.
     number: int | None = None
     #: Set when the value is known.
-    result: Any = None
+    result: object = None
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Leaf:
         return render(self.components)
 
     @property
-    def array(self) -> np.ndarray[Any, Any] | adapters.OnDevice | None:
+    def array(self) -> np.ndarray | adapters.OnDevice | None:
         """The memory of the caller's own array, where there is one that can be filled."""
         if self.target is not None:
             return self.target.memory
@@ -96,7 +98,7 @@ class Leaf:
 class Maybe:
     """In what an adapter takes apart: wanted where it is stored, and ``...`` where nothing is."""
 
-    value: Any
+    value: object
     #: True if its tensors are memory made for this restore: ``...`` too where nothing is read.
     is_new: bool = False
 
@@ -106,7 +108,7 @@ class Checked:
     """In what an adapter takes apart: whatever is stored there, of which ``check`` says why it does
     not fit (``None``: it does)."""
 
-    check: Callable[[Any], str | None]
+    check: Callable[[object], str | None]
 
 
 @dataclass(slots=True)
@@ -116,16 +118,16 @@ class Branch:
     value: Any
     components: tuple[Component, ...]
     children: list[tuple[Any, Part]]
-    finish: Callable[[Branch, list[tuple[Any, Any]], bool], Any]
+    finish: Callable[[Branch, list[tuple[Any, object]], bool], object]
     #: Why it cannot be filled, where it cannot.
     unfillable: str | None = None
     #: True if it is what one rank has of a value that differs on all of them.
     per_rank: bool = False
     #: The child that is looked at before the rest is matched, and why a stored value of it does not
     #: fit.
-    first: tuple[Component, Callable[[Any], str | None]] | None = None
+    first: tuple[Component, Callable[[object], str | None]] | None = None
     #: Returns the children for the outline of what is stored there; see ``adapters.Opened.settle``.
-    settle: Callable[[Any, dict[str, str]], list[tuple[Any, Part]]] | None = None
+    settle: Callable[[object, dict[str, str]], list[tuple[object, Part]]] | None = None
     #: The entries that move with others; see ``adapters.Opened.follows``.
     follows: adapters.Follows | None = None
 
@@ -138,7 +140,7 @@ class Branch:
 Part: TypeAlias = Leaf | Branch
 
 
-def parse(target: Any) -> Part:
+def parse(target: object) -> Part:
     """Takes the caller's structure apart."""
     arranged = adapters.arrange(target)
     if arranged is None:
@@ -236,7 +238,7 @@ def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
 
 
 #: The containers around a value, outermost first, with their places.
-Above: TypeAlias = tuple[tuple[Any, tuple[Component, ...]], ...]
+Above: TypeAlias = tuple[tuple[object, tuple[Component, ...]], ...]
 
 
 def _part(value: Any, at: tuple[Component, ...], above: Above) -> Part:
@@ -284,7 +286,7 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
         branch.per_rank = True
         return branch
     if type(value) is Segments and value.is_named:
-        tensors: list[tuple[Component, Any]] = [
+        tensors: list[tuple[Component, object]] = [
             (("k", name), parts) for name, parts in value.tensors().items() if name is not None
         ]
         return _branch(value, at, above, tensors, _finish_segments)
@@ -299,7 +301,7 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
     opened = None if is_custom else adapters.branch(value)
     if opened is not None:
 
-        def close(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+        def close(branch: Branch, pairs: Pairs, fill: bool) -> object:
             return opened.close(pairs, fill)
 
         branch = _branch(value, at, above, opened.children, close)
@@ -329,7 +331,7 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
             return Leaf(at, "object", value)
         return _branch(value, at, above, _places(value), _finish_deque)
     if tag == "fields":
-        fields: list[tuple[Component, Any]] = [(("f", name), v) for name, v in description[3]]
+        fields: list[tuple[Component, object]] = [(("f", name), v) for name, v in description[3]]
         make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
         return _branch(value, at, above, fields, make)
     if tag == "custom":
@@ -339,13 +341,13 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
     return Leaf(at, "object", value)
 
 
-def _target_leaf(value: Any, at: tuple[Component, ...], array: adapters.Target) -> Leaf:
+def _target_leaf(value: object, at: tuple[Component, ...], array: adapters.Target) -> Leaf:
     leaf = Leaf(at, "array", value, array.spec)
     leaf.target = array
     return leaf
 
 
-def _inside(value: Any, at: tuple[Component, ...], above: Above) -> Above:
+def _inside(value: object, at: tuple[Component, ...], above: Above) -> Above:
     """Returns the containers around a container's children. Raises for a cycle, and for endless
     nesting."""
     for one, place in above:
@@ -365,19 +367,21 @@ def _refused(at: tuple[Component, ...], why: str) -> UnsupportedLeaf:
 
 
 def _branch(
-    value: Any,
+    value: object,
     at: tuple[Component, ...],
     above: Above,
-    children: list[tuple[Component, Any]],
-    make: Callable[[Branch, list[tuple[Any, Any]], bool], Any],
+    children: list[tuple[Component, object]],
+    make: Callable[[Branch, list[tuple[object, object]], bool], object],
 ) -> Branch:
     above = _inside(value, at, above)
     parts = [(component[1], _part(child, (*at, component), above)) for component, child in children]
     return Branch(value, at, parts, make)
 
 
-def _keys(items: Iterable[tuple[Any, Any]], at: tuple[Component, ...]) -> list[tuple[Component, Any]]:
-    found: list[tuple[Component, Any]] = []
+def _keys(
+    items: Iterable[tuple[object, object]], at: tuple[Component, ...]
+) -> list[tuple[Component, object]]:
+    found: list[tuple[Component, object]] = []
     for key, value in items:
         if type(key) is str:
             found.append((("k", key), value))
@@ -388,7 +392,7 @@ def _keys(items: Iterable[tuple[Any, Any]], at: tuple[Component, ...]) -> list[t
     return found
 
 
-def _places(values: Iterable[Any]) -> list[tuple[Component, Any]]:
+def _places(values: Iterable[object]) -> list[tuple[Component, object]]:
     return [(("x", number), value) for number, value in enumerate(values)]
 
 
@@ -417,7 +421,7 @@ class naming:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, _: Any, failure: BaseException | None, __: Any) -> None:
+    def __exit__(self, _: object, failure: BaseException | None, __: object) -> None:
         if failure is None:
             return
         path = self._at if isinstance(self._at, str) else render(self._at)
@@ -443,14 +447,14 @@ def _type_leaf(value: type, at: tuple[Component, ...]) -> Leaf:
     )
 
 
-def _finish_dict(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_dict(branch: Branch, pairs: Pairs, fill: bool) -> object:
     if fill:
         branch.value.update(pairs)
         return branch.value
     return dict(pairs)
 
 
-def _finish_mapping(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_mapping(branch: Branch, pairs: Pairs, fill: bool) -> object:
     if fill:
         branch.value.update(pairs)
         return branch.value
@@ -459,7 +463,7 @@ def _finish_mapping(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) ->
     return OrderedDict(pairs)
 
 
-def _finish_list(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_list(branch: Branch, pairs: Pairs, fill: bool) -> object:
     values = [value for _, value in pairs]
     if fill:
         branch.value[:] = values
@@ -467,11 +471,11 @@ def _finish_list(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> An
     return values
 
 
-def _finish_tuple(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_tuple(branch: Branch, pairs: Pairs, fill: bool) -> object:
     return tuple(value for _, value in pairs)
 
 
-def _finish_deque(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_deque(branch: Branch, pairs: Pairs, fill: bool) -> object:
     values = [value for _, value in pairs]
     if fill:
         branch.value.clear()
@@ -480,13 +484,13 @@ def _finish_deque(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> A
     return deque(values, branch.value.maxlen)
 
 
-def _finish_namedtuple(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_namedtuple(branch: Branch, pairs: Pairs, fill: bool) -> object:
     cls: Any = type(branch.value)
     assert is_namedtuple_class(cls)
     return cls._make(value for _, value in pairs)
 
 
-def _finish_dataclass(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_dataclass(branch: Branch, pairs: Pairs, fill: bool) -> object:
     frozen = type(branch.value).__dataclass_params__.frozen
     target = branch.value if fill and not frozen else copy.copy(branch.value)
     known = {field.name for field in dataclasses.fields(target)}
@@ -496,7 +500,7 @@ def _finish_dataclass(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) 
     return target
 
 
-def _finish_custom(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_custom(branch: Branch, pairs: Pairs, fill: bool) -> object:
     registered = of_class(type(branch.value))
     if registered is None or registered.unflatten is None:
         raise MisuseError(f"`{branch.path}`: {type(branch.value).__qualname__} is no longer registered")
@@ -519,7 +523,7 @@ def check_ranks(branch: Branch, stored: list[str]) -> None:
         )
     branch.children = [(None, Leaf(branch.components, "stored", AS_STORED))]
 
-    def finish_resized(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    def finish_resized(branch: Branch, pairs: Pairs, fill: bool) -> object:
         there = pairs[0][1]
         found = value.resize([there[key] for key in sorted(there, key=_by_number)], rank, world)
         protocol = stateful.protocol_of(value.value)
@@ -538,13 +542,13 @@ def _by_number(key: Any) -> tuple[int, int, str]:
     return (0, int(key), "") if str(key).isdigit() else (1, 0, str(key))
 
 
-def _finish_per_rank(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_per_rank(branch: Branch, pairs: Pairs, fill: bool) -> object:
     return PerRank(pairs[0][1], branch.value.key, branch.value.resize)
 
 
-def _finish_segments(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_segments(branch: Branch, pairs: Pairs, fill: bool) -> object:
     return branch.value.put_together(dict(pairs), fill)
 
 
-def _finish_wrapper(branch: Branch, pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+def _finish_wrapper(branch: Branch, pairs: Pairs, fill: bool) -> object:
     return Replicated(pairs[0][1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -30,7 +30,7 @@ _DTYPES = frozenset(_core.dtype_names())
 #: object; several: one for each wanted box).
 Match: TypeAlias = tuple[int, int, list[Job] | None]
 #: The objects that were read, by the leaf that holds them.
-Objects: TypeAlias = Mapping[int, Any]
+Objects: TypeAlias = Mapping[int, object]
 
 
 def _value(match: Match, objects: Objects) -> Any:
@@ -63,7 +63,7 @@ class Wanted:
         leaves: list[Leaf],
         branches: list[Branch],
         to: str | None = None,
-        place: Callable[[list[str], list[Any]], Any] = lambda paths, arrays: None,
+        place: Callable[[list[str], list[object]], object] = lambda paths, arrays: None,
         moves: Moves | None = None,
     ) -> None:
         self._structure = structure
@@ -264,7 +264,7 @@ class Wanted:
         is_own = node is not None and (node != structure.find(leaf.components) or kind[1] == name_of(owner))
         return found if found is not None or is_own else adapters.library_of(owner)
 
-    def _try(self, leaf: Leaf, state: Any) -> None:
+    def _try(self, leaf: Leaf, state: object) -> None:
         if leaf.owner is not None:
             owner, protocol = leaf.owner
             try_on(self._report, leaf.path, owner, protocol, state)
@@ -281,7 +281,7 @@ class Wanted:
                 branch.finish = _finish_replaced(_value(match, objects))
         for nested in self._nested:
             nested.load(self.given)
-        made: dict[Any, list[tuple[Leaf, adapters.Target, Any]]] = {}
+        made: dict[Any, list[tuple[Leaf, adapters.Target, object]]] = {}
         for leaf in self.leaves:
             if leaf in self._made and leaf.converts is None:
                 state = self._made[leaf]
@@ -340,7 +340,7 @@ class Wanted:
         return self._build(leaf, node, values.__getitem__, wanted, fill)
 
     def _build(
-        self, leaf: Leaf, node: int, value: Callable[[int], Any], wanted: set[int] | None, fill: bool
+        self, leaf: Leaf, node: int, value: Callable[[int], object], wanted: set[int] | None, fill: bool
     ) -> Any:
         """The value of a stored subtree, with the stateful objects in it."""
         nested = Nested(self._structure, self._report, leaf, node, fill)
@@ -354,7 +354,7 @@ def _does_not_fit(path: str, why: Exception) -> MismatchError:
     return error
 
 
-def _nothing(_: int) -> Any:
+def _nothing(_: int) -> NoReturn:
     raise AssertionError("a container without leaves has no leaf")
 
 
@@ -387,13 +387,13 @@ def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
     return next(iter([*exactly, *(one for one, _ in like), node]))
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> bool:
     """True if a container of the caller's has places, and no names."""
     return type(value) in (list, tuple, deque)
 
 
 def _finish_replaced(value: Any) -> Any:
-    def finish(branch: Branch, _pairs: list[tuple[Any, Any]], fill: bool) -> Any:
+    def finish(branch: Branch, _pairs: object, fill: bool) -> object:
         if fill and isinstance(branch.value, list) and isinstance(value, list):
             branch.value[:] = value
             return branch.value
@@ -402,7 +402,7 @@ def _finish_replaced(value: Any) -> Any:
     return finish
 
 
-def _filled(leaf: Leaf, value: np.ndarray[Any, Any], fill: bool) -> Any:
+def _filled(leaf: Leaf, value: np.ndarray, fill: bool) -> object:
     """The caller's own array with a converted scalar, or the new array."""
     if not fill or not isinstance(leaf.value, np.ndarray):
         return value
