@@ -946,9 +946,8 @@ def test_trainable_only_saves_the_trained_leaves(root: Path) -> None:
     resumed[0].load_state_dict(run[0].state_dict())
     assert train(resumed, 3, seed=1) == train(run, 3, seed=1)
     with pytest.raises(sw.MisuseError, match="no parameter of the model requires gradients"):
-        sw.save(
-            root, {"train": sw.torch.TrainState(nn.Linear(2, 2).requires_grad_(False), trainable_only=True)}
-        )
+        frozen_whole = sw.torch.TrainState(nn.Linear(2, 2).requires_grad_(False), trainable_only=True)
+        sw.save(root, {"train": frozen_whole}, exists="replace")
 
 
 def test_trainable_only_works_with_a_model_that_loads_itself(root: Path) -> None:
