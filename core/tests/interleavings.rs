@@ -264,7 +264,7 @@ fn save(trouble: Trouble) {
         }
         // A complete capture may still fail to be written. An incomplete one is never written.
         (Some(Ok(())), Some(Err(error))) => assert!(trouble == Trouble::Disk, "{error}"),
-        (_, Some(Ok(()))) => panic!("a save that was not captured was written"),
+        (_, Some(Ok(_))) => panic!("a save that was not captured was written"),
         (Some(Ok(())), None) => panic!("a save that nobody writes was captured"),
         (Some(Err(error)), _) => match trouble {
             Trouble::Nothing => panic!("{error}"),
