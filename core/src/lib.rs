@@ -22,6 +22,7 @@
 pub mod deadline;
 pub mod dtype;
 mod error;
+pub mod foreign;
 pub mod format;
 pub mod io;
 mod kind;

@@ -1,0 +1,33 @@
+//! Parsers of the bytes that other libraries write. They do no I/O, and trust nothing: memory and
+//! time are bounded by the length of the input, nothing recurses, and nothing is ever executed.
+//!
+//! | module | what it reads |
+//! |---|---|
+//! | [`pickle`] | the stream of a Python pickle, as a graph of inert nodes |
+//! | [`safetensors`] | the header of a safetensors file |
+//! | [`zip`] | the directory of a zip archive |
+//!
+//! The meaning of what they find (names, layouts of a family) is the business of the Python package.
+
+pub mod pickle;
+pub mod safetensors;
+pub mod zip;
+
+/// A reason why bytes are not what they should be, and where.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} (at byte {at})")]
+pub struct Fault {
+    /// Offset in the parsed bytes.
+    pub at: u64,
+    /// What was expected and what was found.
+    pub what: String,
+}
+
+impl Fault {
+    pub(crate) fn new(at: u64, what: impl Into<String>) -> Self {
+        Self { at, what: what.into() }
+    }
+}
+
+/// The result of a parser.
+pub type Parsed<T> = std::result::Result<T, Fault>;

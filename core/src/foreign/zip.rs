@@ -1,0 +1,278 @@
+//! The directory of a zip archive, as `torch.save` and `numpy.savez` write it.
+//!
+//! Sizes and checksums are those of the central directory: writers of streams leave them out of the
+//! local headers. An archive that two readers could understand in two ways is refused: a name that
+//! occurs twice, a local header with another name, members that overlap, several disks, encryption.
+
+use std::collections::HashSet;
+
+use super::{Fault, Parsed};
+
+/// The longest end of an archive: records and a comment.
+pub const MAX_TAIL_BYTES: u64 = 22 + 65_535 + 20 + 56;
+/// The largest central directory that is read.
+pub const MAX_DIRECTORY_BYTES: u64 = 256 << 20;
+/// Bytes of a local header in front of the name.
+pub const LOCAL_HEADER_BYTES: u64 = 30;
+
+const END: &[u8] = b"PK\x05\x06";
+const END_64: &[u8] = b"PK\x06\x06";
+const LOCATOR_64: &[u8] = b"PK\x06\x07";
+const CENTRAL: &[u8] = b"PK\x01\x02";
+const LOCAL: &[u8] = b"PK\x03\x04";
+const NONE_16: u64 = 0xffff;
+const NONE_32: u64 = 0xffff_ffff;
+/// Flag bits of encrypted members and of masked headers.
+const ENCRYPTED: u64 = 1 | 1 << 6 | 1 << 13;
+/// Flag bit of a patch.
+const PATCHED: u64 = 1 << 5;
+
+/// The place of the central directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Directory {
+    /// Offset in the file.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Members.
+    pub count: u64,
+}
+
+/// How a member's bytes are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Method {
+    /// As they are.
+    Stored,
+    /// Deflated.
+    Deflated,
+}
+
+/// A member of an archive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its name.
+    pub name: String,
+    /// How its bytes are stored.
+    pub method: Method,
+    /// CRC-32 of its bytes.
+    pub crc: u32,
+    /// Bytes as they are stored.
+    pub stored_length: u64,
+    /// Bytes of the content.
+    pub length: u64,
+    /// Offset of its local header.
+    pub header: u64,
+}
+
+/// Finds the central directory. `tail` are the last bytes of a file of `file_length` bytes: all, or
+/// at least [`MAX_TAIL_BYTES`].
+pub fn directory(tail: &[u8], file_length: u64) -> Parsed<Directory> {
+    let begin = file_length.saturating_sub(tail.len() as u64);
+    let none = || Fault::new(begin, "the end record of a zip archive was expected, and there is none");
+    let last = tail.len().checked_sub(22).ok_or_else(none)?;
+    // The comment behind it ends the file. A second one inside the comment would be ambiguous.
+    let mut ends = (0..=last).rev().filter(|&at| {
+        let comment = word(tail, at + 20, 2).map(|length| length as usize);
+        tail.get(at..).is_some_and(|rest| rest.starts_with(END)) && comment == Some(tail.len() - at - 22)
+    });
+    let at = ends.next().ok_or_else(none)?;
+    if ends.next().is_some() {
+        return Err(Fault::new(begin + at as u64, "the archive has two end records"));
+    }
+    let field = |offset: usize, width: usize| word(tail, at + offset, width).unwrap_or_default();
+    let (disk, first_disk) = (field(4, 2), field(6, 2));
+    let (here, count, length, offset) = (field(8, 2), field(10, 2), field(12, 4), field(16, 4));
+    let end_at = begin + at as u64;
+    let found = match end_64(tail, at, begin)? {
+        Some(found) => {
+            let agrees = |short: u64, none: u64, long: u64| short == none || short == long;
+            let agree = agrees(count, NONE_16, found.count)
+                && agrees(length, NONE_32, found.length)
+                && agrees(offset, NONE_32, found.offset);
+            if !agree {
+                return Err(Fault::new(end_at, "the two end records of the archive contradict each other"));
+            }
+            found
+        }
+        None if disk != 0 || first_disk != 0 || here != count => {
+            return Err(Fault::new(end_at, "an archive on several disks is not supported"));
+        }
+        None => Directory { offset, length, count },
+    };
+    let end = found.offset.checked_add(found.length);
+    if end.is_none_or(|end| end > end_at) {
+        return Err(Fault::new(end_at, "the central directory reaches beyond its end record"));
+    }
+    if found.length > MAX_DIRECTORY_BYTES {
+        let what = format!(
+            "a central directory of {} bytes; at most {MAX_DIRECTORY_BYTES} are supported",
+            found.length
+        );
+        return Err(Fault::new(end_at, what));
+    }
+    Ok(found)
+}
+
+/// The end record for long archives, if its locator stands in front of the end record at `at`.
+fn end_64(tail: &[u8], at: usize, begin: u64) -> Parsed<Option<Directory>> {
+    let locator = at.checked_sub(20);
+    let Some(locator) = locator.filter(|&at| tail.get(at..).is_some_and(|rest| rest.starts_with(LOCATOR_64)))
+    else {
+        return Ok(None);
+    };
+    let fault = |what: &str| Fault::new(begin + locator as u64, what);
+    let record = word(tail, locator + 8, 8).and_then(|at| at.checked_sub(begin));
+    let record = record.and_then(|at| usize::try_from(at).ok()).filter(|&at| at < locator);
+    let record = record.ok_or_else(|| fault("it names an end record that is not in front of it"))?;
+    if !tail.get(record..).is_some_and(|rest| rest.starts_with(END_64)) {
+        return Err(fault("it names a place where no end record is"));
+    }
+    let field = |offset: usize| word(tail, record + offset, 8);
+    let disks = word(tail, record + 16, 8);
+    match (field(24), field(32), field(40), field(48)) {
+        (Some(here), Some(count), Some(length), Some(offset)) if disks == Some(0) && here == count => {
+            Ok(Some(Directory { offset, length, count }))
+        }
+        _ => Err(fault("an archive on several disks is not supported")),
+    }
+}
+
+/// Parses the central directory: the members, in its order.
+pub fn members(bytes: &[u8], directory: &Directory) -> Parsed<Vec<Member>> {
+    let mut members = Vec::new();
+    let mut at = 0;
+    while at < bytes.len() {
+        let place = directory.offset + at as u64;
+        let fault = |what: &str| Fault::new(place, what);
+        if !bytes.get(at..).is_some_and(|rest| rest.starts_with(CENTRAL)) {
+            return Err(fault("an entry of the central directory was expected"));
+        }
+        let field = |offset: usize, width: usize| word(bytes, at + offset, width);
+        let short = || fault("the central directory ends in the middle of an entry");
+        let lengths = (field(28, 2), field(30, 2), field(32, 2), field(42, 4));
+        let (Some(name), Some(extra), Some(comment), Some(header)) = lengths else { return Err(short()) };
+        let name_at = at + 46;
+        let extra_at = name_at + name as usize;
+        let end = extra_at + extra as usize + comment as usize;
+        let (Some(name), Some(extra)) =
+            (bytes.get(name_at..extra_at), bytes.get(extra_at..extra_at + extra as usize))
+        else {
+            return Err(short());
+        };
+        if end > bytes.len() {
+            return Err(short());
+        }
+        let name = std::str::from_utf8(name).map_err(|_| fault("a member's name is no UTF-8"))?.to_owned();
+        let flags = field(8, 2).unwrap_or_default();
+        if flags & ENCRYPTED != 0 {
+            return Err(fault("an encrypted archive is not supported"));
+        }
+        if flags & PATCHED != 0 {
+            return Err(fault("a member that is a patch is not supported"));
+        }
+        let method = match field(10, 2) {
+            Some(0) => Method::Stored,
+            Some(8) => Method::Deflated,
+            _ => return Err(fault("a member is stored by a method that is not supported")),
+        };
+        let crc = field(16, 4).unwrap_or_default() as u32;
+        let wide = wide_sizes(extra).ok_or_else(|| fault("a member's extra field is broken"))?;
+        let mut wide = wide.into_iter();
+        let mut long = |short: Option<u64>| match short {
+            Some(NONE_32) => wide.next(),
+            short => short,
+        };
+        let sizes = (long(field(24, 4)), long(field(20, 4)), long(Some(header)));
+        let (Some(length), Some(stored_length), Some(header)) = sizes else {
+            return Err(fault("a member's sizes are missing"));
+        };
+        if method == Method::Stored && length != stored_length {
+            return Err(fault("a stored member has two lengths"));
+        }
+        members.push(Member { name, method, crc, stored_length, length, header });
+        at = end;
+    }
+    if members.len() as u64 != directory.count {
+        let what =
+            format!("the archive says that it has {} members, and lists {}", directory.count, members.len());
+        return Err(Fault::new(directory.offset, what));
+    }
+    check(&members, directory)?;
+    Ok(members)
+}
+
+/// Names are unique, and members do not overlap.
+fn check(members: &[Member], directory: &Directory) -> Parsed<()> {
+    let mut names = HashSet::with_capacity(members.len());
+    let mut places = Vec::with_capacity(members.len());
+    for member in members {
+        let fault = |what: String| Fault::new(member.header, what);
+        if !names.insert(member.name.as_str()) {
+            return Err(fault(format!("member `{}` occurs twice", member.name)));
+        }
+        let begin = member.header.saturating_add(LOCAL_HEADER_BYTES + member.name.len() as u64);
+        let end = begin.checked_add(member.stored_length).filter(|&end| end <= directory.offset);
+        let Some(end) = end else {
+            return Err(fault(format!("member `{}` reaches into the central directory", member.name)));
+        };
+        places.push((member.header, end, member.name.as_str()));
+    }
+    places.sort_unstable();
+    let overlap = places.windows(2).find_map(|two| match two {
+        [(_, end, one), (begin, _, other)] if begin < end => Some((begin, one, other)),
+        _ => None,
+    });
+    match overlap {
+        Some((begin, one, other)) => {
+            Err(Fault::new(*begin, format!("members `{one}` and `{other}` overlap")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The offset of a member's content. `header` are the bytes of its local header: as many as
+/// [`local_header_bytes`] says, or what the file has of them.
+pub fn content(header: &[u8], member: &Member) -> Parsed<u64> {
+    let fault = |what: &str| Fault::new(member.header, format!("member `{}`: {what}", member.name));
+    if !header.starts_with(LOCAL) {
+        return Err(fault("its local header was expected"));
+    }
+    let (Some(name), Some(extra)) = (word(header, 26, 2), word(header, 28, 2)) else {
+        return Err(fault("its local header is too short"));
+    };
+    let name_at = LOCAL_HEADER_BYTES as usize;
+    if header.get(name_at..name_at + name as usize) != Some(member.name.as_bytes()) {
+        return Err(fault("its local header has another name"));
+    }
+    Ok(member.header + LOCAL_HEADER_BYTES + name + extra)
+}
+
+/// Bytes of a member's local header up to the end of its name.
+pub fn local_header_bytes(member: &Member) -> u64 {
+    LOCAL_HEADER_BYTES + member.name.len() as u64
+}
+
+/// The wide sizes of an extra field, in the order in which they stand for short ones. `None` for a
+/// broken field.
+fn wide_sizes(extra: &[u8]) -> Option<Vec<u64>> {
+    let mut rest = extra;
+    while !rest.is_empty() {
+        let (id, length) = (word(rest, 0, 2)?, word(rest, 2, 2)? as usize);
+        let field = rest.get(4..4 + length)?;
+        if id == 1 {
+            return Some(field.chunks_exact(8).filter_map(|bytes| word(bytes, 0, 8)).collect());
+        }
+        rest = rest.get(4 + length..)?;
+    }
+    Some(Vec::new())
+}
+
+/// A number of up to eight bytes, little-endian.
+fn word(bytes: &[u8], at: usize, width: usize) -> Option<u64> {
+    let mut wide = [0; 8];
+    wide.get_mut(..width)?.copy_from_slice(bytes.get(at..at.checked_add(width)?)?);
+    Some(u64::from_le_bytes(wide))
+}
+
+#[cfg(test)]
+mod tests;
