@@ -9,7 +9,7 @@
 //! | [`manager`] | the manager of one root |
 //! | [`singular`] | one state under one path |
 //! | [`copy`] | verified copies of checkpoints |
-//! | [`checkpoint`] | one step, opened and leased for reading |
+//! | [`Reader`], [`checkpoint`] | files opened for reading; one step, leased |
 //! | [`save`] | one save: its preparation, its run, its handle |
 //! | [`state`] [`options`] [`environment`] | the inputs |
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: the steps to save, the steps to keep, all names |
@@ -34,6 +34,7 @@ pub mod manager;
 pub mod metrics;
 pub mod options;
 mod periodic;
+mod reader;
 pub mod recovery;
 pub mod repair;
 pub mod retention;
@@ -51,11 +52,12 @@ pub mod step_name;
 mod stored_index;
 pub mod writer_heartbeat;
 
-pub use checkpoint::{Checkpoint, ReadFailure};
+pub use checkpoint::Checkpoint;
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};
+pub use reader::{ReadFailure, Reader};
 pub use retention::{Mode, Retention};
 pub use save::{Outcome, Refusal, Save, Stats, Streams};
 pub use save_policy::SavePolicy;

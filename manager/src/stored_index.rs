@@ -65,6 +65,11 @@ enum ReadIndex {
 }
 
 impl StoredIndex {
+    /// An index that is in memory already.
+    pub fn in_memory(index: Index) -> Self {
+        Self { outline: Arc::new(index), paged: None }
+    }
+
     /// Reads the indexes of a step and checks them against the manifest. Reads only the outline of
     /// a large one.
     pub fn read(dir: &dyn Dir, manifest: &Manifest) -> Result<Self> {

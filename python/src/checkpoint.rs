@@ -1,7 +1,8 @@
 //! An open checkpoint, as Python sees it: structure, match, reads into arrays, objects,
 //! verification.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,20 +11,23 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use stepwell_core::format::index::{ChunkRegion, Extent, FileRecord, Index, LeafRecord};
+use stepwell_core::format::index::{
+    ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
+};
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::load::{FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
-use stepwell_core::tree::{ContainerKind, NodeKind};
-use stepwell_manager::{Error, ReadFailure, copy};
+use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
+use stepwell_manager::{Error, ReadFailure, Reader, copy};
 use stepwell_reshard::read_plan::Request;
 
 use crate::arrays;
 use crate::errors::{closed, raise, raise_manager};
-use crate::hooks::hooks;
+use crate::hooks::{dtype_named, hooks};
 use crate::ingest::{HeldBuffer, streams_of, target_of};
+use crate::matching::component_of;
 use crate::options;
 use crate::values::to_python;
 use crate::wait;
@@ -38,10 +42,51 @@ pub fn part_of((include, exclude, metrics): CopiedPart) -> copy::CopySelection {
     copy::CopySelection { include, exclude, metrics }
 }
 
-/// An open, leased checkpoint.
+/// Files that are open for reading.
+pub enum Opened {
+    /// A step of ours.
+    Step(Engined),
+    /// Files of another library.
+    Foreign(Reader),
+}
+
+impl Deref for Opened {
+    type Target = Reader;
+
+    fn deref(&self) -> &Reader {
+        match self {
+            Self::Step(step) => step,
+            Self::Foreign(reader) => reader,
+        }
+    }
+}
+
+impl Opened {
+    /// The step of ours. Raises for files of another library.
+    pub fn step(&self) -> Result<&Engined, Error> {
+        match self {
+            Self::Step(step) => Ok(step),
+            Self::Foreign(reader) => {
+                let path = reader.path().display();
+                Err(Error::Invalid(format!("{path}: another library wrote it, so it is no step of stepwell")))
+            }
+        }
+    }
+}
+
+/// The part of a foreign checkpoint that is not in arrays.
+struct Described {
+    /// Objects by their leaf.
+    objects: HashMap<u32, Py<PyAny>>,
+    /// Facts in the form of a manifest.
+    manifest: String,
+}
+
+/// An open checkpoint: leased, if it is a step of ours.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Checkpoint {
-    inner: Mutex<Option<Arc<Engined>>>,
+    inner: Mutex<Option<Arc<Opened>>>,
+    described: Option<Described>,
 }
 
 impl Checkpoint {
@@ -51,10 +96,10 @@ impl Checkpoint {
         opening: impl FnOnce() -> Result<Engined, Error> + Send + 'static,
     ) -> PyResult<Self> {
         let opened = wait::on_thread(py, opening)?.map_err(|error| raise_manager(py, &error))?;
-        Ok(Self { inner: Mutex::new(Some(Arc::new(opened))) })
+        Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Step(opened)))), described: None })
     }
 
-    pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<Engined>> {
+    pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<Opened>> {
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.clone().ok_or_else(|| closed(py, "this checkpoint was closed; open it again"))
     }
@@ -79,7 +124,7 @@ type PlanRow = (String, u64, u64, u64, u64);
 /// A stored leaf: `(kind, dtype, shape, tied)`.
 type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
 
-fn leaf_row(inner: &Engined, leaf: usize) -> LeafRow {
+fn leaf_row(inner: &Reader, leaf: usize) -> LeafRow {
     let index = inner.outline();
     let tied = matches!(index.leaves.get(leaf), Some(LeafRecord::Alias { .. }));
     match index.resolve(leaf as u32) {
@@ -119,8 +164,101 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
     }
 }
 
+/// A node of a foreign checkpoint: its parent, its component, and its kind; without one a leaf.
+type ForeignNode<'py> = (u32, Option<Bound<'py, PyAny>>, Option<String>);
+
+/// A leaf of a foreign checkpoint: a tensor (dtype, shape, chunks as in [`ChunkRow`]), or the leaf
+/// that it is tied to, or else an object.
+type ForeignLeaf = (Option<(String, Vec<u64>, Vec<ForeignChunk>)>, Option<u32>);
+
+/// A chunk: file, offset, bytes, offsets, extents.
+type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>);
+
+fn foreign_tree(nodes: Vec<ForeignNode<'_>>) -> PyResult<Tree> {
+    let mut tree = Tree::new();
+    for (number, (parent, component, kind)) in (0_u32..).zip(nodes) {
+        let component = component.map(|row| component_of(&row)).transpose()?;
+        let parent = component.as_ref().map(|_| parent).filter(|&parent| parent < number);
+        if parent.is_none() && number > 0 {
+            return Err(PyValueError::new_err(format!("node {number} has no parent before it")));
+        }
+        let kind = match kind.as_deref() {
+            None => {
+                tree.push_leaf(parent, component);
+                continue;
+            }
+            Some("dict") => ContainerKind::Dict,
+            Some("OrderedDict") => ContainerKind::OrderedDict,
+            Some("list") => ContainerKind::List,
+            Some("tuple") => ContainerKind::Tuple,
+            Some(other) => return Err(PyValueError::new_err(format!("a foreign container {other:?}"))),
+        };
+        tree.push_container(parent, component, kind);
+    }
+    Ok(tree)
+}
+
+fn foreign_leaf((tensor, of): ForeignLeaf) -> PyResult<LeafRecord> {
+    let extent = |source, offset, length| Extent { source, offset, length, integrity: Integrity::None };
+    Ok(match (tensor, of) {
+        (None, None) => LeafRecord::Object(extent(Source::Pulled(0), 0, 0)),
+        (None, Some(of)) => LeafRecord::Alias { of },
+        (Some((dtype, shape, chunks)), _) => {
+            let chunk = |(file, offset, length, start, size): ForeignChunk| ChunkRecord {
+                region: ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
+                extent: extent(Source::Range(file), offset, length),
+                codec: Codec::Raw,
+            };
+            LeafRecord::Tensor(TensorRecord {
+                dtype: dtype_named(&dtype)?,
+                shape: shape.into(),
+                view: None,
+                rank_key: None,
+                chunks: chunks.into_iter().map(chunk).collect(),
+            })
+        }
+    })
+}
+
 #[pymethods]
 impl Checkpoint {
+    /// Opens files below `directory` that another library wrote: `files` by name and length, the
+    /// nodes of the tree, its leaves, and the objects by leaf. `manifest` are facts about them, in
+    /// the form of a manifest.
+    #[staticmethod]
+    #[expect(clippy::too_many_arguments, reason = "a description, part by part")]
+    fn foreign(
+        py: Python<'_>,
+        directory: PathBuf,
+        files: Vec<(String, u64)>,
+        nodes: Vec<ForeignNode<'_>>,
+        leaves: Vec<ForeignLeaf>,
+        objects: HashMap<u32, Py<PyAny>>,
+        manifest: String,
+        engine: &str,
+    ) -> PyResult<Self> {
+        let engine = options::engine(py, engine)?;
+        let file = |(name, length): (String, u64)| FileRecord {
+            name: name.into(),
+            length,
+            file_id: 0,
+            trailer_crc: 0,
+            within: None,
+        };
+        let index = Index {
+            tree: foreign_tree(nodes)?,
+            leaves: leaves.into_iter().map(foreign_leaf).collect::<PyResult<_>>()?,
+            files: files.into_iter().map(file).collect(),
+        };
+        let opened = wait::on_thread(py, move || {
+            let environment = options::environment(&directory, engine, Purpose::Read)?;
+            Reader::foreign(&directory, index, &environment)
+        })?
+        .map_err(|error| raise_manager(py, &error))?;
+        let described = Some(Described { objects, manifest });
+        Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), described })
+    }
+
     fn close(&self, py: Python<'_>) {
         let closed = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Closing files may take time, on a network file system.
@@ -132,18 +270,23 @@ impl Checkpoint {
     }
 
     fn step(&self, py: Python<'_>) -> PyResult<u64> {
-        Ok(self.get(py)?.step())
+        Ok(self.get(py)?.step().map_or(0, Engined::step))
     }
 
     /// Describes missing files and wrong lengths.
     fn damage(&self, py: Python<'_>) -> PyResult<Option<String>> {
         let inner = self.get(py)?;
-        py.detach(move || inner.damage()).map_err(|error| raise_manager(py, &error))
+        py.detach(move || inner.step().map_or(Ok(None), Engined::damage))
+            .map_err(|error| raise_manager(py, &error))
     }
 
     /// The manifest as text.
     fn manifest(&self, py: Python<'_>) -> PyResult<String> {
-        let bytes = self.get(py)?.manifest().encode().map_err(|error| raise_manager(py, &error.into()))?;
+        let inner = self.get(py)?;
+        let Ok(step) = inner.step() else {
+            return Ok(self.described.as_ref().map(|one| one.manifest.clone()).unwrap_or_default());
+        };
+        let bytes = step.manifest().encode().map_err(|error| raise_manager(py, &error.into()))?;
         let text = String::from_utf8(bytes).map_err(|error| PyValueError::new_err(error.to_string()))?;
         // The last line seals what is before it, and is no part of the record.
         let body = text.trim_end().rsplit_once('\n').map_or("", |(body, _)| body);
@@ -152,13 +295,14 @@ impl Checkpoint {
 
     /// Metrics that were saved with it.
     fn metrics(&self, py: Python<'_>) -> PyResult<BTreeMap<String, f64>> {
-        Ok(self.get(py)?.manifest().metrics.clone())
+        Ok(self.get(py)?.step().map(|step| step.manifest().metrics.clone()).unwrap_or_default())
     }
 
     /// Items that were thinned away, and when: nanoseconds since 1970.
     fn dropped(&self, py: Python<'_>) -> PyResult<Vec<(String, i64)>> {
         let inner = self.get(py)?;
-        Ok(inner.manifest().dropped.iter().map(|one| (one.item.clone(), one.unix_ns)).collect())
+        let dropped = inner.step().map_or(&[][..], |step| &step.manifest().dropped);
+        Ok(dropped.iter().map(|one| (one.item.clone(), one.unix_ns)).collect())
     }
 
     /// Nodes in pre-order: `(parent, component or None, leaf number or container kind)`.
@@ -216,6 +360,12 @@ impl Checkpoint {
             return Ok(Vec::new());
         }
         let inner = self.get(py)?;
+        if let Some(described) = &self.described {
+            let holder = |leaf| inner.outline().resolve(leaf).map_or(leaf, |(holder, _)| holder);
+            let object = |leaf: u32| described.objects.get(&holder(leaf)).map(|one| one.bind(py).clone());
+            let missing = || PyValueError::new_err("a leaf without an object");
+            return leaves.into_iter().map(|leaf| object(leaf).ok_or_else(missing)).collect();
+        }
         let values = wait::on_thread(py, move || inner.read_objects(&leaves, inner.load_options()))?
             .map_err(|error| raise_manager(py, &error))?;
         values.iter().map(|value| to_python(py, value, reviver)).collect()
@@ -279,6 +429,8 @@ impl Checkpoint {
             let (itemsize, number) = (tensor.dtype.size() as u64, requests.len() as u32);
             requests.push(Request::row_major(leaf, region, itemsize, number));
         }
+        // Foreign objects are in memory.
+        let objects = if self.described.is_some() { Vec::new() } else { objects };
         let planned = wait::on_thread(py, move || inner.plan(&requests, &objects))?
             .map_err(|error| raise_manager(py, &error))?;
         let row = |file: FileReads| {
@@ -301,30 +453,35 @@ impl Checkpoint {
         let inner = self.get(py)?;
         telling(py, progress.as_ref(), move |seen| {
             let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
-            copy::to_path(&inner, &part_of(part), &path, &environment, seen)
+            copy::to_path(inner.step()?, &part_of(part), &path, &environment, seen)
         })
     }
 
-    /// Reads everything and compares every checksum: `(files, bytes, [(file, block, leaf paths,
-    /// what)])`. `progress(done, total)` is called now and then.
+    /// Reads everything and compares every checksum: `(files, bytes, bytes without a checksum,
+    /// [(file, block, leaf paths, what)])`. `progress(done, total)` is called now and then.
     #[pyo3(signature = (progress = None))]
     #[expect(clippy::type_complexity, reason = "a row of plain values for Python")]
     fn verify(
         &self,
         py: Python<'_>,
         progress: Option<Bound<'_, PyAny>>,
-    ) -> PyResult<(u64, u64, Vec<(String, Option<u64>, Vec<String>, String)>)> {
+    ) -> PyResult<(u64, u64, u64, Vec<(String, Option<u64>, Vec<String>, String)>)> {
         let inner = self.get(py)?;
         let checked = Arc::clone(&inner);
         let report = telling(py, progress.as_ref(), move |seen| {
-            checked.verify(checked.load_options(), &mut |at: VerifyProgress| seen(at.done, at.total))
+            let options = checked.load_options();
+            let mut progress = |at: VerifyProgress| seen(at.done, at.total);
+            match &*checked {
+                Opened::Step(step) => step.verify(options, &mut progress),
+                Opened::Foreign(reader) => reader.verify(options, &mut progress),
+            }
         })?;
         let name = |leaf: &u32| inner.tree().leaf_path(*leaf).to_string();
         let damages = report.damages.iter().map(|damage| {
             let leaves = damage.leaves.iter().map(name).collect();
             (damage.file.display().to_string(), damage.block, leaves, damage.what.clone())
         });
-        Ok((report.files, report.bytes, damages.collect()))
+        Ok((report.files, report.bytes, report.unguarded_bytes, damages.collect()))
     }
 }
 
@@ -363,7 +520,7 @@ pub fn telling<T: Send + 'static>(
 /// into it may be under way, and the current streams wait for them.
 fn read_all(
     py: Python<'_>,
-    inner: &Arc<Engined>,
+    inner: &Arc<Opened>,
     requests: Vec<Request>,
     buffers: Vec<HeldBuffer>,
 ) -> PyResult<u64> {

@@ -20,6 +20,7 @@ mod checkpoint;
 mod errors;
 mod events;
 mod flatten;
+mod foreign;
 mod hooks;
 mod ingest;
 mod log;
@@ -47,6 +48,8 @@ mod _core {
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
     use crate::events::Events;
+    #[pymodule_export]
+    use crate::foreign::{safetensors_header, safetensors_header_length};
     #[pymodule_export]
     use crate::manager::{Held, Manager, Turn};
     #[pymodule_export]

@@ -336,7 +336,9 @@ impl Manager {
 
     /// The metrics of an open step, which may have been retired meanwhile.
     fn metrics_of(&self, py: Python<'_>, checkpoint: &Checkpoint) -> PyResult<BTreeMap<String, f64>> {
-        let manifest = Arc::clone(checkpoint.get(py)?.manifest());
+        let opened = checkpoint.get(py)?;
+        let step = opened.step().map_err(|error| raise_manager(py, &error))?;
+        let manifest = Arc::clone(step.manifest());
         self.query(py, move |inner| inner.metrics_of(&manifest))
     }
 
@@ -358,7 +360,7 @@ impl Manager {
         progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (inner, source) = (Arc::clone(&self.inner), checkpoint.get(py)?);
-        telling(py, progress.as_ref(), move |seen| inner.add(&source, &part_of(part), seen))
+        telling(py, progress.as_ref(), move |seen| inner.add(source.step()?, &part_of(part), seen))
     }
 
     fn delete_branch(&self, py: Python<'_>, branch: String) -> PyResult<Vec<String>> {

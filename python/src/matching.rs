@@ -26,7 +26,7 @@ type WantedRow<'py> =
     (Bound<'py, PyTuple>, Bound<'py, PyString>, Option<Bound<'py, PyString>>, Option<Vec<u64>>, bool);
 
 /// Converts `(tag, value)`.
-fn component(row: &Bound<'_, PyAny>) -> PyResult<Component> {
+pub fn component_of(row: &Bound<'_, PyAny>) -> PyResult<Component> {
     let (tag, value): (Bound<'_, PyString>, Bound<'_, PyAny>) = row.extract()?;
     let name = || Ok::<_, PyErr>(value.cast::<PyString>()?.to_str()?.into());
     Ok(match tag.to_str()? {
@@ -50,7 +50,7 @@ fn wanted(row: &Bound<'_, PyAny>) -> PyResult<Wanted> {
         "skip" => Spec::Skip,
         other => return Err(PyValueError::new_err(format!("a wanted {other:?}"))),
     };
-    let path = LeafPath(components.iter().map(|row| component(&row)).collect::<PyResult<_>>()?);
+    let path = LeafPath(components.iter().map(|row| component_of(&row)).collect::<PyResult<_>>()?);
     Ok(Wanted { path, spec, holds_value })
 }
 
@@ -111,7 +111,7 @@ fn options(given: &Bound<'_, PyDict>, top_level: &Bound<'_, PyList>) -> PyResult
             other => unknown(other),
         })?,
         whole: get("whole")?.extract()?,
-        top_level: top_level.iter().map(|row| component(&row)).collect::<PyResult<_>>()?,
+        top_level: top_level.iter().map(|row| component_of(&row)).collect::<PyResult<_>>()?,
         dropped: get("dropped")?
             .extract::<Option<Vec<(String, String)>>>()?
             .unwrap_or_default()

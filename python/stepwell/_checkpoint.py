@@ -103,6 +103,9 @@ class VerifyReport:
     path: str = ""
     #: Its step, where one is known.
     step: int | None = None
+    #: Bytes for which no checksum is known, as in formats of other libraries. They can be read, and
+    #: nothing vouches for them.
+    unguarded_nbytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -495,9 +498,11 @@ class Checkpoint(Mapping[Key, Any]):
         called now and then."""
         if progress is not None and not callable(progress):
             raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
-        files, nbytes, damages = self._open().verify(progress)
+        files, nbytes, unguarded, damages = self._open().verify(progress)
         found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
-        return VerifyReport(files, nbytes, found, self.path, self.step)
+        manifest = self.manifest
+        step = int(manifest["step"]) if manifest["format_version"] else None
+        return VerifyReport(files, nbytes, found, self.path, step, unguarded)
 
     def copy(
         self,
@@ -541,7 +546,9 @@ class Checkpoint(Mapping[Key, Any]):
     def __repr__(self) -> str:
         if self._core is None:
             return "<Checkpoint, closed>"
-        head = f"<Checkpoint of step {self.step} at {os.fspath(self.path)}"
+        manifest = self.manifest
+        kind = f"of step {manifest['step']}" if manifest["format_version"] else f"({manifest['writer']})"
+        head = f"<Checkpoint {kind} at {os.fspath(self.path)}"
         try:
             return "\n".join([f"{head}:", *self._lines(0)]) + ">"
         except StepwellError:  # a damaged index

@@ -1,11 +1,12 @@
 """The engine, as the package calls it. Not public: the package beside it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, TypedDict, final
 
 from numpy import ndarray
 
+from ._paths import Component
 from ._restore.structure import Node
 
 __all__ = [
@@ -39,6 +40,8 @@ __all__ = [
     "open_path",
     "renamed",
     "repair",
+    "safetensors_header",
+    "safetensors_header_length",
     "shared_memory",
 ]
 
@@ -237,8 +240,30 @@ class PathTurn:
     ) -> SaveHandle: ...
     def fail(self, cause: str) -> None: ...
 
+#: A node of a foreign checkpoint: parent, component, kind (without one a leaf).
+_ForeignNode = tuple[int, Component | None, str | None]
+#: Dtype, shape, and chunks: file, offset, bytes, offsets, extents.
+_ForeignTensor = tuple[str, Sequence[int], Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]]]
+#: A tensor, or the leaf that it is tied to, or else an object.
+_ForeignLeaf = tuple[_ForeignTensor | None, int | None]
+
+def safetensors_header_length(path: _Path, start: bytes, file_length: int) -> int: ...
+def safetensors_header(
+    path: _Path, header: bytes, file_length: int
+) -> tuple[list[tuple[str, str]], list[tuple[str, str, list[int], int, int]]]: ...
+
 @final
 class Checkpoint:
+    @staticmethod
+    def foreign(
+        directory: _Path,
+        files: Sequence[tuple[str, int]],
+        nodes: Sequence[_ForeignNode],
+        leaves: Sequence[_ForeignLeaf],
+        objects: Mapping[int, object],
+        manifest: str,
+        engine: str,
+    ) -> Checkpoint: ...
     def close(self) -> None: ...
     def path(self) -> str: ...
     def step(self) -> int: ...
@@ -261,4 +286,4 @@ class Checkpoint:
     ) -> None: ...
     def verify(
         self, progress: Callable[[int, int], object] | None = None
-    ) -> tuple[int, int, list[tuple[str, int | None, list[str], str]]]: ...
+    ) -> tuple[int, int, int, list[tuple[str, int | None, list[str], str]]]: ...

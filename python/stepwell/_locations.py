@@ -21,7 +21,8 @@ Path: TypeAlias = str | os.PathLike[str]
 
 #: The commit record of a checkpoint.
 MANIFEST = "manifest.json"
-_CONTROL = ".stepwell"
+#: The control directory of a root.
+CONTROL = ".stepwell"
 #: Entries of a directory that are looked into.
 _LOOKED_AT = 64
 
@@ -176,7 +177,7 @@ def explain(path: str, asked_for_step: bool = False) -> str:
     if os.path.isfile(os.path.join(path, MANIFEST)):
         return "it is a single checkpoint: leave step= out" if asked_for_step else ""
     names = sorted(os.listdir(path))
-    if _CONTROL in names:
+    if CONTROL in names:
         return (
             "" if any(os.path.isfile(os.path.join(path, name, MANIFEST)) for name in names) else _beside(path)
         )
@@ -192,12 +193,12 @@ def explain(path: str, asked_for_step: bool = False) -> str:
 def _inside(path: str) -> str:
     """Names the checkpoint or root that contains the path."""
     above = os.path.dirname(path)
-    if os.path.basename(path) == _CONTROL and os.path.isdir(path):
+    if os.path.basename(path) == CONTROL and os.path.isdir(path):
         return f"it is the control directory of the root {above}; pass that"
     for _ in range(3):
         if os.path.isfile(os.path.join(above, MANIFEST)):
             return f"it is inside the checkpoint {above}; pass that"
-        if os.path.basename(above) == _CONTROL and os.path.isdir(above):
+        if os.path.basename(above) == CONTROL and os.path.isdir(above):
             return f"it is inside the control directory of the root {os.path.dirname(above)}; pass that"
         above = os.path.dirname(above)
     return ""
@@ -209,7 +210,7 @@ def _no_directory(path: str) -> str:
 
 
 def _is_root(path: str) -> bool:
-    return os.path.isdir(os.path.join(path, _CONTROL))
+    return os.path.isdir(os.path.join(path, CONTROL))
 
 
 def _beside(path: str) -> str:

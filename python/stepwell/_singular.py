@@ -27,7 +27,17 @@ from ._checks import (
     step_number,
 )
 from ._choice import choice_of
-from ._locations import MANIFEST, Path, absolute, check_destination, check_watched, explaining, readable
+from ._locations import (
+    CONTROL,
+    MANIFEST,
+    Path,
+    absolute,
+    check_destination,
+    check_watched,
+    explaining,
+    is_directory,
+    readable,
+)
 from ._options import ENGINES, Options, reader_json, to_json
 from ._policies import every_steps
 from ._public import public
@@ -44,6 +54,7 @@ from .errors import CoordinationTimeout, MisuseError, StalledError, StepwellErro
 
 if TYPE_CHECKING:
     from ._background import Restore
+    from .formats import Description
 
 _T = TypeVar("_T")
 
@@ -233,8 +244,19 @@ def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkp
     lifecycle.notifier.start()  # for what the engine has to say
     where, number = readable(path), None if step is None else step_number(step)
     one_of(engine, "engine", ENGINES)
+    if (found := _foreign(where)) is not None and number is None:
+        return Checkpoint(found.open(engine))
     with explaining(where):
         return Checkpoint(_core.open_path(where, number, engine))
+
+
+def _foreign(path: str) -> Description | None:
+    """The description of a checkpoint that another library wrote, if there is one."""
+    if is_directory(path) and any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL)):
+        return None
+    from . import formats  # most users have checkpoints of ours
+
+    return formats.find(path)
 
 
 @overload

@@ -10,7 +10,7 @@ LIMITS=(-malloc_limit_mb=64 -rss_limit_mb=1536 -timeout=10 -max_len=65536)
 # Bytes and files of corpus that are kept in the repository, for each target.
 KEPT=150000
 FILES=150
-TARGETS=(manifest index footer object message step damage state glob)
+TARGETS=(manifest index footer object message step damage state glob pickle zip safetensors)
 CORPUS=tests/fuzz/corpus
 FOUND="$CARGO_TARGET_DIR/found"
 
@@ -53,7 +53,7 @@ one() {
     executions=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
     speed=$(sed -n 's/^stat::average_exec_per_sec: *//p' "$log")
     memory=$(sed -n 's/^stat::peak_rss_mb: *//p' "$log")
-    printf '%-10s %12s executions %8s/s %6s MiB   %s\n' "$target" "${executions:-?}" "${speed:-?}" "${memory:-?}" \
+    printf '%-12s %12s executions %8s/s %6s MiB   %s\n' "$target" "${executions:-?}" "${speed:-?}" "${memory:-?}" \
         "$([ $status = 0 ] && echo 'nothing found' || echo 'FOUND SOMETHING')"
     if [ $status != 0 ]; then
         grep -m1 -A3 'panicked at\|ERROR: ' "$log" || tail -20 "$log"
@@ -80,7 +80,7 @@ if [ "${1:-}" = corpus ]; then
             cp -n "$fresh/merged/$name" "$CORPUS/$target/"
         done < <(find "$fresh/merged" -type f -printf '%s %f\n' | sort -n)
         rm -rf "$fresh/merged"
-        printf '%-10s %6s inputs %8s bytes\n' "$target" "$(find "$CORPUS/$target" -type f | wc -l)" "$bytes"
+        printf '%-12s %6s inputs %8s bytes\n' "$target" "$(find "$CORPUS/$target" -type f | wc -l)" "$bytes"
     done
     rm -rf "$fresh"
     exit 0

@@ -28,7 +28,7 @@ def save(step, **keywords):
 
 
 def names(folder: Path) -> list[str]:
-    """What is beside and at the path."""
+    """The names beside and at the path."""
     return sorted(one.name for one in folder.iterdir() if not one.name.endswith(".py"))
 
 

@@ -7,7 +7,7 @@
 //! | [`safetensors`] | the header of a safetensors file |
 //! | [`zip`] | the directory of a zip archive |
 //!
-//! The meaning of what they find (names, layouts of a family) is the business of the Python package.
+//! The Python package knows what the found names and layouts mean.
 
 pub mod pickle;
 pub mod safetensors;
@@ -19,7 +19,7 @@ pub mod zip;
 pub struct Fault {
     /// Offset in the parsed bytes.
     pub at: u64,
-    /// What was expected and what was found.
+    /// Expectation and finding.
     pub what: String,
 }
 

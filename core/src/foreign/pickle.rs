@@ -3,11 +3,11 @@
 //! It knows the 55 opcodes that `pickle` writes from protocol 2 on. A call (`REDUCE`, `NEWOBJ`, …)
 //! becomes a [`Node::Call`], which names its callable. The caller decides which names it
 //! understands. A pickle is a graph: nodes may be shared, and lists, dicts and calls may contain
-//! themselves. So whoever walks the nodes keeps a set of the visited ones.
+//! themselves. So a walk over the nodes keeps a set of the visited ones.
 //!
-//! Text and bytes stay where they are: a node has their place in the stream. Nodes, stack, marks and
-//! memo are counted together, and a stream that needs more of them than any writer does is refused.
-//! So memory is bounded by the length of the stream.
+//! Text and bytes stay where they are: a node has their place in the stream. Nodes, stack, marks
+//! and memo are counted together. A stream that needs more of them than any writer does is refused,
+//! so memory is bounded by the length of the stream.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -141,7 +141,7 @@ pub fn parse(bytes: &[u8]) -> Parsed<Pickle> {
 struct Machine<'a> {
     bytes: &'a [u8],
     at: usize,
-    /// Where the current opcode is, for messages.
+    /// Offset of the current opcode, for messages.
     opcode_at: usize,
     nodes: Vec<Node>,
     stack: Vec<NodeId>,

@@ -1,8 +1,8 @@
 //! The header of a safetensors file: names, dtypes, shapes and places of its tensors.
 //!
-//! As strict as the official reader where that protects values (offsets in order and without gaps,
-//! lengths that agree with shapes, the last tensor ends the file), and stricter in one thing: a name
-//! may not occur twice.
+//! As strict as the official reader where that protects values: offsets in order and without gaps,
+//! lengths that agree with shapes, and a last tensor that ends the file. Stricter in one thing: a
+//! name may not occur twice.
 
 use std::fmt;
 

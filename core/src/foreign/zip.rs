@@ -113,7 +113,7 @@ pub fn directory(tail: &[u8], file_length: u64) -> Parsed<Directory> {
     Ok(found)
 }
 
-/// The end record for long archives, if its locator stands in front of the end record at `at`.
+/// The end record of a long archive, if the end record at `at` has a locator in front of it.
 fn end_64(tail: &[u8], at: usize, begin: u64) -> Parsed<Option<Directory>> {
     let locator = at.checked_sub(20);
     let Some(locator) = locator.filter(|&at| tail.get(at..).is_some_and(|rest| rest.starts_with(LOCATOR_64)))

@@ -41,6 +41,8 @@ pub struct VerifyReport {
     pub blocks: u64,
     /// Bytes of blocks that were read.
     pub bytes: u64,
+    /// Bytes among them for which no checksum is known.
+    pub unguarded_bytes: u64,
 }
 
 impl VerifyReport {
@@ -83,6 +85,9 @@ pub fn verify(
         });
         match checked {
             Ok(info) => {
+                if !info.is_guarded() {
+                    report.unguarded_bytes += info.data_end;
+                }
                 schedule.push(file, 0..info.data_end, info.block_bytes);
                 report.damages.extend(holders.outside(file, &info));
                 infos.insert(file, info);

@@ -162,11 +162,15 @@ def small_objects(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode])
 
 
 def _head_lines(out: Output, head: Head) -> Iterator[str]:
-    yield f"step {head['step']}: {safe(head['path'])}"
-    took = (head["committed"] - head["started"]).total_seconds()
+    if head["format_version"]:
+        yield f"step {head['step']}: {safe(head['path'])}"
+        took = (head["committed"] - head["started"]).total_seconds()
+        when = f"committed {local(head['committed'])}, {took:.3g} s after its save began"
+    else:
+        yield f"{head['writer']}: {safe(head['path'])}"
+        when = f"modified {local(head['committed'])}"
     yield (
-        f"committed {local(head['committed'])}, {took:.3g} s after its save began; "
-        f"{size(head['bytes'])} in {count(len(head['files']), 'file')}, "
+        f"{when}; {size(head['bytes'])} in {count(len(head['files']), 'file')}, "
         f"{count(head['number_of_leaves'], 'leaf', 'leaves')}"
     )
     if head["metrics"]:
@@ -231,7 +235,7 @@ def _layout(out: Output, nodes: list[sw.results.StoredNode], head: Head) -> Iter
             f"arrays {size(item['array_bytes'])}, index {size(item['index_bytes'])}"
         )
         for file in head["files"]:
-            if file["path"].split("/", 1)[0] != item["dir"]:
+            if item["dir"] and file["path"].split("/", 1)[0] != item["dir"]:
                 continue
             chunks = sorted(inside.get(file["path"], []), key=lambda one: one[0].offset)
             yield f"  {safe(file['path'])}: {size(file['bytes'])}, {count(len(chunks), 'chunk')}"

@@ -62,7 +62,10 @@ def _print(out: Output, report: sw.results.VerifyReport, seconds: float) -> None
     if report.ok:
         rate = f", {size(int(report.nbytes / seconds))}/s" if seconds > 0 else ""
         read = f"{count(report.files, 'file')}, {size(report.nbytes)} read{rate}"
-        out.line(f"{out.good('whole')}: {name}: {read}")
+        if report.unguarded_nbytes:
+            out.line(f"readable: {name}: {read}; no checksum is known for {size(report.unguarded_nbytes)}")
+        else:
+            out.line(f"{out.good('whole')}: {name}: {read}")
         return
     out.line(f"{out.bad('damaged')}: {name}: {count(len(report.damages), 'damage')}")
     for damage in report.damages:

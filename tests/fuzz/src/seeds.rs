@@ -110,10 +110,25 @@ pub fn write(corpus: &Path) -> std::io::Result<usize> {
         put("glob", &pattern(seed, 16 << seed))?;
     }
     put("glob", b"params/{w,b}**/layers[*]/x?*/\\*opt/layers[0]/w{1}")?;
+    foreign(&mut put)?;
     for text in [r#"{"verdict":"committed"}"#, r#"{"Committed":{}}"#] {
         put("message", &flagged(0, text.as_bytes()))?;
     }
     Ok(written)
+}
+
+/// Small files of other libraries.
+fn foreign(put: &mut dyn FnMut(&str, &[u8]) -> std::io::Result<()>) -> std::io::Result<()> {
+    put("pickle", b"\x80\x02}q\x00(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00bctorch._utils\n_rebuild_tensor_v2\n(U\x01sQK\x00)\x89tRu.")?;
+    put("pickle", b"\x80\x04\x95\x20\x00\x00\x00\x00\x00\x00\x00\x8c\x01m\x94\x8c\x01n\x93)\x81}\x94(\x8c\x01x\x8f\x94(K\x01\x90ubh\x00\x86.")?;
+    let header = r#"{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+    put("safetensors", &[&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 8]].concat())?;
+    let name = b"a/data.pkl";
+    let local = [b"PK\x03\x04".as_slice(), &[0; 22], &[10, 0, 0, 0], name, b"N."].concat();
+    let sizes = [0, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 10, 0];
+    let central = [b"PK\x01\x02".as_slice(), &[0; 12], &sizes, &[0; 16], name].concat();
+    let lengths = [1, 0, 1, 0, central.len() as u8, 0, 0, 0, local.len() as u8, 0, 0, 0, 0, 0];
+    put("zip", &[local, central, [b"PK\x05\x06".as_slice(), &[0; 4], &lengths].concat()].concat())
 }
 
 /// The same index with an outline before its pages, as a large one has it. Written from

@@ -35,17 +35,11 @@ fn show(bytes: &[u8], pickle: &Pickle, id: NodeId, depth: usize) -> String {
         Node::Persistent(id) => format!("persistent {}", show(bytes, pickle, *id, depth - 1)),
         Node::Call(call) => {
             let callable = show(bytes, pickle, call.callable, depth - 1);
-            let mut shown = format!("{callable}{}", show(bytes, pickle, call.args, depth - 1));
-            if !call.entries.is_empty() {
-                shown += &format!(" with {}", dict(&call.entries));
-            }
-            if !call.items.is_empty() {
-                shown += &format!(" with {}", list(&call.items));
-            }
-            if let Some(state) = call.state {
-                shown += &format!(" state {}", show(bytes, pickle, state, depth - 1));
-            }
-            shown
+            let args = show(bytes, pickle, call.args, depth - 1);
+            let with = |shown: String| if shown.is_empty() { shown } else { format!(" with {shown}") };
+            let state = call.state.map(|state| format!(" state {}", show(bytes, pickle, state, depth - 1)));
+            let (entries, items) = (with(dict(&call.entries)), with(list(&call.items)));
+            format!("{callable}{args}{entries}{items}{}", state.unwrap_or_default())
         }
     }
 }

@@ -1,0 +1,267 @@
+//! An index and its files, opened for reading: of a step of ours, or of files that another library
+//! wrote.
+//!
+//! Leaves have one numbering: positions in [`Reader::outline`], also used by
+//! [`Reader::match_state`]. The places of a tensor's chunks are read with the rest of the index; in
+//! a large index, they are read when they are needed. Data files are opened lazily below one
+//! directory descriptor.
+
+use std::path::Path;
+use std::sync::{Arc, OnceLock};
+
+use stepwell_core::format::index::Index;
+use stepwell_core::io::Dir;
+use stepwell_core::load::{
+    self, Destination, FileReads, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
+};
+use stepwell_core::read_plan::BoxCopy;
+use stepwell_core::sys::{Birth, cores, each, spawn};
+use stepwell_core::tree::Tree;
+use stepwell_core::value::Value;
+use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
+use stepwell_reshard::read_plan::{self, Request};
+
+use crate::directory_layout::MANIFEST;
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::options::Options;
+use crate::stored_index::StoredIndex;
+
+/// The plan of a read uses one thread for so many requests.
+const REQUESTS_PER_THREAD: usize = 4096;
+
+/// See the module documentation.
+pub struct Reader {
+    dir: Arc<dyn Dir>,
+    origin: Origin,
+    index: StoredIndex,
+    /// Made when matching asks for it: a path for every leaf.
+    stored: OnceLock<Vec<StoredLeaf>>,
+    files: Arc<FileSet>,
+    environment: Environment,
+    load_options: LoadOptions,
+    birth: Birth,
+}
+
+/// The writer of what is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    /// A step of ours, with a manifest.
+    Step,
+    /// Another library.
+    Foreign,
+}
+
+/// An index with so many leaves takes milliseconds to free.
+const MANY_LEAVES: usize = 4096;
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        if self.index.outline().leaves.len() >= MANY_LEAVES {
+            let index = std::mem::take(&mut self.index);
+            // Without a thread it is freed here.
+            let _ = spawn("stepwell-free", move || drop(index));
+        }
+    }
+}
+
+/// A failed read, and the targets that it had overwritten.
+#[derive(Debug)]
+pub struct ReadFailure {
+    /// Why.
+    pub error: Error,
+    /// The numbers of the targets that it had written to.
+    pub overwritten: Vec<u32>,
+}
+
+impl From<Error> for Box<ReadFailure> {
+    fn from(error: Error) -> Self {
+        Self::new(ReadFailure { error, overwritten: Vec::new() })
+    }
+}
+
+impl Reader {
+    /// The reader of a step's files.
+    pub(crate) fn of_step(
+        dir: Arc<dyn Dir>,
+        index: StoredIndex,
+        files: FileSet,
+        environment: &Environment,
+        load_options: LoadOptions,
+    ) -> Self {
+        Self::new(dir, Origin::Step, index, files, environment, load_options)
+    }
+
+    /// Opens files below `dir` that another library wrote. `index` describes them. Their lengths
+    /// are checked when they are opened, and nothing vouches for their bytes.
+    pub fn foreign(dir: &Path, index: Index, environment: &Environment) -> Result<Self> {
+        let dir = environment.disk.open_dir(dir)?;
+        let files = FileSet::foreign(Arc::clone(&dir), &index.files);
+        let load_options = Options::default().load_options(false);
+        let index = StoredIndex::in_memory(index);
+        Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))
+    }
+
+    fn new(
+        dir: Arc<dyn Dir>,
+        origin: Origin,
+        index: StoredIndex,
+        files: FileSet,
+        environment: &Environment,
+        load_options: LoadOptions,
+    ) -> Self {
+        Self {
+            dir,
+            origin,
+            index,
+            stored: OnceLock::new(),
+            files: Arc::new(files),
+            environment: environment.clone(),
+            load_options,
+            birth: Birth::now(),
+        }
+    }
+
+    /// Its open directory.
+    pub(crate) fn dir(&self) -> &dyn Dir {
+        &*self.dir
+    }
+
+    /// The directory of its files.
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Raises in a forked child.
+    pub(crate) fn check_process(&self) -> Result<()> {
+        Ok(self.birth.check("checkpoint")?)
+    }
+
+    /// Returns the options for reads: those of the manager that opened it, or the defaults of
+    /// [`Options`].
+    pub fn load_options(&self) -> &LoadOptions {
+        &self.load_options
+    }
+
+    /// Returns all items merged: one tree, one numbering of leaves, file names relative to the
+    /// step. For a large index it lacks the chunks of tensors: see [`Checkpoint::index_of`].
+    pub fn outline(&self) -> &Arc<Index> {
+        self.index.outline()
+    }
+
+    /// [`Checkpoint::outline`] with at least the chunks of those leaves, and of the leaves to which
+    /// they are tied.
+    pub fn index_of(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
+        self.index.with(leaves)
+    }
+
+    /// Returns the whole index.
+    pub fn index(&self) -> Result<Arc<Index>> {
+        self.index.whole()
+    }
+
+    /// Returns the structure of the state.
+    pub fn tree(&self) -> &Tree {
+        &self.outline().tree
+    }
+
+    /// Returns the leaves, for matching.
+    pub fn leaves(&self) -> &[StoredLeaf] {
+        self.stored.get_or_init(|| matching::stored_leaves(self.outline()))
+    }
+
+    /// Matches the wanted leaves with the stored ones. Reads no data.
+    pub fn match_state(&self, wanted: &[Wanted], options: &matching::MatchOptions) -> Report {
+        matching::match_state(wanted, self.leaves(), options)
+    }
+
+    /// Returns the reads of a restore of `requests` and `objects` (leaves of
+    /// [`Checkpoint::outline`]), by file. A restore makes exactly these if the page cache holds no
+    /// data. Reads no data.
+    pub fn plan(&self, requests: &[Request], objects: &[u32]) -> Result<Vec<FileReads>> {
+        let (index, copies) = self.copies(requests)?;
+        let of_tensors = load::plan(&self.files, &index, &copies);
+        let of_objects = load::copies_of_objects(&self.files, self.outline(), objects)
+            .and_then(|copies| load::plan(&self.files, self.outline(), &copies));
+        let mut planned = of_tensors.map_err(|error| self.gone_or(error))?;
+        planned.extend(of_objects.map_err(|error| self.gone_or(error))?);
+        Ok(planned)
+    }
+
+    /// Returns the copies of requests, and the index that they refer to.
+    fn copies(&self, requests: &[Request]) -> Result<(Arc<Index>, Vec<BoxCopy>)> {
+        let index = self.index_of(requests.iter().map(|request| request.leaf))?;
+        let threads = cores().min(requests.len() / REQUESTS_PER_THREAD).max(1);
+        let shares: Vec<&[Request]> = requests.chunks(requests.len().div_ceil(threads).max(1)).collect();
+        let planned = each("stepwell-plan", threads, &shares, |share| read_plan::copies(&index, share));
+        let mut copies = Vec::new();
+        for share in planned {
+            let mut share = share?;
+            if copies.is_empty() { copies = share } else { copies.append(&mut share) }
+        }
+        Ok((index, copies))
+    }
+
+    /// Reads regions of stored tensors into host or device memory. Verifies every block.
+    pub fn read<'a>(
+        &self,
+        requests: &[Request],
+        targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
+        options: &LoadOptions,
+    ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
+        self.read_while(requests, targets, options, &mut |_| true)
+    }
+
+    /// [`Checkpoint::read`] until `go_on` returns false. It is called between reads, with the
+    /// number of bytes read.
+    pub fn read_while<'a>(
+        &self,
+        requests: &[Request],
+        targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
+        options: &LoadOptions,
+        go_on: &mut dyn FnMut(u64) -> bool,
+    ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
+        self.check_process()?;
+        let (index, copies) = self.copies(requests)?;
+        let disk = &*self.environment.disk;
+        load::execute_while(disk, &self.files, &index, &copies, targets, options, go_on).map_err(
+            |LoadFailure { error, overwritten }| {
+                Box::new(ReadFailure { error: self.gone_or(error), overwritten })
+            },
+        )
+    }
+
+    /// Reads the values of object leaves.
+    pub fn read_objects(&self, leaves: &[u32], options: &LoadOptions) -> Result<Vec<Value>> {
+        self.check_process()?;
+        load::read_objects(&*self.environment.disk, &self.files, self.outline(), leaves, options)
+            .map_err(|error| self.gone_or(error))
+    }
+
+    /// Reads and checks every byte; all damage is reported. `progress` may stop it by `false`.
+    pub fn verify(
+        &self,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(VerifyProgress) -> bool,
+    ) -> Result<VerifyReport> {
+        self.check_process()?;
+        let index = self.index()?;
+        load::verify(&*self.environment.disk, &self.files, &index, options, progress)
+            .map_err(|error| self.gone_or(error))
+    }
+
+    /// Converts an error of a read. A missing file means that the step was removed under an
+    /// unprotected reader, or that it is damaged.
+    fn gone_or(&self, error: stepwell_core::Error) -> Error {
+        let missing = self.origin == Origin::Step && error.is_gone();
+        if missing && !matches!(self.dir.stat(MANIFEST), Ok(Some(_))) {
+            let what = error.file().map_or_else(|| "a file".to_owned(), |file| file.display().to_string());
+            return Error::StepGone { path: self.dir.path().to_owned(), what };
+        }
+        if missing {
+            let file = error.file().unwrap_or(self.dir.path()).to_owned();
+            return stepwell_core::Error::corrupt(file, "its manifest lists it, and it is missing").into();
+        }
+        error.into()
+    }
+}

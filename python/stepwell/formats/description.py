@@ -1,0 +1,164 @@
+"""What a format module says about a checkpoint, and how the engine opens it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .. import _core
+from .._manifest import Manifest
+from .._paths import Component
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, stored row-major in one piece."""
+
+    #: Path of the file.
+    file: str
+    #: Its first byte, and the number of bytes.
+    offset: int
+    nbytes: int
+    #: First element and number of elements along each dimension.
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A logical tensor, and the chunks that make it up."""
+
+    #: The name that numpy or ml_dtypes gives its dtype.
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value that is known by its name only. It is listed, and cannot be restored."""
+
+    #: What it is: a class, or a dtype that no array has.
+    what: str
+
+    def __repr__(self) -> str:
+        return f"<opaque {self.what}>"
+
+
+@dataclass(slots=True)
+class Description:
+    """A checkpoint of another library."""
+
+    #: The format, as users call it.
+    family: str
+    #: The path that was recognised.
+    path: str
+    #: Dicts, lists and tuples with :class:`Tensor`, :class:`Opaque` or plain values as leaves. A
+    #: tensor that occurs twice is a tie.
+    state: object
+    #: Text that the files carry beside the tensors.
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def open(self, engine: str) -> _core.Checkpoint:
+        """Opens it."""
+        rows = _Rows()
+        rows.add(self.state, 0, None)
+        files = list(rows.files)
+        # Links are followed here: a hub's cache has its files behind links.
+        real = [os.path.realpath(file) for file in files]
+        directory = os.path.commonpath([os.path.dirname(file) for file in real] or [self.path])
+        lengths = [os.stat(file).st_size for file in real]
+        names = [os.path.relpath(file, directory) for file in real]
+        newest = max((os.stat(file).st_mtime_ns for file in real), default=0)
+        manifest: Manifest = {
+            "format_version": 0,
+            "required_features": [],
+            "writer": self.family,
+            "step": 0,
+            "started_unix_ns": newest,
+            "committed_unix_ns": newest,
+            "world_size": 1,
+            "plan_hash": "",
+            "items": [
+                {
+                    "name": ".",
+                    "dir": "",
+                    "index": {"path": "", "length": 0, "crc32c": ""},
+                    "top_level": [],
+                    "leaves": len(rows.leaves),
+                    "tensor_bytes": rows.nbytes,
+                }
+            ],
+            "files": [
+                {"path": name, "length": length, "trailer_crc32c": "", "file_id": ""}
+                for name, length in zip(names, lengths, strict=True)
+            ],
+            "dropped": [],
+            "metrics": {},
+            "custom_metadata": dict(self.metadata) or None,
+        }
+        return _core.Checkpoint.foreign(
+            directory,
+            list(zip(names, lengths, strict=True)),
+            rows.nodes,
+            rows.leaves,
+            rows.objects,
+            json.dumps(manifest),
+            engine,
+        )
+
+
+class _Rows:
+    """The description in the engine's form."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, int] = {}
+        self.nodes: list[_core._ForeignNode] = []
+        self.leaves: list[_core._ForeignLeaf] = []
+        self.objects: dict[int, object] = {}
+        #: Bytes of all tensors.
+        self.nbytes = 0
+        #: Tensors by identity, with their leaf.
+        self._seen: dict[int, int] = {}
+
+    def add(self, state: object, parent: int, component: Component | None) -> None:
+        """Adds a value and what is below it, parents first."""
+        pending: list[tuple[object, int, Component | None]] = [(state, parent, component)]
+        while pending:
+            value, above, place = pending.pop()
+            number = len(self.nodes)
+            children: list[tuple[Component, object]] | None = None
+            if isinstance(value, dict):
+                children = [(("i" if isinstance(key, int) else "k", key), one) for key, one in value.items()]
+            elif isinstance(value, (list, tuple)):
+                children = [(("x", at), one) for at, one in enumerate(value)]
+            if children is None:
+                self.nodes.append((above, place, None))
+                self._add_leaf(value)
+                continue
+            self.nodes.append((above, place, type(value).__name__))
+            pending.extend((child, number, key) for key, child in reversed(children))
+
+    def _add_leaf(self, value: object) -> None:
+        leaf = len(self.leaves)
+        if not isinstance(value, Tensor):
+            self.objects[leaf] = value
+            self.leaves.append((None, None))
+        elif id(value) in self._seen:
+            self.leaves.append((None, self._seen[id(value)]))
+        else:
+            self._seen[id(value)] = leaf
+            self.nbytes += sum(one.nbytes for one in value.chunks)
+            chunks = [
+                (
+                    self.files.setdefault(one.file, len(self.files)),
+                    one.offset,
+                    one.nbytes,
+                    one.start,
+                    one.extent,
+                )
+                for one in value.chunks
+            ]
+            self.leaves.append(((value.dtype, value.shape, chunks), None))

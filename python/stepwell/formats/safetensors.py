@@ -1,0 +1,140 @@
+"""safetensors: one file, or shards with an index, as ``save_pretrained`` of Hugging Face writes
+them.
+
+The state is a flat dict of tensors by name. The text metadata of the files is the checkpoint's
+custom metadata. Packed dtypes of less than a byte are listed, and cannot be restored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from .. import _core
+from .._checks import shown
+from ..errors import CorruptCheckpoint
+from .description import Chunk, Description, Opaque, Tensor
+
+FAMILY = "safetensors"
+_SUFFIX = ".safetensors"
+_INDEX = ".safetensors.index.json"
+#: The longest index that is read.
+_MAX_INDEX_BYTES = 256 << 20
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+def describe(path: str) -> Description | None:
+    """Describes a file, an index, or a directory with either. A directory with several files and no
+    index is read whole, if no name occurs twice."""
+    if os.path.isfile(path):
+        if path.endswith(_INDEX):
+            return _sharded(path)
+        return _whole(path, [path]) if path.endswith(_SUFFIX) else None
+    if not os.path.isdir(path):
+        return None
+    names = sorted(os.listdir(path))
+    files = [os.path.join(path, name) for name in names if name.endswith(_SUFFIX)]
+    # Readers prefer a whole file to an index beside it.
+    whole = [
+        file for file in files if os.path.basename(file) in ("model.safetensors", "adapter_model.safetensors")
+    ]
+    if len(whole) == 1:
+        return _whole(path, whole)
+    indexes = [os.path.join(path, name) for name in names if name.endswith(_INDEX)]
+    if len(indexes) == 1:
+        return _sharded(indexes[0])
+    if len(indexes) > 1:
+        raise _corrupt(
+            path, f"{len(indexes)} indexes ({', '.join(map(os.path.basename, indexes))}); pass one of them"
+        )
+    return _whole(path, files) if files else None
+
+
+def _whole(path: str, files: list[str]) -> Description:
+    found: dict[str, Tensor | Opaque] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        tensors, texts = read_header(file)
+        twice = next((name for name in tensors if name in found), None)
+        if twice is not None:
+            raise _corrupt(file, f"tensor `{twice}` is in another file of {path} too; pass one of the files")
+        found |= tensors
+        metadata |= texts
+    return Description(FAMILY, path, found, metadata)
+
+
+def _sharded(index: str) -> Description:
+    """The shards that an index names. Tensors that it does not name are left out, as by other
+    readers."""
+    if os.path.getsize(index) > _MAX_INDEX_BYTES:
+        raise _corrupt(index, f"an index of at most {_MAX_INDEX_BYTES} bytes was expected")
+    try:
+        with open(index, "rb") as file:
+            content = json.load(file)
+        places = content["weight_map"]
+        pairs = [(str(name), str(shard)) for name, shard in places.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _corrupt(
+            index, f"an index with a weight_map was expected: {type(error).__name__}: {error}"
+        ) from error
+    folder = os.path.dirname(index)
+    headers: dict[str, dict[str, Tensor | Opaque]] = {}
+    found: dict[str, Tensor | Opaque] = {}
+    metadata: dict[str, str] = {}
+    for name, shard in pairs:
+        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
+            raise _corrupt(index, f"tensor `{name}` is in {shown(shard)}, which is no file name")
+        if shard not in headers:
+            headers[shard], texts = read_header(os.path.join(folder, shard))
+            metadata |= texts
+        tensor = headers[shard].get(name)
+        if tensor is None:
+            raise _corrupt(index, f"tensor `{name}` is not in {shard}, where the index places it")
+        found[name] = tensor
+    return Description(FAMILY, index, found, metadata)
+
+
+def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
+    """Returns the tensors of a file by name, and its text metadata."""
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        start = file.read(8)
+        header = file.read(_core.safetensors_header_length(path, start, length))
+    metadata, tensors = _core.safetensors_header(path, header, length)
+    found: dict[str, Tensor | Opaque] = {}
+    for name, dtype, sizes, offset, nbytes in tensors:
+        shape = tuple(sizes)
+        known = _DTYPES.get(dtype)
+        if known is None:
+            found[name] = Opaque(f"{dtype}{list(shape)}")
+        else:
+            chunk = Chunk(path, offset, nbytes, (0,) * len(shape), shape)
+            found[name] = Tensor(known, shape, (chunk,) if nbytes else ())
+    return found, dict(metadata)
+
+
+def _corrupt(path: str, what: str) -> CorruptCheckpoint:
+    error = CorruptCheckpoint(f"{path}: {what}")
+    error.file = path
+    return error

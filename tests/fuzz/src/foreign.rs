@@ -1,0 +1,62 @@
+//! The parsers of other libraries' bytes.
+
+use stepwell_core::foreign::{pickle, safetensors, zip};
+
+/// A stream: no panic; nodes name nodes that exist; the same stream has one value.
+pub fn pickle(input: &[u8]) {
+    let Ok(parsed) = pickle::parse(input) else { return };
+    assert!(parsed.length <= input.len());
+    let count = parsed.nodes.len() as u32;
+    let check = |ids: &[u32]| assert!(ids.iter().all(|&id| id < count), "a node that does not exist");
+    check(&[parsed.root]);
+    for node in &parsed.nodes {
+        match node {
+            pickle::Node::Long(span)
+            | pickle::Node::Str(span)
+            | pickle::Node::Bytes(span)
+            | pickle::Node::ByteArray(span) => assert!(input.get(span.range()).is_some()),
+            pickle::Node::List(ids) | pickle::Node::Set(ids) => check(ids),
+            pickle::Node::Tuple(ids) | pickle::Node::FrozenSet(ids) => check(ids),
+            pickle::Node::Dict(pairs) => pairs.iter().for_each(|&(key, value)| check(&[key, value])),
+            pickle::Node::Persistent(id) => check(&[*id]),
+            pickle::Node::Call(call) => {
+                check(&[call.callable, call.args]);
+                check(&call.items);
+                call.entries.iter().for_each(|&(key, value)| check(&[key, value]));
+                call.state.into_iter().chain(call.keywords).for_each(|id| check(&[id]));
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(pickle::parse(&input[..parsed.length]).ok(), Some(parsed));
+}
+
+/// An archive: no panic; members lie in it, side by side.
+pub fn zip(input: &[u8]) {
+    let length = input.len() as u64;
+    let Ok(directory) = zip::directory(input, length) else { return };
+    assert!(directory.offset + directory.length <= length);
+    let listed = &input[directory.offset as usize..][..directory.length as usize];
+    let Ok(members) = zip::members(listed, &directory) else { return };
+    for member in members {
+        assert!(member.header + zip::local_header_bytes(&member) + member.stored_length <= directory.offset);
+        if let Ok(at) = zip::content(&input[member.header as usize..], &member) {
+            assert!(at > member.header);
+        }
+    }
+}
+
+/// A header: no panic; tensors lie in the file, side by side, and fill it.
+pub fn safetensors(input: &[u8]) {
+    let Some((start, rest)) = input.split_first_chunk() else { return };
+    let file_length = input.len() as u64 + u64::from(rest.first().copied().unwrap_or_default());
+    let Ok(length) = safetensors::header_length(*start, file_length) else { return };
+    let Some(header) = rest.get(..length as usize) else { return };
+    let Ok(parsed) = safetensors::parse(header, file_length) else { return };
+    let mut at = safetensors::LENGTH_BYTES + length;
+    for tensor in parsed.tensors {
+        assert_eq!(tensor.offset, at);
+        at += tensor.length;
+    }
+    assert_eq!(at, file_length);
+}

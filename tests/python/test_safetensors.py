@@ -1,0 +1,190 @@
+"""safetensors files, written by their own library: opened, restored in part and cast, verified; and
+hostile ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import stepwell as sw
+from command_line import run
+from safetensors.numpy import save_file
+
+TENSORS: dict[str, np.ndarray] = {
+    "model.embed.weight": np.arange(96, dtype=np.float32).reshape(8, 12),
+    "model.layers.0.w": np.arange(60, dtype=np.float16).reshape(3, 4, 5),
+    "odd": np.arange(3, dtype=np.uint8),
+    "half": np.arange(7).astype(ml_dtypes.bfloat16),
+    "scalar": np.array(5, np.int64),
+    "empty": np.zeros((0, 4), np.float64),
+    "ümlaut/with space": np.array([True, False]),
+    "": np.array([1 + 2j], np.complex64),
+}
+
+
+def written(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
+    """A file with that header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with one file."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(TENSORS, folder / "model.safetensors", metadata={"format": "np"})
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A directory with two shards and an index, behind links as in a hub's cache."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    folder.mkdir()
+    names = list(TENSORS)
+    places = {}
+    for number in range(2):
+        shard = f"model-0000{number + 1}-of-00002.safetensors"
+        mine = {name: TENSORS[name] for name in names[number::2]}
+        save_file(mine | {f"unlisted{number}": np.zeros(2)}, blobs / f"{number:064x}")
+        (folder / shard).symlink_to(f"../blobs/{number:064x}")
+        places |= dict.fromkeys(mine, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def check(found: dict[str, np.ndarray]) -> None:
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].tobytes() == tensor.tobytes(), name
+        assert found[name].shape == tensor.shape, name
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors"])
+def test_a_file_restores_bit_for_bit(model: Path, name: str) -> None:
+    check(sw.restore(model / name))
+    with sw.open(model / name) as checkpoint:
+        assert checkpoint.metadata().writer == "safetensors"
+        assert checkpoint.metadata().custom_metadata == {"format": "np"}
+        assert repr(checkpoint).startswith("<Checkpoint (safetensors) at ")
+        assert checkpoint["model.embed.weight"][2:4, 3].tolist() == [27.0, 39.0]
+
+
+@pytest.mark.parametrize("name", ["", "model.safetensors.index.json"])
+def test_shards_behind_links_restore_as_one(shards: Path, name: str) -> None:
+    check(sw.restore(shards / name))
+
+
+def test_a_part_restores_in_place_and_cast(model: Path) -> None:
+    target = {"half": np.zeros(7, np.float32), "odd": np.zeros(3, np.uint8)}
+    memory = target["half"]
+    restored, report = sw.restore(model, into=target, return_report=True)
+    assert restored["half"] is memory
+    assert memory.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert report.cast == [("half", "bfloat16", "float32")]
+    plan = sw.open(model).plan(include="odd")
+    assert plan.nbytes == 3
+
+
+def test_rows_of_a_tensor_are_read_by_a_rank(model: Path) -> None:
+    part = sw.sharding.LocalShard(np.zeros((2, 12), np.float32), (8, 12), (4, 0))
+    sw.restore(model, into={"model.embed.weight": part})
+    np.testing.assert_array_equal(part.local, TENSORS["model.embed.weight"][4:6])
+
+
+def test_verify_says_that_nothing_vouches_for_the_bytes(model: Path) -> None:
+    report = sw.verify(model)
+    assert report.ok
+    assert report.unguarded_nbytes == report.nbytes == (model / "model.safetensors").stat().st_size
+    shown = run("verify", str(model))
+    assert shown.exit_code == 0
+    assert "no checksum is known" in shown.output
+
+
+def test_the_command_line_reads_them(model: Path) -> None:
+    for command in (["show"], ["show", "--layout"], ["plan"]):
+        shown = run(*command, str(model))
+        assert shown.exit_code == 0, (command, shown.output)
+    assert "bfloat16" in run("show", str(model)).output
+    assert "[0, 1, 2]" in run("cat", str(model), "odd").output
+    assert run("diff", str(model), str(model / "model.safetensors")).exit_code == 0
+
+
+def test_packed_dtypes_are_listed_and_not_restored(tmp_path: Path) -> None:
+    header = {"w": entry("F4", [4], 0, 2), "b": entry("U8", [1], 2, 3)}
+    (tmp_path / "x.safetensors").write_bytes(written(header, b"\x12\x34\x05"))
+    with sw.open(tmp_path / "x.safetensors") as checkpoint:
+        assert repr(checkpoint["w"]) == "<opaque F4[4]>"
+        assert checkpoint["b"].load().tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "eight bytes or more"),
+        (struct.pack("<Q", 2**63), "a header of at most"),
+        (struct.pack("<Q", 1000) + b"{}", "does not fit into a file"),
+        (written(b"{"), "no valid JSON"),
+        (written({"w": entry("F32", [2], 0, 8)}, b"\0" * 9), "the last tensor ends at byte"),
+        (written({"w": entry("F32", [2], 0, 8)}, b"\0" * 7), "the last tensor ends at byte"),
+        (written({"w": entry("F32", [3], 0, 8)}, b"\0" * 8), "are not those of F32"),
+        (written({"w": entry("U8", [2**62, 8], 0, 8)}, b"\0" * 8), "are not those of U8"),
+        (written(b'{"w":' + b"[" * 50_000), "no valid JSON"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, content: bytes, expected: str) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(content)
+    begun = time.monotonic()
+    with pytest.raises(sw.CorruptCheckpoint, match=expected) as failure:
+        sw.open(file)
+    assert time.monotonic() - begun < 1
+    assert str(file) in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "expected"),
+    [
+        ("[]", "weight_map was expected"),
+        ('{"weight_map": 3}', "weight_map was expected"),
+        ('{"weight_map": {"odd": "../../etc/passwd"}}', "no file name"),
+        ('{"weight_map": {"odd": ".."}}', "no file name"),
+        ('{"weight_map": {"none": "a.safetensors"}}', "is not in a.safetensors"),
+        ("[" * 100_000, "weight_map was expected"),
+    ],
+)
+def test_hostile_indexes_are_refused(tmp_path: Path, index: str, expected: str) -> None:
+    save_file({"odd": TENSORS["odd"]}, tmp_path / "a.safetensors")
+    (tmp_path / "x.safetensors.index.json").write_text(index)
+    with pytest.raises(sw.CorruptCheckpoint, match=expected):
+        sw.open(tmp_path)
+
+
+def test_a_file_that_changes_length_is_damage(model: Path) -> None:
+    with sw.open(model) as checkpoint:
+        os.truncate(model / "model.safetensors", 300)
+        with pytest.raises(sw.CorruptCheckpoint, match="300 bytes"):
+            checkpoint.restore()
+
+
+def test_foreign_files_are_not_copied_or_saved_over(model: Path, tmp_path: Path) -> None:
+    with sw.open(model) as checkpoint, pytest.raises(sw.MisuseError, match="another library"):
+        checkpoint.copy(tmp_path / "copy")
+    with pytest.raises(sw.MisuseError):
+        sw.save(model, {"x": 1})
+    check(sw.restore(model))
