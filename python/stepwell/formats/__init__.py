@@ -1,11 +1,11 @@
 """Checkpoints of other libraries, opened as if they were ours.
 
-A format module describes what lies in the files of one family: a tree of containers, tensors with
-the places of their bytes, and objects. The engine reads the tensors from there. So a restore in
+A format module describes the files of one family: a tree of containers, tensors with the places of
+their bytes, and objects. The engine reads the tensors from there. So a restore in
 part, resharded or cast, ``sw.open`` and the command line work as with our own files. No other
 library is imported, and no pickle is executed.
 
-A format is recognised by what lies there. Nothing vouches for the bytes of most formats; ``verify``
+A format is recognised by its files. Nothing vouches for the bytes of most formats; ``verify``
 says how many these are.
 """
 
@@ -19,7 +19,7 @@ from .description import Description
 
 __all__ = ["Description", "find"]
 
-#: Looks at a path, and describes what lies there; ``None``: another format.
+#: Describes the files at a path; ``None``: another format.
 Format: TypeAlias = Callable[[str], Description | None]
 
 _FORMATS: Sequence[Format] = (safetensors.describe,)

@@ -1,4 +1,4 @@
-"""What a format module says about a checkpoint, and how the engine opens it."""
+"""The description of a checkpoint by its format module, and how the engine opens it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tensor:
 class Opaque:
     """A value that is known by its name only. It is listed, and cannot be restored."""
 
-    #: What it is: a class, or a dtype that no array has.
+    #: A class, or a dtype that no array has.
     what: str
 
     def __repr__(self) -> str:

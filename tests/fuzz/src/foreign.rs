@@ -31,7 +31,7 @@ pub fn pickle(input: &[u8]) {
     assert_eq!(pickle::parse(&input[..parsed.length]).ok(), Some(parsed));
 }
 
-/// An archive: no panic; members lie in it, side by side.
+/// An archive: no panic; members are inside it and do not overlap.
 pub fn zip(input: &[u8]) {
     let length = input.len() as u64;
     let Ok(directory) = zip::directory(input, length) else { return };
@@ -46,7 +46,7 @@ pub fn zip(input: &[u8]) {
     }
 }
 
-/// A header: no panic; tensors lie in the file, side by side, and fill it.
+/// A header: no panic; tensors fill the file and do not overlap.
 pub fn safetensors(input: &[u8]) {
     let Some((start, rest)) = input.split_first_chunk() else { return };
     let file_length = input.len() as u64 + u64::from(rest.first().copied().unwrap_or_default());
