@@ -33,8 +33,10 @@ nitpicky = True
 # Types of others have pages elsewhere, and nothing is fetched while this is built. Names that are
 # private here are shown, and lead nowhere.
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections\.abc|contextlib|os|datetime|numpy|torch)\..*|Globs|Optimizer|Path|_T"),
+    ("py:.*", r"(collections\.abc|contextlib|os|datetime|types|numpy|torch|jax)\..*"),
+    ("py:.*", r"Best|DeviceMesh|Globs|Optimizer|Path|ProcessGroup|_T"),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
+    ("py:.*", r"stepwell\._types\.Array|stepwell\.coordinators\.Board"),
 ]
 
 myst_heading_anchors = 3
