@@ -945,9 +945,9 @@ def test_trainable_only_saves_the_trained_leaves(root: Path) -> None:
     # With the same frozen part, training goes on as if nothing had happened.
     resumed[0].load_state_dict(run[0].state_dict())
     assert train(resumed, 3, seed=1) == train(run, 3, seed=1)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(sw.MisuseError, match="no parameter of the model requires gradients"):
-        frozen_whole = sw.torch.TrainState(nn.Linear(2, 2).requires_grad_(False), trainable_only=True)
-        sw.save(root, {"train": frozen_whole}, exists="replace")
+        sw.save(root, {"train": sw.torch.TrainState(frozen, trainable_only=True)}, exists="replace")
 
 
 def test_trainable_only_works_with_a_model_that_loads_itself(root: Path) -> None:
