@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypedDict, final
+from typing import Literal, TypedDict, final, overload
 
 from ._checks import listed, one_of, shown, text, whole
 from ._core import MAX_STEP
@@ -95,6 +95,10 @@ def as_retention(given: Retention | int | None) -> Retention:
     """Returns the retention that a manager was given: a number ``n`` keeps the latest ``n``,
     ``None`` all."""
     if isinstance(given, Retention):
+        if given._rule.get("n") == 0:
+            raise MisuseError(
+                f"retention={given._rule['policy']}(0) keeps nothing; pass at least 1, or combine it with another rule"
+            )
         return given
     if given is None:
         return keep_all()
@@ -105,6 +109,10 @@ def as_retention(given: Retention | int | None) -> Retention:
     )
 
 
+@overload
+def keep_every(steps: int, items: str | Iterable[str] | None = None) -> Retention: ...
+@overload
+def keep_every(*, items: str | Iterable[str] | None = None, seconds: float) -> Retention: ...
 @public
 def keep_every(
     steps: int | None = None, items: str | Iterable[str] | None = None, *, seconds: float | None = None

@@ -67,6 +67,8 @@ def test_prune_deletes_by_age(root: Path) -> None:
         (["--keep-best", "loss"], "--mode"),
         (["--mode", "min"], "--keep-best"),
         (["--keep-latest", "-1"], "-1"),
+        (["--keep-latest", "0"], "0"),
+        (["--keep-best", "los", "--mode", "min"], "the steps have `loss`"),
         (["--keep-every", "0"], "0"),
         (["--keep-newer-than", "soon"], "is no age"),
     ],
@@ -77,6 +79,15 @@ def test_options_that_cannot_be_meant_delete_nothing(root: Path, options: list[s
     assert result.exit_code == 2
     assert word in result.stderr
     assert steps(root) == [0, 10, 20]
+
+
+def test_prune_refuses_a_step_that_does_not_exist(root: Path) -> None:
+    make_root(root)
+    for options in (["-y"], ["--dry-run"]):
+        result = run("prune", root, *options, "--keep-step", 77, "--keep-step", 10)
+        assert result.exit_code == 1
+        assert "has no step 77; `stepwell ls` lists the steps" in result.stderr
+        assert steps(root) == [0, 10, 20]
 
 
 def test_prune_neither_counts_nor_deletes_a_damaged_step(root: Path) -> None:

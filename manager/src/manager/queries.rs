@@ -146,7 +146,7 @@ impl Manager {
             });
             let best = retention::best(values, mode);
             if best.is_none() && asked && !listing.steps.is_empty() {
-                return Err(no_such_metric(metric, &listing, &later));
+                return Err(Error::Invalid(no_such_metric(metric, &listing, &later)));
             }
             Ok(best)
         })
@@ -250,8 +250,8 @@ impl Manager {
 /// The most metrics that an error lists.
 const MAX_LISTED_METRICS: usize = 8;
 
-/// The error for a metric that no step has. It lists the metrics of the steps.
-fn no_such_metric(metric: &str, listing: &Listing, later: &Later) -> Error {
+/// The message for a metric that no step has. It lists the metrics of the steps.
+pub(super) fn no_such_metric(metric: &str, listing: &Listing, later: &Later) -> String {
     let manifests = listing.steps.values().map(|found| &found.manifest);
     let names = manifests.flat_map(|manifest| {
         manifest.metrics.keys().chain(later.get(&manifest.attempt).into_iter().flat_map(BTreeMap::keys))
@@ -266,5 +266,5 @@ fn no_such_metric(metric: &str, listing: &Listing, later: &Later) -> Error {
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
         format!("the steps have `{}`{more}", names.join("`, `"))
     };
-    Error::Invalid(format!("no committed step has the metric `{metric}`: {listed}"))
+    format!("no committed step has the metric `{metric}`: {listed}")
 }

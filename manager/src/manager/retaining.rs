@@ -14,6 +14,7 @@ use stepwell_core::format::manifest::{Attempt, Manifest};
 use stepwell_core::io::{Lock, LockKind};
 
 use super::Inner;
+use super::queries::no_such_metric;
 use crate::commit::aside::{self, Thinned};
 use crate::directory_layout::LEASE;
 use crate::discovery::{Found, Listing};
@@ -46,6 +47,8 @@ struct Inspected {
     verified: Option<Attempt>,
     /// Steps that a verification found damaged, each with its first damage.
     corrupt: Vec<(Attempt, String)>,
+    /// Metrics of the rules that no step had when others were to go. Each is reported once.
+    without: BTreeSet<String>,
     /// Leased steps that no rule keeps, with the Unix time since which they are known.
     leased: BTreeMap<u64, i64>,
 }
@@ -123,7 +126,9 @@ impl Inner {
 
     /// Makes the next listing inspect every step again.
     pub(super) fn reinspect_all(&self) {
-        *self.inspected() = Inspected::default();
+        let mut inspected = self.inspected();
+        let without = std::mem::take(&mut inspected.without);
+        *inspected = Inspected { without, ..Inspected::default() };
     }
 
     /// Forgets a step that was deleted or set aside by a call.
@@ -236,6 +241,9 @@ impl Inner {
             }
         };
         self.root.check_fence()?;
+        if changes.deleted().next().is_some() {
+            self.report_metrics_without_steps(&counted, &mut inspected)?;
+        }
         // Keep the lock: no other plan is made before this one is carried out.
         let victims = self.retire(&counted, changes.deleted().collect(), &mut inspected)?;
         drop(inspected);
@@ -261,6 +269,26 @@ impl Inner {
         }
         self.finish_thinnings(&counted);
         Ok(victims)
+    }
+
+    /// Warns of each metric of the rules that no step has, once: its name may be misspelt.
+    fn report_metrics_without_steps(&self, counted: &CountedSteps, inspected: &mut Inspected) -> Result<()> {
+        for metric in self.options.retention.metrics() {
+            if inspected.without.contains(&metric) {
+                continue;
+            }
+            let later = self.root.sidecars.all(&*self.root.dir)?;
+            let name = [metric];
+            let has_value = |found: &Found| values(&found.manifest, &later, &name) != [None].into();
+            if counted.steps().any(has_value) {
+                continue;
+            }
+            let [metric] = name;
+            let why = no_such_metric(&metric, &counted.listing, &later);
+            tracing::warn!("keep_best chooses steps without a value: {why}");
+            inspected.without.insert(metric);
+        }
+        Ok(())
     }
 
     /// Reads every byte of a step and returns its first damage. See

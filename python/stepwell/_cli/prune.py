@@ -11,6 +11,7 @@ from .leftovers import scan
 from .output import FINE, PROBLEMS, Output, numbers, safe, size
 from .retention import (
     RetentionOptions,
+    check_names,
     decision_lines,
     decisions,
     retention_of,
@@ -27,7 +28,7 @@ from .writing import writer
 @changing
 def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Unpack[RetentionOptions]) -> int:
     """Keep the steps of ROOT that any option selects, and delete the rest. The newest step always
-    stays.
+    stays. A metric that no step has and a step that does not exist are refused.
 
     Asks before it deletes. Damaged steps are neither counted nor deleted. Refused while a training
     run holds the root; --dry-run works meanwhile.
@@ -40,6 +41,7 @@ def prune(out: Output, root: str, yes: bool, dry_run: bool, **options: Unpack[Re
     thinned: list[int] = []
     opened = manager_of(root, retention) if dry_run else writer(root, retention, "prune")
     with opened as manager:
+        check_names(manager, options)
         path, rows = manager.root, decisions(manager)
         out.lines(decision_lines(out, rows))
         before = {row.step: len(row.dropped) for row in manager.inspect()}

@@ -13,7 +13,8 @@ import click
 
 import stepwell as sw
 
-from .output import Output, columns, count, safe, size
+from ..errors import StepNotFound
+from .output import Output, columns, count, numbers, safe, size
 
 _Function = TypeVar("_Function", bound=Callable[..., int])
 
@@ -37,7 +38,7 @@ def _age(_: click.Context, __: click.Parameter, given: str | None) -> float | No
 _POSITIVE = click.IntRange(min=1)
 _ANY = click.IntRange(min=0)
 _OPTIONS = (
-    click.option("--keep-latest", type=_ANY, metavar="N", help="Keep the newest N steps."),
+    click.option("--keep-latest", type=_POSITIVE, metavar="N", help="Keep the newest N steps."),
     click.option("--keep-every", type=_POSITIVE, metavar="N", help="Keep steps divisible by N."),
     click.option(
         "--items",
@@ -99,6 +100,16 @@ def retention_of(options: RetentionOptions) -> sw.Retention | None:
     if options["keep_step"]:
         rules.append(sw.keep_steps(options["keep_step"]))
     return reduce(or_, rules) if rules else None
+
+
+def check_names(manager: sw.CheckpointManager, options: RetentionOptions) -> None:
+    """Refuses a metric that no step has, and a step that does not exist: it is misspelt, and the
+    steps that it should keep would go."""
+    if options["keep_best"] is not None:
+        manager.best_step(options["keep_best"], options["mode"])
+    found = {row.step for row in manager.inspect()}
+    if missing := [step for step in options["keep_step"] if step not in found]:
+        raise StepNotFound(f"{manager.root} has no step {numbers(missing)}; `stepwell ls` lists the steps")
 
 
 @final
