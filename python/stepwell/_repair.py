@@ -7,10 +7,12 @@ verified before the damaged index is deleted.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 from . import _core
+from . import _lifecycle as lifecycle
 from ._checkpoint import VerifyReport
 from ._checks import flag, step_number
 from ._locations import MANIFEST, Path, explain, explaining, is_directory, readable
@@ -51,6 +53,9 @@ class RepairReport:
     indexes: tuple[RepairedIndex, ...]
     #: The verification of the whole step after the repair; ``None`` for a dry run.
     verification: VerifyReport | None
+    #: Newer directories of the root that have a step's name and no valid manifest, each with the
+    #: reason. Empty if the step was named.
+    passed_over: tuple[tuple[str, str], ...] = ()
 
     @property
     def rebuilt(self) -> tuple[RepairedIndex, ...]:
@@ -70,7 +75,8 @@ def repair(
 ) -> RepairReport:
     """Rebuilds lost or damaged indexes of the checkpoint at ``path`` from the footers of its data
     files, then verifies all of it. In a root it takes the newest step that has a manifest (or
-    ``step``). ``dry_run=True`` rebuilds in memory and writes nothing.
+    ``step``). It logs a warning of newer steps without a valid one, and ``passed_over`` lists them.
+    ``dry_run=True`` rebuilds in memory and writes nothing.
 
     Nothing is written before every damaged index could be rebuilt. Otherwise
     :class:`CorruptCheckpoint` names the file, and the leaf if one is known. The damaged index stays
@@ -78,25 +84,35 @@ def repair(
     a step cannot be repaired."""
     where, only_look = readable(path), flag(dry_run, "dry_run")
     with explaining(where):
-        directory = _directory(where, None if step is None else step_number(step))
+        directory, passed_over = _directory(where, None if step is None else step_number(step))
+        for name, reason in passed_over:
+            lifecycle.log(
+                30, "stepwell", f"passing over {name}: {reason}. Without its manifest it cannot be repaired"
+            )
         found = tuple(RepairedIndex(*row) for row in _core.repair(directory, only_look))
         if only_look:
-            return RepairReport(directory, found, None)
+            return RepairReport(directory, found, None, passed_over)
         report = verified(directory, None, opened, progress)
         if report.ok:
             _core.forget_damaged(directory)
-        return RepairReport(directory, found, report)
+        return RepairReport(directory, found, report, passed_over)
 
 
-def _directory(path: str, step: int | None) -> str:
-    """The directory of a checkpoint, or of a step of a root, whatever the state of its indexes."""
+#: A directory with a step's name, and why it is no step.
+_PassedOver: TypeAlias = tuple[tuple[str, str], ...]
+
+
+def _directory(path: str, step: int | None) -> tuple[str, _PassedOver]:
+    """The directory of a checkpoint, or of a step of a root, whatever the state of its indexes; and
+    newer ones of the root that are no steps."""
     if os.path.isfile(os.path.join(path, MANIFEST)):
         if step is not None:
             raise MisuseError(f"{path} is one checkpoint, and step={step} is for a root; leave it out")
-        return path
+        return path, ()
     if not is_directory(path):
         raise StepNotFound(f"{path} is no checkpoint: {explain(path)}")
-    steps = {row.step: row.name for row in inspect(path) if row.step is not None}
+    rows = inspect(path)
+    steps = {row.step: row.name for row in rows if row.step is not None}
     wanted = max(steps, default=None) if step is None else step
     if wanted not in steps:
         which = "no step with a manifest" if step is None else f"no step {step} with a manifest"
@@ -104,4 +120,15 @@ def _directory(path: str, step: int | None) -> str:
             f"{path} has {which}. Only a manifest says which files a save has committed, so nothing "
             "else can be repaired; `stepwell ls` lists what is there"
         )
-    return os.path.join(path, steps[wanted])
+    passed_over = tuple(
+        (row.name, row.damage or "")
+        for row in rows
+        if step is None and row.step is None and _number(row.name) > _number(steps[wanted])
+    )
+    return os.path.join(path, steps[wanted]), passed_over
+
+
+def _number(name: str) -> int:
+    """The number at the end of a step's name."""
+    digits = re.search(r"[0-9]*$", name)
+    return int(digits[0]) if digits is not None and digits[0] else -1

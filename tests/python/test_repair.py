@@ -162,3 +162,20 @@ def test_the_command_says_what_it_does_and_exits_by_it(tmp_path: Path) -> None:
     failed = run("repair", root, "--yes")
     assert failed.exit_code == 1
     assert data.name in failed.output
+
+
+def test_a_newer_step_without_a_manifest_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_root(tmp_path / "run")
+    (root / "step_00000020" / "manifest.json").write_text("{")
+    for options in (["--dry-run"], ["-y"]):
+        found = document("repair", root, *options, code=1)
+        assert found["path"].endswith("step_00000010")
+        assert [row["name"] for row in found["passed_over"]] == ["step_00000020"]
+        assert run("repair", root, *options).stderr.count("passing over step_00000020") == 1
+    (root / "step_00000000" / "manifest.json").write_text("{")
+    report = sw.repair(root)
+    assert report.ok
+    assert [name for name, _ in report.passed_over] == ["step_00000020"]
+    assert document("repair", f"{root}@10", "-y")["passed_over"] == []

@@ -22,14 +22,14 @@ def repair(out: Output, path: Target, step: int | None, yes: bool, dry_run: bool
     data files, then verify every byte.
 
     For a root, repairs the newest step with a manifest. Asks if an index is damaged. Nothing is
-    written unless every index can be rebuilt. Exits with 1 if one cannot, or if other damage is
-    left.
+    written unless every index can be rebuilt. Exits with 1 if one cannot, if other damage is left,
+    or if a newer step has no valid manifest.
     """
     if path.step is not None and step is not None:
         raise MisuseError(f"{path} names its step already; leave out --step")
     step = path.step if step is None else step
     report = sw.repair(path.path, step, dry_run=True)
-    rebuilt = report.rebuilt
+    rebuilt, passed_over = report.rebuilt, report.passed_over
     for index in rebuilt:
         leaves = count(index.leaves, "leaf", "leaves")
         out.line(f"can be rebuilt: {safe(index.path)} ({leaves}): {safe(index.damage)}")
@@ -40,13 +40,14 @@ def repair(out: Output, path: Target, step: int | None, yes: bool, dry_run: bool
         if rebuilt and not agreed(out, yes, question):
             return PROBLEMS
         with progress("verifying") as tell:
-            report = sw.repair(path.path, step, progress=tell)
+            report = sw.repair(report.path, progress=tell)
     damages = () if report.verification is None else report.verification.damages
     out.document(
         {
             "path": report.path,
             "dry_run": dry_run,
             "ok": report.ok,
+            "passed_over": [{"name": name, "reason": reason} for name, reason in passed_over],
             "indexes": report.indexes,
             "damages": damages,
         }
@@ -59,4 +60,4 @@ def repair(out: Output, path: Target, step: int | None, yes: bool, dry_run: bool
         out.line(f"{out.bad('damaged')}: {safe(damage.file)}: {safe(damage.what)}")
     if report.ok and not dry_run:
         out.line(f"{out.good('whole')}: {safe(report.path)}")
-    return FINE if report.ok else PROBLEMS
+    return FINE if report.ok and not passed_over else PROBLEMS
