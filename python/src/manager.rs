@@ -216,6 +216,15 @@ impl Manager {
         let _ = spawn("stepwell-leave", move || inner.leave_restore(&cause));
     }
 
+    /// Ends the session of several ranks: a call of this one failed before it was known which save
+    /// it makes.
+    fn end_session(&self, py: Python<'_>, cause: String) -> PyResult<()> {
+        self.query(py, move |inner| {
+            inner.end_session(&cause);
+            Ok(())
+        })
+    }
+
     /// Waits until every leaf is captured, so that the caller may change the state. Raises after
     /// the stall timeout without progress.
     fn wait_captured(&self, py: Python<'_>) -> PyResult<()> {

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import inspect
 import json
 import math
 import operator
@@ -108,21 +109,35 @@ def given_step(step: object) -> int | None:
     return None if step is None else step_number(step)
 
 
-def other_words(call: str, ours: Mapping[str, str]) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def other_words(
+    call: str, ours: Mapping[str, str], refusing: Callable[[object, Exception], None] | None = None
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Decorates a function whose callers may know other libraries. A keyword of theirs raises a
-    :class:`MisuseError` that names ours.
+    :class:`MisuseError` that names ours. Another unknown keyword raises ``TypeError`` with the one
+    that may have been meant.
 
     Args:
         call: the name of the function, for the message.
         ours: their keyword → what to pass instead.
+        refusing: called with the first argument and the error before it is raised.
     """
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        known = frozenset(inspect.signature(function).parameters)
+
         @functools.wraps(function)
         def checked(*args: _P.args, **keywords: _P.kwargs) -> _T:
             for name in keywords:
+                if name in known:
+                    continue
+                error: Exception
                 if name in ours:
-                    raise MisuseError(f"{call}() has no keyword {name}=; pass {ours[name]}")
+                    error = MisuseError(f"{call}() has no keyword {name}=; pass {ours[name]}")
+                else:
+                    error = TypeError(f"{call}() has no keyword {name!r}{meant(name, known)}")
+                if refusing is not None:
+                    refusing(args[0], error)
+                raise error
             return function(*args, **keywords)
 
         return checked

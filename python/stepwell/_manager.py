@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, final, get_args
 
@@ -44,6 +44,7 @@ from ._save_result import Save
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
+from ._types import Metrics
 from .errors import ClosedError, MisuseError
 from .events import OnEvent, tell_save
 
@@ -56,6 +57,13 @@ if TYPE_CHECKING:
 
 Exists = Literal["error", "skip", "replace"]
 _EXISTS = get_args(Exists)
+
+
+def _end_session(manager: object, error: Exception) -> None:
+    """Ends the session of several ranks: a call of ``save`` failed before it was known which save
+    it is."""
+    if isinstance(manager, CheckpointManager) and manager._core is not None:
+        manager._core.end_session(f"{type(error).__name__}: {error}")
 
 
 @public
@@ -163,13 +171,13 @@ class CheckpointManager(Reading):
 
     # ---- saving ----
 
-    @other_words("save", SAVE_WORDS)
+    @other_words("save", SAVE_WORDS, _end_session)
     def save(
         self,
         step: int,
         state: object,
         *,
-        metrics: Mapping[str, object] | None = None,
+        metrics: Metrics | None = None,
         custom_metadata: object = None,
         include: Globs = None,
         exclude: Globs = None,
@@ -220,7 +228,11 @@ class CheckpointManager(Reading):
         """
         core = self._open()
         begun = time.perf_counter()
-        step = step_number(step)
+        try:
+            step = step_number(step)
+        except MisuseError as error:
+            _end_session(self, error)
+            raise
         alone = core.ranks()[1] == 1
         with self._lock:
             failure: BaseException | None = None
@@ -388,7 +400,7 @@ class CheckpointManager(Reading):
         *,
         include: Globs = None,
         exclude: Globs = None,
-        metrics: Mapping[str, object] | None = None,
+        metrics: Metrics | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         """Copies an open checkpoint into this root, byte for byte, as the step that it is. The copy

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, SupportsFloat, SupportsIndex, TypeAlias
 
 #: A value of JSON.
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+#: Metrics by name: real numbers, and arrays without dimensions.
+Metrics: TypeAlias = Mapping[str, SupportsFloat | SupportsIndex]
 
 
 class Array(Protocol):

@@ -456,6 +456,72 @@ with open_manager(on_save_error="warn", save_policy=sw.every_seconds(0) | sw.on_
         assert own[1 - rank][call] == "RankFailed", own
 
 
+@pytest.mark.parametrize("wrong", ["manager.save(-1, state(1))", "manager.save(1, state(1), metric={})"])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_call_that_is_no_save_ends_the_session(
+    tmp_path: Path, root: Path, wrong: str, failing: int
+) -> None:
+    script = (
+        MODEL
+        + f"""
+manager = open_manager()
+manager.save(0, state(0)).result()
+for step in range(1, 8):
+    try:
+        if RANK == {failing} and step == 1:
+            {wrong}
+        manager.save(step, state(step)).result()
+    except Exception as error:
+        print(type(error).__name__, error)
+print(manager.all_steps())
+manager.close()
+"""
+    )
+    for rank, told in enumerate(run(tmp_path, script, 3, root)):
+        first, *rest, steps = told.splitlines()
+        assert steps == "[0]"
+        if rank == failing:
+            assert first.startswith(("MisuseError", "TypeError")), told
+        else:
+            assert first.startswith(f"RankFailed rank {failing} failed"), told
+            assert "Error: " in first
+        assert rest[-1].startswith("SessionLost"), told
+        assert "has no keyword 'metric'; did you mean 'metrics'?" in told or "a step is an integer" in told
+
+
+def test_a_rank_that_closes_fails_the_calls_of_the_first(tmp_path: Path, root: Path) -> None:
+    script = """
+manager = open_manager()
+if RANK == 0:
+    try:
+        manager.save(0, {"x": np.ones(3)})
+    except sw.errors.SessionLost as error:
+        print(error.missing, "has closed its manager" in str(error))
+manager.close()
+"""
+    first, *others = run(tmp_path, script, 3, root)
+    assert first == "[1] True\n"
+    assert others == ["", ""]
+
+
+def test_all_ranks_that_miss_the_first_save_are_named(tmp_path: Path, root: Path) -> None:
+    script = """
+import pathlib
+manager = open_manager(settings={"stall_timeout": 1.0})
+over = pathlib.Path(sys.argv[5])
+if RANK == 0:
+    try:
+        manager.save(0, {"x": np.ones(3)})
+    except sw.errors.CoordinationTimeout as error:
+        print(error.missing)
+    over.touch()
+while not over.exists():
+    time.sleep(0.01)
+os._exit(0)
+"""
+    assert run(tmp_path, script, 4, root, tmp_path / "over")[0] == "[1, 2, 3]\n"
+
+
 def test_ranks_of_a_killed_job_do_not_confuse_the_next(tmp_path: Path, root: Path) -> None:
     killed = (
         MODEL

@@ -449,7 +449,7 @@ impl Machine {
         for mut vote in votes {
             // Ignore late votes of an earlier attempt.
             if vote.attempt == self.plan.attempt && self.missing.remove(&vote.rank).is_some() {
-                if vote.step != self.plan.step {
+                if vote.step != self.plan.step && vote.parts.is_ok() {
                     let cause = format!(
                         "it saves step {} where rank {} saves step {}: all ranks make the same calls, in the same order",
                         vote.step, self.plan.rank, self.plan.step

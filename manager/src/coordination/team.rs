@@ -15,7 +15,8 @@
 //! All ranks make the same calls in the same order. A rank that makes another call gets an error. A
 //! rank whose call ends without an answer (a timeout, an unreachable board) does not know what the
 //! others do. So the session is over for it: its later calls fail with [`Error::SessionLost`], and
-//! its last heartbeat ([`RankHeartbeat::LEFT`]) ends the session of each rank that waits for it.
+//! its last heartbeat ([`RankHeartbeat::LEFT`]) ends the session of each rank that waits for it. A
+//! rank that closes sends that heartbeat too.
 //! The leader removes messages that all ranks have read.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -317,11 +318,24 @@ impl Team {
         let mut reports = vec![mine];
         for rank in 1..self.world_size() {
             let key = self.part_key(number, rank);
-            let part: CallReport<S> = decoded(rank, &self.wait(&key, rank, what)?)?;
+            let message = self.wait(&key, rank, what).map_err(|error| self.all_missing(error, number))?;
+            let part: CallReport<S> = decoded(rank, &message)?;
             self.coordinator.remove(&key)?;
             reports.push(part.map_err(|cause| Error::RankFailed { rank, cause })?);
         }
         Ok(reports)
+    }
+
+    /// Adds the other ranks whose report in that call is missing too to a timeout.
+    fn all_missing(&self, mut error: Error, number: u64) -> Error {
+        if let Error::CoordinationTimeout { missing, .. } = &mut error {
+            let from = missing.first().map_or(1, |first| first.saturating_add(1));
+            missing.extend((from..self.world_size()).filter(|&rank| {
+                let part = self.coordinator.get(&self.part_key(number, rank), Duration::ZERO);
+                matches!(part, Ok(None))
+            }));
+        }
+        error
     }
 
     /// True while the leader gathers reports: it is alive, and its own timeout names the missing
@@ -575,6 +589,8 @@ impl Team {
     /// Returns true if every rank has left.
     pub fn leave(&self, saves: u64, timeout: Duration) -> Result<bool> {
         if !self.leads() {
+            // A rank that waits for another call of this one gets an error at once.
+            self.send_heartbeat(RankHeartbeat::LEFT)?;
             self.coordinator.put(&self.key(&format!("bye/{}", self.rank())), b"")?;
             return Ok(false);
         }
@@ -638,7 +654,13 @@ impl Board<'_> {
             }
             let now = life()?;
             if now == RankHeartbeat::LEFT {
-                let cause = format!("rank {rank} has left it, after a call that had no answer in time");
+                // It may have sent the message just before it left.
+                if let Some(message) = self.coordinator.get(key, Duration::ZERO)? {
+                    return Ok(message);
+                }
+                let cause = format!(
+                    "rank {rank} has left it: it has closed its manager, or a call of it failed and had no answer"
+                );
                 return Err(Error::SessionLost { missing: vec![rank], cause });
             }
             left = timer.left(Some(now));

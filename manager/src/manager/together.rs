@@ -391,6 +391,22 @@ impl Manager {
         }
     }
 
+    /// Ends the session, because a call of this rank failed before it knew which save it makes. The
+    /// next saves of the others fail with the cause, until a call of theirs finds the session over.
+    pub fn end_session(&self, cause: &str) {
+        let inner = &self.inner;
+        if inner.team.is_alone() || !inner.birth.is_here() || inner.check_usable().is_err() {
+            return;
+        }
+        // After this, no heartbeat tells the others that this rank still writes.
+        let _ = inner.drain(None);
+        let (rank, counter) = (inner.team.rank(), inner.saves.lock().counter);
+        for ahead in 0..=inner.options.max_pending as u64 + 1 {
+            participation::abstain(&inner.team, counter.saturating_add(ahead), 0, cause);
+        }
+        inner.team.end_session(Error::RankFailed { rank, cause: cause.to_owned() });
+    }
+
     fn report_left(&self, cause: String) {
         let failed = if self.inner.team.leads() {
             Error::RankFailed { rank: self.inner.team.rank(), cause }
