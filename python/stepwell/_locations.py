@@ -27,14 +27,16 @@ CONTROL = ".stepwell"
 _LOOKED_AT = 64
 
 
-#: A URL: ``scheme://``, also with the one slash that ``pathlib`` leaves of two.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|/(?!/))")
-#: Schemes that are recognised after ``pathlib`` has removed a slash.
+#: A URL: ``scheme://``, also with one slash, as ``pathlib`` makes it of two, or none.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|/?)")
+#: Schemes that are recognised with one slash, or none.
 _SCHEMES = frozenset(
     [
         "abfs",
         "abfss",
+        "adl",
         "az",
+        "dbfs",
         "file",
         "gcs",
         "gs",
@@ -83,6 +85,10 @@ def _from_url(url: str, scheme: str, what: str) -> str:
             "disk or a shared file system, and copy committed steps to the store from there"
         )
     parts = urlsplit(url)
+    if not parts.path.startswith("/"):
+        raise MisuseError(
+            f"{what} is a file: URL without an absolute path ({url!r:.120}); pass the path itself, or file:///…"
+        )
     if parts.netloc not in ("", "localhost"):
         raise MisuseError(f"{what} names another host ({url!r:.120}); pass a path of this machine")
     return unquote(parts.path)

@@ -40,7 +40,7 @@ def test_a_url_is_refused_and_nothing_is_made(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for url in [*URLS, Path("s3://b/x")]:
+    for url in [*URLS, Path("s3://b/x"), "dbfs:/x", "s3:b/x", "GS:/b"]:
         with pytest.raises(sw.MisuseError, match="object stores are not supported yet"):
             entry_points()[name](url)
     assert list(tmp_path.iterdir()) == []
@@ -51,6 +51,27 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert sw.restore(tmp_path / "a b") == {"x": 1}
     with pytest.raises(sw.MisuseError, match="another host"):
         sw.restore("file://elsewhere/x")
+
+
+def test_a_file_url_has_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("file:runs/x", "file:", "FILE:x", "file://"):
+        with pytest.raises(sw.MisuseError, match="without an absolute path"):
+            sw.save(url, {"x": 1})
+    assert list(tmp_path.iterdir()) == []
+    sw.save(f"file:{tmp_path}/one", {"x": 1})
+    sw.save("./file:one", {"x": 2})
+    assert sw.restore(tmp_path / "one") == {"x": 1}
+    assert sw.restore(tmp_path / "file:one") == {"x": 2}
+
+
+def test_only_names_of_steps_are_refused_in_a_root(root: Path) -> None:
+    sw.CheckpointManager(root).close()
+    for name in ("step_00000007", "7"):
+        with pytest.raises(sw.MisuseError, match="has its steps"):
+            sw.save(root / name, {"x": 1})
+    sw.save(root / "final", {"x": 1})
+    assert sw.restore(root / "final") == {"x": 1}
 
 
 def test_the_command_line_refuses_urls() -> None:
