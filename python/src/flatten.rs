@@ -258,11 +258,16 @@ impl<'py> Walk<'_, 'py> {
         let list = object.cast_exact::<PyList>();
         let tuple = object.cast_exact::<PyTuple>();
         if list.is_ok() || tuple.is_ok() {
-            if object.len()? > 0
-                && let Plain::Value(value) = to_value(self.hooks, object, false, depth)?
-            {
-                self.leaf(parent, component, Leaf::Object(value));
-                return Ok(());
+            if object.len()? > 0 {
+                match to_value(self.hooks, object, false, depth) {
+                    Ok(Plain::Value(value)) => {
+                        self.leaf(parent, component, Leaf::Object(value));
+                        return Ok(());
+                    }
+                    // The visit of its parts fails again, and knows which of them it is.
+                    Err(error) if !error.is_instance_of::<PyException>(object.py()) => return Err(error),
+                    Ok(Plain::Not | Plain::Refused(_)) | Err(_) => {}
+                }
             }
             let kind = if list.is_ok() { ContainerKind::List } else { ContainerKind::Tuple };
             let node = self.flat.tree.push_container(parent, component, kind);

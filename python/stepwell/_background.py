@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent import futures
 from typing import TypeVar, final
 
@@ -17,9 +17,9 @@ _ERROR = 40
 
 @final
 class Restore(futures.Future[_T]):
-    """One restore in the background: a ``concurrent.futures.Future``, but that it cannot be
-    cancelled. ``result(timeout)`` returns what ``restore`` would return, or raises its error.
-    Callbacks run on the restore's thread.
+    """One restore in the background: a ``concurrent.futures.Future``. ``result(timeout)`` returns
+    what ``restore`` would return, or raises its error, and so does ``await``. It cannot be
+    cancelled: ``cancel()`` returns False. Callbacks run on the restore's thread.
 
     The thread is no daemon: a process that ends waits for the restore, because the engine fills the
     caller's memory until then.
@@ -52,6 +52,10 @@ class Restore(futures.Future[_T]):
         """Returns the error of the restore, or ``None`` if it succeeded."""
         self._look(timeout)
         return super().exception(0)
+
+    def __await__(self) -> Generator[object, None, _T]:
+        yield from lifecycle.until_done(self.add_done_callback)
+        return self.result(0)
 
     def _look(self, timeout: float | None) -> None:
         self._owner.check()

@@ -33,6 +33,7 @@ from ._restore.structure import Structure, kind_of
 from ._state.leaves import Reviver
 from ._state.specs import ArraySpec, ObjectSpec, to_dtype
 from ._steps import utc
+from ._types import Metrics
 from .errors import ClosedError, MisuseError, StepwellError
 
 #: One step of a path.
@@ -510,7 +511,7 @@ class Checkpoint(Mapping[Key, Any]):
         *,
         include: Globs = None,
         exclude: Globs = None,
-        metrics: Mapping[str, object] | None = None,
+        metrics: Metrics | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> str:
         """Copies the checkpoint to a free path, byte for byte, and returns that path. The copy is

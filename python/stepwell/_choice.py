@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from . import _core
 from ._checks import real_numbers, shown
 from ._restore.options import Globs, glob_key, globs, storable_dtype
+from ._types import Metrics
 from .errors import MisuseError
 
 #: The dtypes that the engine casts between.
@@ -29,6 +30,6 @@ def _float(dtype: object) -> str:
     return name
 
 
-def copied_part(include: Globs, exclude: Globs, metrics: Mapping[str, object] | None) -> _core._Part:
+def copied_part(include: Globs, exclude: Globs, metrics: Metrics | None) -> _core._Part:
     """Returns ``include=``, ``exclude=`` and ``metrics=`` of a copy for the engine."""
     return globs(include, "include"), globs(exclude, "exclude") or [], real_numbers(metrics)

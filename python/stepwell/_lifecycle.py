@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
@@ -187,6 +187,28 @@ def wait_captured() -> None:
 def unseen(failure: BaseException, where: str) -> None:
     """A failure that nobody can see any more: printed at exit, which then is one with an error."""
     _failures.append(f"stepwell: {where}: {type(failure).__name__}: {failure}")
+
+
+def until_done(
+    add_done_callback: Callable[[Callable[[object], object]], object],
+) -> Generator[object, None, None]:
+    """Waits in an event loop for a future of this package, for its ``__await__``."""
+    import asyncio  # costs more than all of this package to import; who awaits has imported it
+
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    def on_done(_: object) -> None:
+        # A loop that was closed meanwhile has nobody who waits any more.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(wake)
+
+    add_done_callback(on_done)
+    yield from ready
 
 
 def wait_patiently(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
@@ -20,6 +21,9 @@ from .errors import MisuseError
 ENGINES = ("auto", "uring", "threads", "buffered")
 #: Numbers of the engine's options are smaller.
 _MOST = 2**62
+#: Bytes of a prefix of a step's name, and digits of its number.
+_LONGEST_PREFIX = 100
+_WIDEST = 19
 #: No chunk is asked to be smaller: a tensor would get more records than bytes.
 _LEAST_CHUNK = 4096
 
@@ -36,12 +40,26 @@ class StepName:
     also_read: tuple[StepName, ...] = ()
 
     def __post_init__(self) -> None:
-        text(self.prefix, "the prefix of a StepName")
-        whole(self.width, "the width of a StepName", 0)
+        prefix = text(self.prefix, "the prefix of a StepName")
+        if prefix.startswith(".") or "/" in prefix or any(map(_is_control, prefix)):
+            raise MisuseError(
+                f"the prefix of a StepName is a part of a directory's name, without a dot at its start, / or control characters, not {shown(prefix)}"
+            )
+        if len(prefix.encode()) > _LONGEST_PREFIX:
+            raise MisuseError(
+                f"the prefix of a StepName has at most {_LONGEST_PREFIX} bytes: {prefix!r:.50}…"
+            )
+        whole(self.width, "the width of a StepName", 0, _WIDEST)
         if not isinstance(self.also_read, tuple) or not all(
             isinstance(one, StepName) for one in self.also_read
         ):
             raise MisuseError(f"also_read is a tuple of StepName, not {shown(self.also_read)}")
+        if any(one.also_read for one in self.also_read):
+            raise MisuseError("a StepName in also_read has none of its own; list all of them in one")
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) == "Cc"
 
 
 @public

@@ -4,7 +4,7 @@ questions about the root."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, overload
@@ -27,6 +27,7 @@ from ._retention import RetentionDecision, decisions
 from ._save_result import Save
 from ._state.specs import as_rank
 from ._steps import StepInfo, steps
+from ._types import Metrics
 from .errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
 from .events import OnEvent, telling_restore
 
@@ -67,7 +68,7 @@ class Reading:
         best: Best | None = None,
         fallback: bool = False,
         return_report: Literal[False] = False,
-        **options: Unpack[ChoiceKeywords],
+        **options: Unpack[ResumeKeywords],
     ) -> _T: ...
     @overload
     def restore(
@@ -78,7 +79,7 @@ class Reading:
         best: Best | None = None,
         fallback: bool = False,
         return_report: Literal[True],
-        **options: Unpack[ChoiceKeywords],
+        **options: Unpack[ResumeKeywords],
     ) -> tuple[_T, RestoreReport]: ...
     @overload
     def restore(
@@ -87,7 +88,8 @@ class Reading:
         *,
         best: Best | None = None,
         fallback: bool = False,
-        **options: Unpack[RestoreKeywords],
+        return_report: bool = False,
+        **options: Unpack[ChoiceKeywords],
     ) -> Any: ...  # the stored structure, or that of like=
     @spelled_out
     def restore(
@@ -159,8 +161,19 @@ class Reading:
         best: Best | None = None,
         fallback: bool = False,
         return_report: Literal[False] = False,
-        **options: Unpack[ChoiceKeywords],
+        **options: Unpack[ResumeKeywords],
     ) -> Restore[_T]: ...
+    @overload
+    def restore_async(
+        self,
+        step: int | None = None,
+        *,
+        into: _T,
+        best: Best | None = None,
+        fallback: bool = False,
+        return_report: Literal[True],
+        **options: Unpack[ResumeKeywords],
+    ) -> Restore[tuple[_T, RestoreReport]]: ...
     @overload
     def restore_async(
         self,
@@ -168,7 +181,8 @@ class Reading:
         *,
         best: Best | None = None,
         fallback: bool = False,
-        **options: Unpack[RestoreKeywords],
+        return_report: bool = False,
+        **options: Unpack[ChoiceKeywords],
     ) -> Restore[Any]: ...  # the stored structure, or that of like=
     @spelled_out
     def restore_async(
@@ -245,7 +259,7 @@ class Reading:
         """Metrics of a step, those that came after the commit included."""
         return self._open().metrics(step_number(step))
 
-    def add_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
+    def add_metrics(self, step: int, metrics: Metrics) -> None:
         """Adds metrics to a committed step (an evaluator's); retention counts them."""
         self._open().add_metrics(step_number(step), real_numbers(metrics))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import final
@@ -122,22 +121,7 @@ class Save:
         return None if self._handle is None else SaveStats(**self._handle.stats())
 
     def __await__(self) -> Generator[object, None, int | None]:
-        import asyncio  # costs more than all of this package to import; who awaits has imported it
-
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        def on_done(_: Save) -> None:
-            # A loop that was closed meanwhile has nobody who waits any more.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(wake)
-
-        self.add_done_callback(on_done)
-        yield from ready
+        yield from lifecycle.until_done(self.add_done_callback)
         return self.result(0)
 
     def __repr__(self) -> str:

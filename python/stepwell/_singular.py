@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import _adapters as adapters
@@ -43,13 +43,21 @@ from ._policies import every_steps
 from ._public import public
 from ._restore import restore as restoring
 from ._restore.fallback import newest_intact
-from ._restore.options import ChoiceKeywords, Globs, RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.options import (
+    ChoiceKeywords,
+    Globs,
+    RestoreKeywords,
+    RestoreOptions,
+    ResumeKeywords,
+    spelled_out,
+)
 from ._restore.report import RestoreReport
 from ._retention import keep_all
 from ._save_result import Save
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
+from ._types import Metrics
 from .errors import CoordinationTimeout, MisuseError, StalledError, StepwellError
 
 if TYPE_CHECKING:
@@ -124,7 +132,7 @@ def save_async(
     path: Path,
     state: object,
     *,
-    metrics: Mapping[str, object] | None = None,
+    metrics: Metrics | None = None,
     custom_metadata: object = None,
     include: Globs = None,
     exclude: Globs = None,
@@ -193,7 +201,7 @@ def save(
     path: Path,
     state: object,
     *,
-    metrics: Mapping[str, object] | None = None,
+    metrics: Metrics | None = None,
     custom_metadata: object = None,
     include: Globs = None,
     exclude: Globs = None,
@@ -267,7 +275,7 @@ def restore(
     into: _T,
     fallback: bool = False,
     return_report: Literal[False] = False,
-    **options: Unpack[ChoiceKeywords],
+    **options: Unpack[ResumeKeywords],
 ) -> _T: ...
 @overload
 def restore(
@@ -277,11 +285,16 @@ def restore(
     into: _T,
     fallback: bool = False,
     return_report: Literal[True],
-    **options: Unpack[ChoiceKeywords],
+    **options: Unpack[ResumeKeywords],
 ) -> tuple[_T, RestoreReport]: ...
 @overload
 def restore(
-    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+    path: Path,
+    step: int | None = None,
+    *,
+    fallback: bool = False,
+    return_report: bool = False,
+    **options: Unpack[ChoiceKeywords],
 ) -> Any: ...  # the stored structure, or that of like=
 @public
 @spelled_out
@@ -325,11 +338,26 @@ def restore_async(
     into: _T,
     fallback: bool = False,
     return_report: Literal[False] = False,
-    **options: Unpack[ChoiceKeywords],
+    **options: Unpack[ResumeKeywords],
 ) -> Restore[_T]: ...
 @overload
 def restore_async(
-    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[True],
+    **options: Unpack[ResumeKeywords],
+) -> Restore[tuple[_T, RestoreReport]]: ...
+@overload
+def restore_async(
+    path: Path,
+    step: int | None = None,
+    *,
+    fallback: bool = False,
+    return_report: bool = False,
+    **options: Unpack[ChoiceKeywords],
 ) -> Restore[Any]: ...  # the stored structure, or that of like=
 @public
 @spelled_out
@@ -350,7 +378,9 @@ def restore_async(
     RestoreOptions.of(options, "restore_async").reading_alone()
     number, flagged = given_step(step), flag(fallback, "fallback")
     where = readable(path)
-    return Restore(f"the restore of {where}", lambda: restore(where, number, fallback=flagged, **options))
+    # The types of the overloads keep into= apart from like=.
+    call: Callable[..., object] = restore
+    return Restore(f"the restore of {where}", lambda: call(where, number, fallback=flagged, **options))
 
 
 # The restored value is of the type that the caller's structure has.
@@ -386,7 +416,7 @@ def verify(
 
 
 @public
-def add_metrics(root: Path, step: int, metrics: Mapping[str, object]) -> None:
+def add_metrics(root: Path, step: int, metrics: Metrics) -> None:
     """Adds metrics to a committed step of a root: an evaluator's, from another process than the
     trainer's."""
     where = absolute(root, "the root")

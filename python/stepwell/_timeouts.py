@@ -14,6 +14,8 @@ def seconds(timeout: float | None, what: str = "a timeout") -> float | None:
     (``math.inf``, centuries). Raises for what is no length of time."""
     if timeout is None:
         return None
+    if isinstance(timeout, (bool, str, bytes)):
+        raise MisuseError(f"{what} is a number of seconds, not {shown(timeout)}")
     try:
         number = float(timeout)
     except OverflowError:  # an integer beyond all floats

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stepwell as sw
@@ -192,3 +193,24 @@ def test_messages_of_the_engine_do_not_speak_python() -> None:
             code = [line for line in lines if not line.startswith(("//", "#[expect"))]
             found += [f"{file.name}: {line}" for line in code if spoken(line)]
     assert found == []
+
+
+class Failing:
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no state now")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [
+        ({"a": {"opt": Failing()}}, "a/opt"),
+        ({"a": [1, Failing()]}, "a[1]"),
+        ({"a": ([Failing()],)}, "a[0][0]"),
+    ],
+)
+def test_an_error_of_an_object_names_its_leaf(tmp_path: Path, state: Any, path: str) -> None:
+    with pytest.raises(RuntimeError, match="no state now") as caught:
+        sw.save(tmp_path / "one", state)
+    assert any(f"`{path}`" in note for note in caught.value.__notes__)

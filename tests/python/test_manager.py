@@ -70,6 +70,37 @@ def test_numbers_are_a_policy_and_a_retention(root: Path) -> None:
         assert manager.all_steps() == [30, 40, 50]
 
 
+@pytest.mark.parametrize("name", ["stall_timeout", "silence", "grace"])
+@pytest.mark.parametrize("value", ["10", b"10", True, [1]])
+def test_seconds_of_options_are_numbers(name: str, value: Any) -> None:
+    with pytest.raises(sw.MisuseError, match="number of seconds"):
+        sw.Options(**{name: value})
+
+
+@pytest.mark.parametrize("prefix", ["a/b", ".step", "a\n", "x" * 101])
+def test_a_prefix_that_is_no_part_of_a_name_is_refused(prefix: str) -> None:
+    with pytest.raises(sw.MisuseError, match="the prefix of a StepName"):
+        sw.StepName(prefix)
+
+
+@pytest.mark.parametrize("rule", [sw.keep_latest(0), sw.keep_best(0, "loss", mode="min")])
+def test_a_retention_that_keeps_nothing_is_refused(root: Path, rule: sw.Retention) -> None:
+    with pytest.raises(sw.MisuseError, match="keeps nothing"):
+        sw.CheckpointManager(root, retention=rule)
+    sw.CheckpointManager(root, retention=rule | sw.keep_every(2)).close()
+
+
+def test_a_metric_that_no_step_has_is_warned_of_once(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    retention = sw.keep_latest(1) | sw.keep_best(1, "los", mode="min")
+    with sw.CheckpointManager(root, retention=retention) as manager:
+        for step in range(4):
+            manager.save(step, state(step), metrics={"loss": 1.0})
+        manager.wait_until_finished()
+    told = [one.getMessage() for one in caplog.records if "`los`" in one.getMessage()]
+    assert len(told) == 1
+    assert "the steps have `loss`" in told[0]
+
+
 @pytest.mark.parametrize("items", ["params", ["params/**"], "par*"])
 def test_items_are_selected_as_leaves_of_a_restore(root: Path, items: Any) -> None:
     retention = sw.keep_latest(1) | sw.keep_every(1, items)

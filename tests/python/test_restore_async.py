@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
+from conftest import same
 
 
 def state(value: float = 0.0) -> dict[str, Any]:
@@ -124,3 +126,19 @@ def test_an_interrupt_ends_the_wait_and_not_the_restore(root: Path) -> None:
     except KeyboardInterrupt:
         pass
     assert restoring.result()["w"].shape == (1 << 25,)
+
+
+def test_a_background_restore_is_awaited(root: Path) -> None:
+    async def awaited(restoring: Any) -> Any:
+        return await restoring
+
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, state()).result()
+        assert same(asyncio.run(awaited(manager.restore_async(0))), state())
+        restoring = manager.restore_async(0)
+        assert not restoring.cancel()
+        restoring.result()
+        assert same(asyncio.run(awaited(restoring)), state())
+        with pytest.raises(sw.StepNotFound):
+            asyncio.run(awaited(manager.restore_async(7)))
+        assert manager.latest_step() == 0, "a failure that was awaited is not raised again"

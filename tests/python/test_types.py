@@ -37,6 +37,11 @@ def checked(tmp_path: Path, source: str) -> list[str]:
         ('sw.CheckpointManager("runs/a").save(0, {}, exists="skipp")', "exists"),
         ('sw.CheckpointManager("runs/a", coordinator="aut")', "coordinator"),
         ('sw.CheckpointManager("runs/a").resume({}, into={})', "into"),
+        ('sw.CheckpointManager("runs/a").save(0, {}, metrics={"loss": "low"})', '"str": "str"'),
+        ('sw.restore("runs/a", into={}, like={})', "overload"),
+        ('sw.CheckpointManager("runs/a").restore_async(into={}, like={})', "overload"),
+        ("sw.keep_every(steps=3, seconds=5.0)", "keep_every"),
+        ("sw.keep_every()", "keep_every"),
     ],
 )
 def test_a_misspelt_name_is_a_type_error(tmp_path: Path, source: str, error: str) -> None:
@@ -57,6 +62,8 @@ reveal_type(mgr.restore(into=[1.0], return_report=True)[1])
 reveal_type(mgr.resume((state, "a"))[1])
 reveal_type(mgr.resume([1.0])[0])
 reveal_type(mgr.restore_async(into=[1.0]).result())
+reveal_type(mgr.restore_async(into=[1.0], return_report=True).result()[1])
+mgr.save(1, state, metrics={"loss": np.float32(1), "size": np.zeros(()), "n": 3})
 reveal_type(mgr.plan_retention()[0].reasons)
 reveal_type(sw.register(sw.Options))
 """,
@@ -68,6 +75,7 @@ reveal_type(sw.register(sw.Options))
         "int",
         "list[float]",
         "list[float]",
+        "stepwell._restore.report.RestoreReport",
         "tuple[str, ...]",
         "type[stepwell._options.Options]",
     ]
