@@ -199,8 +199,7 @@ pub(crate) fn items(
 fn check(state: &StateSource) -> Result<()> {
     if state.tree.nodes().is_empty() {
         return Err(Error::Invalid(
-            "nothing of the state is left to save: include= and exclude= select none of it, and it has no root"
-                .to_owned(),
+            "nothing of the state is left to save: include= and exclude= select none of it".to_owned(),
         ));
     }
     if state.leaves.len() != state.tree.leaf_count() {

@@ -15,7 +15,7 @@ import numpy as np
 
 from . import _core
 from . import _lifecycle as lifecycle
-from ._checks import shown
+from ._checks import meant, shown
 from ._choice import copied_part
 from ._contents import StoredNode, nodes
 from ._locations import absolute, check_destination
@@ -117,6 +117,10 @@ class VerifyReport:
         return self.ok
 
 
+#: Paths that are compared with one that is not found.
+_COMPARED = 2000
+
+
 class Subtree(Mapping[Key, Any]):
     """A container of a checkpoint: look up a child by its key, index or field name, or anything
     below by its path. Nothing is read before a leaf is asked for."""
@@ -134,7 +138,11 @@ class Subtree(Mapping[Key, Any]):
             dropped = [item for item, _ in self._checkpoint._open().dropped()] if not where else []
             if isinstance(key, str) and key.split("/")[0] in dropped:
                 raise KeyError(f"{key!r} was dropped from this step by thinning")
-            raise KeyError(f"{f'`{where}`' if where else 'the state'} has no {key!r}; it has {keys[:20]}")
+            below = [path for path in self._checkpoint.paths()[:_COMPARED] if path.startswith(where)]
+            near = meant(key, [path[len(where) :].lstrip("/.") for path in below])
+            raise KeyError(
+                f"{f'`{where}`' if where else 'the state'} has no {key!r}{near}; it has {keys[:20]}"
+            )
         return self._checkpoint._at(found)
 
     def __contains__(self, key: object) -> bool:

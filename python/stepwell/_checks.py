@@ -254,8 +254,10 @@ def real_numbers(metrics: object) -> dict[str, float]:
             or kind in "bcmMOSU"
         ):
             raise MisuseError(wrong)
+        # A tensor that requires gradients warns of the conversion.
+        detach = getattr(value, "detach", None)
         try:
-            numbers[name] = float(value)
+            numbers[name] = float(detach() if callable(detach) else value)
         except (TypeError, ValueError, OverflowError) as error:
             raise MisuseError(wrong) from error
         if math.isnan(numbers[name]):

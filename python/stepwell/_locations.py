@@ -191,9 +191,14 @@ def explain(path: str, asked_for_step: bool = False) -> str:
     single = [name for name in names[:_LOOKED_AT] if os.path.isfile(os.path.join(path, name, MANIFEST))]
     if found or single:
         kind = "the root" if found else "the checkpoint"
-        few = ", ".join((found or single)[:5])
-        return f"it holds {kind}{'s' if len(found or single) > 1 else ''} {few}: pass that path"
-    return f"it is a directory that holds {'no step: ' + ', '.join(names[:5]) if names else 'nothing'}"
+        plural = "s" if len(found or single) > 1 else ""
+        return f"it holds {kind}{plural} {_few(found or single)}: pass that path"
+    return f"it is a directory that holds {'no step: ' + _few(names) if names else 'nothing'}"
+
+
+def _few(names: list[str]) -> str:
+    """The first names, and a mark if there are more."""
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
 def _inside(path: str) -> str:

@@ -92,6 +92,11 @@ class TrainState:
         #: The optimizers, by name or number; by ``None`` where there is one.
         self.optimizers: dict[_Name, torch.optim.Optimizer] = _by_name(optimizers)
         self.schedulers: dict[_Name, _Scheduler] = _by_name(scheduler)
+        for candidate in self.schedulers.values():
+            if isinstance(candidate, torch.optim.Optimizer):
+                raise MisuseError(
+                    f"scheduler= takes a learning rate scheduler, not {type(candidate).__qualname__}"
+                )
         for name, optimizer in self.optimizers.items():
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise MisuseError(

@@ -968,3 +968,17 @@ def test_trainable_only_works_with_a_model_that_loads_itself(root: Path) -> None
     assert other.loaded
     assert torch.equal(other.lora.weight, one.lora.weight)
     assert torch.equal(other.base.weight, base)
+
+
+def test_an_optimizer_is_no_scheduler() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(sw.MisuseError, match="takes a learning rate scheduler, not SGD"):
+        sw.torch.TrainState(model, optimizer, optimizer)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_metric_may_require_gradients(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"x": 1}, metrics={"loss": torch.ones((), requires_grad=True)}).result()
+        assert manager.metrics(0) == {"loss": 1.0}

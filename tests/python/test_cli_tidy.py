@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +374,64 @@ def test_an_interrupted_copy_leaves_nothing(root: Path, tmp_path: Path) -> None:
     with sw.open(root) as checkpoint, pytest.raises(KeyboardInterrupt):
         checkpoint.copy(tmp_path / "copy", progress=stop)
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".tmp")] == []
+
+
+def test_a_copy_onto_a_step_names_options_of_the_command(root: Path) -> None:
+    make_root(root)
+    other = make_root(root.parent / "other")
+    result = run("cp", f"{root}@10", other)
+    assert result.exit_code == 1
+    assert "has a step 10 already: delete it with `stepwell rm`" in result.stderr
+    assert "exists=" not in result.stderr
+
+
+def test_one_step_is_not_called_steps(root: Path) -> None:
+    make_root(root)
+    assert run("rm", root, 10, "--dry-run").stdout.startswith("would delete step 10 of")
+    assert run("rm", root, 10, 20, "--dry-run").stdout.startswith("would delete steps 10, 20 of")
+
+
+def test_a_command_that_deletes_nothing_shows_no_bar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_root(root)
+    with monkeypatch.context() as patched:
+        patched.setattr("stepwell._cli.writing.progress", None)
+        patched.setattr("stepwell._cli.rm.agreed", lambda *_: False)
+        assert run("rm", root, 10, "-y").exit_code == 1
+    assert steps(root) == [0, 10, 20]
+
+
+def test_a_full_disk_points_to_the_page_about_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_root(root)
+
+    def full(*_: Any, **options: Any) -> Any:
+        raise sw.errors.from_engine("io", "writing .epoch.new failed", {"errno": errno.ENOSPC})
+
+    monkeypatch.setattr("stepwell._cli.writing.manager_of", full)
+    result = run("rm", root, 10, "-y")
+    assert result.exit_code == 1
+    heading = "When a manager or a checkpoint is opened"
+    assert heading in result.stderr
+    page = Path(__file__).resolve().parents[2] / "docs" / "guide" / "troubleshooting.md"
+    assert f"## {heading}" in page.read_text()
+
+
+@pytest.mark.parametrize("step", ["x", "-1", ""])
+def test_a_target_without_a_number_is_refused(root: Path, step: str) -> None:
+    make_root(root)
+    result = run("show", f"{root}@{step}")
+    assert result.exit_code == 2
+    assert "is no step number" in result.stderr
+    assert "no root" not in result.stderr
+
+
+def test_a_list_of_roots_that_goes_on_says_so(tmp_path: Path) -> None:
+    for number in range(7):
+        sw.CheckpointManager(tmp_path / f"run{number}").close()
+    assert "run0, run1, run2, run3, run4, …: pass that path" in run("ls", tmp_path).stderr
+
+
+def test_a_missing_leaf_is_not_near_itself(tmp_path: Path) -> None:
+    sw.save(tmp_path / "one", {"params": {"embed": np.ones(3), "head": np.ones(3)}})
+    result = run("plan", tmp_path / "one", "--like", tmp_path / "one", "--rename", "params/embed=params/head")
+    assert result.exit_code == 1
+    assert "near it is stored `params/embed`" not in result.stdout

@@ -214,3 +214,17 @@ def test_an_error_of_an_object_names_its_leaf(tmp_path: Path, state: Any, path: 
     with pytest.raises(RuntimeError, match="no state now") as caught:
         sw.save(tmp_path / "one", state)
     assert any(f"`{path}`" in note for note in caught.value.__notes__)
+
+
+def test_a_selection_of_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(sw.MisuseError, match="include= and exclude= select none of it"):
+        sw.save(tmp_path / "one", {"a": 1}, exclude="**")
+
+
+def test_a_missing_key_of_a_checkpoint_names_a_near_one(tmp_path: Path) -> None:
+    sw.save(tmp_path / "one", {"t": {"model/weight": {"v": 1}, "model": {"weight": 2}}})
+    with sw.open(tmp_path / "one") as checkpoint:
+        with pytest.raises(KeyError, match="did you mean 't/model/weight'"):
+            checkpoint["t/model/wieght"]
+        with pytest.raises(KeyError, match="did you mean 'model/weight'"):
+            checkpoint["t"]["model/wieght"]

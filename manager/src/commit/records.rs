@@ -558,7 +558,7 @@ fn check_coverage(index: &Index) -> Result<()> {
                 holders.dedup();
                 if holders.is_empty() {
                     format!(
-                        "no rank writes any part of it, of shape {shape:?}: none holds one, or all say that another one's copy counts"
+                        "no rank writes any part of it, of shape {shape:?}: none holds one, all say that another one's copy counts, or the ranks select different leaves (include=, exclude=)"
                     )
                 } else {
                     format!(

@@ -8,7 +8,7 @@ import click
 
 import stepwell as sw
 
-from ..errors import MisuseError
+from ..errors import MisuseError, StepExists
 from .command import command
 from .output import FINE, Output, safe, size
 from .progress import progress
@@ -37,6 +37,11 @@ def cp(
         with progress("copying") as tell:
             if os.path.isdir(os.path.join(destination, ".stepwell")):
                 with writer(destination, None, "cp") as manager:
+                    if step in manager.all_steps():
+                        # The advice of the engine's message is for programs.
+                        raise StepExists(
+                            f"{manager.root} has a step {step} already: delete it with `stepwell rm`, or copy to another root or path"
+                        )
                     manager.add(checkpoint, include=chosen, exclude=exclude, metrics=metrics, progress=tell)
                     with manager.checkpoint(step) as copied:
                         made = copied.path

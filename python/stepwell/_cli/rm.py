@@ -38,7 +38,7 @@ def rm(out: Output, root: str, steps: tuple[int, ...], branch: str | None, yes: 
             raise StepNotFound(f"{path} has no branch {branch!r}; `stepwell ls` lists the branches")
         of_branch = [] if branch is None else branches[branch]
         nbytes = sum(found[step] for step in wanted) + sum(one.nbytes for one in of_branch)
-        what = [f"steps {numbers(wanted)}"] if wanted else []
+        what = [f"step{'s' if len(wanted) > 1 else ''} {numbers(wanted)}"] if wanted else []
         what += [f"branch {branch} ({', '.join(one.label for one in of_branch)})"] if of_branch else []
         question = f"delete {' and '.join(map(safe, what))} of {safe(path)}, {size(nbytes)}"
         if not dry_run:

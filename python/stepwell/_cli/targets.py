@@ -38,7 +38,11 @@ class _TargetType(click.ParamType["Target"]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Target:
         given = str(value)
         root, at, step = given.rpartition("@")
-        if not (at and root and step.isascii() and step.isdigit()) or os.path.lexists(given):
+        if not (at and root) or os.path.lexists(given):
+            return Target(given)
+        if not (step.isascii() and step.isdigit()):
+            if os.path.isdir(root):
+                self.fail(f"{given}: {step!r} is no step number; write {root}@STEP", param, ctx)
             return Target(given)
         return Target(root, int(step))
 

@@ -3,13 +3,14 @@ root, and waits for deletions."""
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import stepwell as sw
 
-from ..errors import LockedError, NoLocks, StalledError
+from ..errors import LockedError, NoLocks, StalledError, StorageError
 from .leftovers import scan
 from .progress import progress
 from .targets import manager_of
@@ -34,6 +35,13 @@ def writer(root: str, retention: sw.Retention | None, what: str) -> Iterator[sw.
             f"{held}: {what} needs to be the only writer; wait for that run to end or stop it, and try again (--dry-run works meanwhile)",
         )
         raise
+    except StorageError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.args = (
+                f"{error}. {what} needs a few hundred bytes of its own. What may be deleted by hand is in the troubleshooting page of the "
+                'documentation, under "When a manager or a checkpoint is opened"',
+            )
+        raise
     try:
         yield manager
     except BaseException:
@@ -48,6 +56,8 @@ def _close(manager: sw.CheckpointManager) -> None:
     def left() -> int:
         return sum(one.nbytes for one in scan(manager.root).dead)
 
+    if not left():
+        return manager.close()
     with progress("deleting") as tell:
         whole = least = left()
         since = time.monotonic()

@@ -40,8 +40,10 @@ impl Matching<'_> {
         // Of stored leaves the stored name is shown: it is what the user will look for in the
         // checkpoint.
         for (i, near) in for_missing.into_iter().enumerate() {
-            let names = near.into_iter().map(|s| render(self.stored_texts.get(s))).collect();
-            self.report.missing[i].near = names;
+            let names = near.into_iter().map(|s| render(self.stored_texts.get(s)));
+            // A rename takes the stored leaf of the same name elsewhere.
+            let missing = &mut self.report.missing[i];
+            missing.near = names.filter(|name| *name != missing.path).collect();
         }
         for (i, near) in for_unexpected.into_iter().enumerate() {
             let names = near.into_iter().map(|w| render(self.wanted_texts.get(w))).collect();
