@@ -1,5 +1,5 @@
-//! Bytes, memory and files of **one** checkpoint. This crate knows nothing of steps, retention or
-//! commits.
+//! Bytes, memory and files of **one** checkpoint. This crate makes no decision about steps,
+//! retention or commits; it has the format of their records.
 //!
 //! ```text
 //! save:    leaves ─provider─▶ chunks ─capture─▶ slots ─checksum─▶ blocks ─Disk─▶ data file + footer

@@ -57,7 +57,7 @@ pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};
-pub use reader::{ReadFailure, Reader};
+pub use reader::{ReadFailure, Reader, read_foreign};
 pub use retention::{Mode, Retention};
 pub use save::{Outcome, Refusal, Save, Stats, Streams};
 pub use save_policy::SavePolicy;

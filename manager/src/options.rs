@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use serde::{Deserialize, Deserializer};
+use stepwell_core::format::block;
 use stepwell_core::load::LoadOptions;
+use stepwell_core::staging::DEFAULT_SLOT_BYTES;
 use stepwell_core::sys::total_memory;
 
 use crate::error::{Error, Result};
@@ -182,13 +184,12 @@ impl Options {
     pub fn check(&self) -> Result<()> {
         self.save_policy.check()?;
         self.retention.check()?;
-        if !self.block_bytes.is_multiple_of(4096)
-            || !stepwell_core::limits::BLOCK_BYTES.contains(&self.block_bytes)
-        {
+        block::check_size(self.block_bytes)
+            .map_err(|what| Error::Invalid(format!("block_bytes={}: {what}", self.block_bytes)))?;
+        if self.block_bytes > DEFAULT_SLOT_BYTES as u64 {
             return Err(Error::Invalid(format!(
-                "block_bytes={} must be a multiple of 4096 within {:?}",
-                self.block_bytes,
-                stepwell_core::limits::BLOCK_BYTES
+                "block_bytes={} is more than {DEFAULT_SLOT_BYTES}, the bytes of a slot",
+                self.block_bytes
             )));
         }
         if let (Some(bytes), Some(there)) = (self.staging_bytes, total_memory())

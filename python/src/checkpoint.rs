@@ -75,7 +75,7 @@ impl Opened {
 }
 
 /// The part of a foreign checkpoint that is not in arrays.
-struct Described {
+struct ForeignFacts {
     /// Objects by their leaf.
     objects: HashMap<u32, Py<PyAny>>,
     /// Facts in the form of a manifest.
@@ -86,7 +86,7 @@ struct Described {
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Checkpoint {
     inner: Mutex<Option<Arc<Opened>>>,
-    described: Option<Described>,
+    foreign: Option<ForeignFacts>,
 }
 
 impl Checkpoint {
@@ -96,7 +96,7 @@ impl Checkpoint {
         opening: impl FnOnce() -> Result<Engined, Error> + Send + 'static,
     ) -> PyResult<Self> {
         let opened = wait::on_thread(py, opening)?.map_err(|error| raise_manager(py, &error))?;
-        Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Step(opened)))), described: None })
+        Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Step(opened)))), foreign: None })
     }
 
     pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<Opened>> {
@@ -255,8 +255,8 @@ impl Checkpoint {
             Reader::foreign(&directory, index, &environment)
         })?
         .map_err(|error| raise_manager(py, &error))?;
-        let described = Some(Described { objects, manifest });
-        Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), described })
+        let foreign = Some(ForeignFacts { objects, manifest });
+        Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), foreign })
     }
 
     fn close(&self, py: Python<'_>) {
@@ -284,7 +284,7 @@ impl Checkpoint {
     fn manifest(&self, py: Python<'_>) -> PyResult<String> {
         let inner = self.get(py)?;
         let Ok(step) = inner.step() else {
-            return Ok(self.described.as_ref().map(|one| one.manifest.clone()).unwrap_or_default());
+            return Ok(self.foreign.as_ref().map(|one| one.manifest.clone()).unwrap_or_default());
         };
         let bytes = step.manifest().encode().map_err(|error| raise_manager(py, &error.into()))?;
         let text = String::from_utf8(bytes).map_err(|error| PyValueError::new_err(error.to_string()))?;
@@ -360,9 +360,9 @@ impl Checkpoint {
             return Ok(Vec::new());
         }
         let inner = self.get(py)?;
-        if let Some(described) = &self.described {
+        if let Some(foreign) = &self.foreign {
             let holder = |leaf| inner.outline().resolve(leaf).map_or(leaf, |(holder, _)| holder);
-            let object = |leaf: u32| described.objects.get(&holder(leaf)).map(|one| one.bind(py).clone());
+            let object = |leaf: u32| foreign.objects.get(&holder(leaf)).map(|one| one.bind(py).clone());
             let missing = || PyValueError::new_err("a leaf without an object");
             return leaves.into_iter().map(|leaf| object(leaf).ok_or_else(missing)).collect();
         }
@@ -430,7 +430,7 @@ impl Checkpoint {
             requests.push(Request::row_major(leaf, region, itemsize, number));
         }
         // Foreign objects are in memory.
-        let objects = if self.described.is_some() { Vec::new() } else { objects };
+        let objects = if self.foreign.is_some() { Vec::new() } else { objects };
         let planned = wait::on_thread(py, move || inner.plan(&requests, &objects))?
             .map_err(|error| raise_manager(py, &error))?;
         let row = |file: FileReads| {

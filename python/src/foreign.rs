@@ -1,13 +1,17 @@
-//! The parsers of other libraries' bytes, for the package's format modules.
+//! Foreign files for the package's format modules: bytes of them, and parsers of these bytes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use stepwell_core::Error;
 use stepwell_core::foreign::{Fault, safetensors};
+use stepwell_core::io::{Engine, Purpose};
 
 use crate::errors::raise;
+use crate::manager::call;
+use crate::options;
 
 /// `(name, dtype, shape, offset in the file, bytes)`.
 type TensorRow = (String, String, Vec<u64>, u64, u64);
@@ -15,8 +19,23 @@ type TensorRow = (String, String, Vec<u64>, u64, u64);
 /// Metadata by name, and the tensors.
 type HeaderRows = (Vec<(String, String)>, Vec<TensorRow>);
 
-/// Parses the header of a safetensors file: `start` are its first eight bytes or more. Returns the
-/// length of the header, which follows these eight bytes.
+/// Reads bytes of a file, as far as it has them. Also returns its length.
+#[pyfunction]
+pub fn read_foreign(
+    py: Python<'_>,
+    path: PathBuf,
+    offset: u64,
+    length: usize,
+) -> PyResult<(Bound<'_, PyBytes>, u64)> {
+    let (bytes, file_length) = call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+        stepwell_manager::read_foreign(&path, offset, length, &environment)
+    })?;
+    Ok((PyBytes::new(py, &bytes), file_length))
+}
+
+/// Returns the length of the header of a safetensors file of that length. The header follows the
+/// first eight bytes, `start`.
 #[pyfunction]
 pub fn safetensors_header_length(
     py: Python<'_>,
@@ -29,11 +48,11 @@ pub fn safetensors_header_length(
         .first_chunk()
         .ok_or_else(too_short)
         .and_then(|&start| safetensors::header_length(start, file_length));
-    length.map_err(|fault| corrupt(py, path, &fault))
+    length.map_err(|fault| corrupt(py, &path, &fault))
 }
 
-/// Parses the header of a safetensors file of that length: the entries of its metadata, and its
-/// tensors in the order of their bytes.
+/// Parses the header of a safetensors file of that length. Returns the entries of its metadata, and
+/// its tensors in the order of their bytes.
 #[pyfunction]
 pub fn safetensors_header(
     py: Python<'_>,
@@ -41,11 +60,11 @@ pub fn safetensors_header(
     header: &[u8],
     file_length: u64,
 ) -> PyResult<HeaderRows> {
-    let header = safetensors::parse(header, file_length).map_err(|fault| corrupt(py, path, &fault))?;
-    let row = |one: safetensors::Tensor| (one.name, one.dtype, one.shape, one.offset, one.length);
+    let header = safetensors::parse(header, file_length).map_err(|fault| corrupt(py, &path, &fault))?;
+    let row = |one: safetensors::SafetensorsEntry| (one.name, one.dtype, one.shape, one.offset, one.length);
     Ok((header.metadata, header.tensors.into_iter().map(row).collect()))
 }
 
-fn corrupt(py: Python<'_>, path: PathBuf, fault: &Fault) -> PyErr {
+fn corrupt(py: Python<'_>, path: &Path, fault: &Fault) -> PyErr {
     raise(py, &Error::corrupt(path, fault.to_string()))
 }

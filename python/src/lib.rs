@@ -7,7 +7,9 @@
 //! | [`arrays`] [`ingest`] | arrays of other libraries; memory that Python owns, the only unsafe code |
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types and what it does by path, as Python sees them |
-//! | [`matching`] [`options`] [`plan`] | what is asked of them, and what they answer |
+//! | [`matching`] [`options`] | what is asked of them, and what they answer |
+//! | [`foreign`] | bytes of other libraries' files, for the package's format modules |
+//! | [`state`] | a flattened state between its walk and its capture |
 //! | [`board`] | what carries the messages of several processes, where that is Python's |
 //! | [`snapshot`] | a flattened state as the engine takes it |
 //! | [`events`] [`log`] [`wait`] | what waits for the notifier thread; the engine's log; waits that answer signals |
@@ -49,7 +51,7 @@ mod _core {
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
-    use crate::foreign::{safetensors_header, safetensors_header_length};
+    use crate::foreign::{read_foreign, safetensors_header, safetensors_header_length};
     #[pymodule_export]
     use crate::manager::{Held, Manager, Turn};
     #[pymodule_export]

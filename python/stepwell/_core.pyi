@@ -38,6 +38,7 @@ __all__ = [
     "is_plain",
     "match_state",
     "open_path",
+    "read_foreign",
     "renamed",
     "repair",
     "safetensors_header",
@@ -248,6 +249,7 @@ _ForeignTensor = tuple[str, Sequence[int], Sequence[tuple[int, int, int, Sequenc
 #: A tensor, or the leaf that it is tied to, or else an object.
 _ForeignLeaf = tuple[_ForeignTensor | None, int | None]
 
+def read_foreign(path: _Path, offset: int, length: int) -> tuple[bytes, int]: ...
 def safetensors_header_length(path: _Path, start: bytes, file_length: int) -> int: ...
 def safetensors_header(
     path: _Path, header: bytes, file_length: int

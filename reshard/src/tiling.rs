@@ -1,4 +1,4 @@
-//! True if the chunks of a tensor cover it exactly once: asked before a commit, and by a reader
+//! Checks that the chunks of a tensor cover it exactly once. A commit asks it, and a reader asks it
 //! before it trusts that every byte of a buffer will be filled.
 //!
 //! Chunks tile a tensor when, at every element, as many chunks as whole tensors (one) are there.
@@ -146,7 +146,8 @@ impl Sweep<'_> {
         self.boxes.get(term.of).map_or(self.whole, |(_, region)| region)
     }
 
-    /// True if the sum of the terms' cross-sections (the axes from `axis` on) is zero everywhere.
+    /// Returns a difference where the sum of the terms' cross-sections (the axes from `axis` on) is
+    /// not zero.
     fn differs(&mut self, axis: usize, terms: Vec<Term>) -> Option<Difference> {
         if axis == self.whole.ndim() {
             return (terms.iter().map(|term| term.sign).sum::<i64>() != 0).then_some(Difference::At);

@@ -385,7 +385,8 @@ def test_integers_of_numpy_are_integers(root: Path) -> None:
         {"options": {}}, {"options": {"engine": "auto"}}, {"step_name": "step_"}, {"save_policy": 0}, {"save_policy": True}, {"retention": 0}, {"retention": "3"}, {"save_policy": lambda s, n: True},
         {"retention": sw.keep_latest}, {"staging_bytes": "lots"}, {"staging_bytes": -1}, {"staging_bytes": 1.5}, {"max_pending": "x"},
         {"max_pending": -1}, {"read_only": "no"}, {"on_save_error": "ignore"}, {"coordinator": 3}, {"coordinator": np.zeros(2)},
-        {"options": sw.Options(silence=0.01)}, {"options": sw.Options(block_bytes=3)}, {"step_name": sw.StepName("a/b")},
+        {"options": sw.Options(silence=0.01)}, {"options": sw.Options(block_bytes=3)}, {"options": sw.Options(block_bytes=12288)},
+        {"options": sw.Options(block_bytes=16 << 20)}, {"step_name": sw.StepName("a/b")},
     ],
 )  # fmt: skip
 def test_a_manager_refuses_what_it_cannot_use_and_makes_nothing(root: Path, wrong: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ hostile ones."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
@@ -173,6 +174,14 @@ def test_hostile_indexes_are_refused(tmp_path: Path, index: str, expected: str) 
     (tmp_path / "x.safetensors.index.json").write_text(index)
     with pytest.raises(sw.CorruptCheckpoint, match=expected):
         sw.open(tmp_path)
+
+
+def test_a_missing_shard_is_named(shards: Path) -> None:
+    missing = shards / "model-00002-of-00002.safetensors"
+    missing.unlink()
+    with pytest.raises(sw.StorageError, match="model-00002-of-00002") as failure:
+        sw.open(shards)
+    assert failure.value.errno == errno.ENOENT
 
 
 def test_a_file_that_changes_length_is_damage(model: Path) -> None:

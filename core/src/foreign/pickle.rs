@@ -1,7 +1,7 @@
 //! A machine for pickles that builds inert nodes and calls nothing.
 //!
 //! It knows the 55 opcodes that `pickle` writes from protocol 2 on. A call (`REDUCE`, `NEWOBJ`, …)
-//! becomes a [`Node::Call`], which names its callable. The caller decides which names it
+//! becomes a [`PickleNode::Call`], which names its callable. The caller decides which names it
 //! understands. A pickle is a graph: nodes may be shared, and lists, dicts and calls may contain
 //! themselves. So a walk over the nodes keeps a set of the visited ones.
 //!
@@ -19,7 +19,7 @@ pub type NodeId = u32;
 
 /// A value of a pickle.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Node {
+pub enum PickleNode {
     /// `None`.
     None,
     /// A truth value.
@@ -109,7 +109,7 @@ pub enum How {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pickle {
     /// All nodes.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<PickleNode>,
     /// The node of the value.
     pub root: NodeId,
     /// Bytes from the start to behind the last opcode. A stream may go on after a pickle.
@@ -143,7 +143,7 @@ struct Machine<'a> {
     at: usize,
     /// Offset of the current opcode, for messages.
     opcode_at: usize,
-    nodes: Vec<Node>,
+    nodes: Vec<PickleNode>,
     stack: Vec<NodeId>,
     /// Heights of the stack at its marks.
     marks: Vec<usize>,
@@ -212,14 +212,14 @@ impl Machine<'_> {
     }
 
     /// The value that an opcode puts on the stack.
-    fn value(&mut self, opcode: u8) -> Parsed<Node> {
+    fn value(&mut self, opcode: u8) -> Parsed<PickleNode> {
         Ok(match opcode {
-            b'N' => Node::None,
-            0x88 => Node::Bool(true),
-            0x89 => Node::Bool(false),
-            b'J' => Node::Int(i64::from(i32::from_le_bytes(self.array()?))),
-            b'K' => Node::Int(i64::from(self.byte()?)),
-            b'M' => Node::Int(i64::from(u16::from_le_bytes(self.array()?))),
+            b'N' => PickleNode::None,
+            0x88 => PickleNode::Bool(true),
+            0x89 => PickleNode::Bool(false),
+            b'J' => PickleNode::Int(i64::from(i32::from_le_bytes(self.array()?))),
+            b'K' => PickleNode::Int(i64::from(self.byte()?)),
+            b'M' => PickleNode::Int(i64::from(u16::from_le_bytes(self.array()?))),
             0x8a => {
                 let length = usize::from(self.byte()?);
                 self.integer(length)?
@@ -228,7 +228,7 @@ impl Machine<'_> {
                 let length = self.length_of(4)?;
                 self.integer(length)?
             }
-            b'G' => Node::Float(f64::from_be_bytes(self.array()?)),
+            b'G' => PickleNode::Float(f64::from_be_bytes(self.array()?)),
             b'U' | 0x8c | b'C' => {
                 let length = self.length_of(1)?;
                 self.sized(opcode, length)?
@@ -241,18 +241,18 @@ impl Machine<'_> {
                 let length = self.length_of(8)?;
                 self.sized(opcode, length)?
             }
-            b']' => Node::List(Box::default()),
-            b'l' => Node::List(Box::new(self.pop_to_mark()?)),
-            b')' => Node::Tuple(Box::default()),
-            b't' => Node::Tuple(self.pop_to_mark()?.into()),
-            0x85..=0x87 => Node::Tuple(self.pop_several(usize::from(opcode - 0x84))?.into()),
-            b'}' => Node::Dict(Box::default()),
+            b']' => PickleNode::List(Box::default()),
+            b'l' => PickleNode::List(Box::new(self.pop_to_mark()?)),
+            b')' => PickleNode::Tuple(Box::default()),
+            b't' => PickleNode::Tuple(self.pop_to_mark()?.into()),
+            0x85..=0x87 => PickleNode::Tuple(self.pop_several(usize::from(opcode - 0x84))?.into()),
+            b'}' => PickleNode::Dict(Box::default()),
             b'd' => {
                 let values = self.pop_to_mark()?;
-                Node::Dict(Box::new(self.pairs(&values)?))
+                PickleNode::Dict(Box::new(self.pairs(&values)?))
             }
-            0x8f => Node::Set(Box::default()),
-            0x91 => Node::FrozenSet(self.pop_to_mark()?.into()),
+            0x8f => PickleNode::Set(Box::default()),
+            0x91 => PickleNode::FrozenSet(self.pop_to_mark()?.into()),
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
                 global(module, name)
@@ -273,19 +273,19 @@ impl Machine<'_> {
                 let [class, args, keywords] = self.pop_array()?;
                 call(How::New, class, args, Some(keywords))
             }
-            b'Q' => Node::Persistent(self.pop()?),
+            b'Q' => PickleNode::Persistent(self.pop()?),
             other => return Err(self.refused(other)),
         })
     }
 
     /// Text or bytes of that length.
-    fn sized(&mut self, opcode: u8, length: usize) -> Parsed<Node> {
+    fn sized(&mut self, opcode: u8, length: usize) -> Parsed<PickleNode> {
         let bytes = self.span(length)?;
         Ok(match opcode {
-            b'X' | 0x8c | 0x8d => Node::Str(bytes),
-            0x96 => Node::ByteArray(bytes),
+            b'X' | 0x8c | 0x8d => PickleNode::Str(bytes),
+            0x96 => PickleNode::ByteArray(bytes),
             // Strings of Python 2 are bytes.
-            _ => Node::Bytes(bytes),
+            _ => PickleNode::Bytes(bytes),
         })
     }
 
@@ -294,8 +294,10 @@ impl Machine<'_> {
         let values = if opcode == b'a' { vec![self.pop()?] } else { self.pop_to_mark()? };
         let target = self.top()?;
         match (opcode, self.node_mut(target)) {
-            (b'a' | b'e', Some(Node::List(items))) | (0x90, Some(Node::Set(items))) => items.extend(values),
-            (_, Some(Node::Call(call))) => call.items.extend(values),
+            (b'a' | b'e', Some(PickleNode::List(items))) | (0x90, Some(PickleNode::Set(items))) => {
+                items.extend(values);
+            }
+            (_, Some(PickleNode::Call(call))) => call.items.extend(values),
             _ => return Err(self.fault("elements were appended to what has none".to_owned())),
         }
         Ok(())
@@ -307,8 +309,8 @@ impl Machine<'_> {
         let pairs = self.pairs(&values)?;
         let target = self.top()?;
         match self.node_mut(target) {
-            Some(Node::Dict(entries)) => entries.extend(pairs),
-            Some(Node::Call(call)) => call.entries.extend(pairs),
+            Some(PickleNode::Dict(entries)) => entries.extend(pairs),
+            Some(PickleNode::Call(call)) => call.entries.extend(pairs),
             _ => return Err(self.fault("entries were set in what has none".to_owned())),
         }
         Ok(())
@@ -319,21 +321,21 @@ impl Machine<'_> {
         let state = self.pop()?;
         let target = self.top()?;
         match self.node_mut(target) {
-            Some(Node::Call(call)) if call.state.is_none() => call.state = Some(state),
-            Some(Node::Call(_)) => return Err(self.fault("an object got a second state".to_owned())),
+            Some(PickleNode::Call(call)) if call.state.is_none() => call.state = Some(state),
+            Some(PickleNode::Call(_)) => return Err(self.fault("an object got a second state".to_owned())),
             _ => return Err(self.fault("a state was given to what is no object".to_owned())),
         }
         Ok(())
     }
 
-    fn push(&mut self, node: Node) -> Parsed<()> {
+    fn push(&mut self, node: PickleNode) -> Parsed<()> {
         let id = NodeId::try_from(self.nodes.len()).map_err(|_| self.fault("2^32 values".to_owned()))?;
         self.nodes.push(node);
         self.stack.push(id);
         Ok(())
     }
 
-    fn node_mut(&mut self, id: NodeId) -> Option<&mut Node> {
+    fn node_mut(&mut self, id: NodeId) -> Option<&mut PickleNode> {
         self.nodes.get_mut(id as usize)
     }
 
@@ -403,7 +405,7 @@ impl Machine<'_> {
     /// The text of a module or name.
     fn name(&self, id: NodeId) -> Parsed<String> {
         let text = match self.nodes.get(id as usize) {
-            Some(Node::Str(span)) if span.length <= MAX_NAME_BYTES => {
+            Some(PickleNode::Str(span)) if span.length <= MAX_NAME_BYTES => {
                 self.bytes.get(span.range()).and_then(|bytes| std::str::from_utf8(bytes).ok())
             }
             _ => None,
@@ -439,9 +441,9 @@ impl Machine<'_> {
     }
 
     /// An integer in two's complement, little-endian.
-    fn integer(&mut self, length: usize) -> Parsed<Node> {
+    fn integer(&mut self, length: usize) -> Parsed<PickleNode> {
         if length > 8 {
-            return self.span(length).map(Node::Long);
+            return self.span(length).map(PickleNode::Long);
         }
         let bytes = self.take(length)?;
         let fill = if bytes.last().is_some_and(|byte| byte & 0x80 != 0) { 0xff } else { 0 };
@@ -449,7 +451,7 @@ impl Machine<'_> {
         for (to, from) in wide.iter_mut().zip(bytes) {
             *to = *from;
         }
-        Ok(Node::Int(i64::from_le_bytes(wide)))
+        Ok(PickleNode::Int(i64::from_le_bytes(wide)))
     }
 
     fn array<const N: usize>(&mut self) -> Parsed<[u8; N]> {
@@ -500,13 +502,13 @@ impl Machine<'_> {
     }
 }
 
-fn call(how: How, callable: NodeId, args: NodeId, keywords: Option<NodeId>) -> Node {
+fn call(how: How, callable: NodeId, args: NodeId, keywords: Option<NodeId>) -> PickleNode {
     let (items, entries) = (Vec::new(), Vec::new());
-    Node::Call(Box::new(Call { how, callable, args, keywords, state: None, items, entries }))
+    PickleNode::Call(Box::new(Call { how, callable, args, keywords, state: None, items, entries }))
 }
 
-fn global(module: String, name: String) -> Node {
-    Node::Global(Box::new(Global { module, name }))
+fn global(module: String, name: String) -> PickleNode {
+    PickleNode::Global(Box::new(Global { module, name }))
 }
 
 #[cfg(test)]

@@ -19,16 +19,16 @@ pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// A parsed header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Header {
+pub struct SafetensorsHeader {
     /// The text entries of `__metadata__`, in the order of the file.
     pub metadata: Vec<(String, String)>,
     /// The tensors, in the order of their bytes.
-    pub tensors: Vec<Tensor>,
+    pub tensors: Vec<SafetensorsEntry>,
 }
 
 /// A tensor of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tensor {
+pub struct SafetensorsEntry {
     /// Its name: any text.
     pub name: String,
     /// Its dtype, as the format calls it (`BF16`).
@@ -60,13 +60,14 @@ pub fn header_length(bytes: [u8; LENGTH_BYTES as usize], file_length: u64) -> Pa
 }
 
 /// Parses the header of a file of that length.
-pub fn parse(header: &[u8], file_length: u64) -> Parsed<Header> {
-    let entries: Entries = serde_json::from_slice(header).map_err(|error| {
+pub fn parse(header: &[u8], file_length: u64) -> Parsed<SafetensorsHeader> {
+    let entries: HeaderFields = serde_json::from_slice(header).map_err(|error| {
         Fault::new(LENGTH_BYTES, format!("the header is no valid JSON of tensors: {error}"))
     })?;
     let begin = LENGTH_BYTES + header.len() as u64;
     let mut tensors = Vec::with_capacity(entries.tensors.len());
-    for (name, Info { dtype, shape: Shape(shape), data_offsets: (first, end) }) in entries.tensors {
+    for (name, EntryFields { dtype, shape: EntryShape(shape), data_offsets: (first, end) }) in entries.tensors
+    {
         let fault = |what: String| Fault::new(LENGTH_BYTES, format!("tensor `{name}`: {what}"));
         let Some(length) = end.checked_sub(first) else {
             return Err(fault(format!("it ends at {end}, before it begins at {first}")));
@@ -81,9 +82,9 @@ pub fn parse(header: &[u8], file_length: u64) -> Parsed<Header> {
             return Err(fault(format!("{length} bytes are not those of {dtype} in shape {shape:?}")));
         }
         let offset = begin.checked_add(first).ok_or_else(|| fault("its offset is too large".to_owned()))?;
-        tensors.push(Tensor { name, dtype, shape, offset, length });
+        tensors.push(SafetensorsEntry { name, dtype, shape, offset, length });
     }
-    tensors.sort_by(|one: &Tensor, other| one.name.cmp(&other.name));
+    tensors.sort_by(|one: &SafetensorsEntry, other| one.name.cmp(&other.name));
     let twice = tensors.windows(2).find(|two| matches!(two, [one, other] if one.name == other.name));
     if let Some([one, ..]) = twice {
         return Err(Fault::new(LENGTH_BYTES, format!("tensor `{}` occurs twice", one.name)));
@@ -103,7 +104,7 @@ pub fn parse(header: &[u8], file_length: u64) -> Parsed<Header> {
     if at != file_length {
         return Err(Fault::new(at, format!("the last tensor ends at byte {at}; the file has {file_length}")));
     }
-    Ok(Header { metadata: entries.metadata, tensors })
+    Ok(SafetensorsHeader { metadata: entries.metadata, tensors })
 }
 
 /// Bits of an element.
@@ -121,25 +122,25 @@ fn bits_of(dtype: &str) -> Option<u32> {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Info {
+struct EntryFields {
     dtype: String,
-    shape: Shape,
+    shape: EntryShape,
     data_offsets: (u64, u64),
 }
 
-struct Shape(Vec<u64>);
+struct EntryShape(Vec<u64>);
 
-impl<'de> Deserialize<'de> for Shape {
+impl<'de> Deserialize<'de> for EntryShape {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct ShapeVisitor;
         impl<'de> Visitor<'de> for ShapeVisitor {
-            type Value = Shape;
+            type Value = EntryShape;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("the elements along each dimension")
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<Shape, A::Error> {
+            fn visit_seq<A: SeqAccess<'de>>(self, mut sequence: A) -> Result<EntryShape, A::Error> {
                 let mut shape = Vec::new();
                 while let Some(n) = sequence.next_element()? {
                     if shape.len() as u64 == MAX_DIMS {
@@ -147,7 +148,7 @@ impl<'de> Deserialize<'de> for Shape {
                     }
                     shape.push(n);
                 }
-                Ok(Shape(shape))
+                Ok(EntryShape(shape))
             }
         }
         deserializer.deserialize_seq(ShapeVisitor)
@@ -156,65 +157,65 @@ impl<'de> Deserialize<'de> for Shape {
 
 /// The entries of a header.
 #[derive(Default)]
-struct Entries {
+struct HeaderFields {
     metadata: Vec<(String, String)>,
-    tensors: Vec<(String, Info)>,
+    tensors: Vec<(String, EntryFields)>,
 }
 
-impl<'de> Deserialize<'de> for Entries {
+impl<'de> Deserialize<'de> for HeaderFields {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(EntriesVisitor)
+        deserializer.deserialize_map(HeaderVisitor)
     }
 }
 
-struct EntriesVisitor;
+struct HeaderVisitor;
 
-impl<'de> Visitor<'de> for EntriesVisitor {
-    type Value = Entries;
+impl<'de> Visitor<'de> for HeaderVisitor {
+    type Value = HeaderFields;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an object of tensors")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
-        let mut entries = Entries::default();
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<HeaderFields, A::Error> {
+        let mut entries = HeaderFields::default();
         let mut metadata = None;
         while let Some(name) = map.next_key::<String>()? {
             if name == "__metadata__" {
-                if metadata.replace(map.next_value::<Texts>()?).is_some() {
+                if metadata.replace(map.next_value::<MetadataFields>()?).is_some() {
                     return Err(A::Error::duplicate_field("__metadata__"));
                 }
             } else {
                 entries.tensors.push((name, map.next_value()?));
             }
         }
-        entries.metadata = metadata.map(|Texts(texts)| texts).unwrap_or_default();
+        entries.metadata = metadata.map(|MetadataFields(texts)| texts).unwrap_or_default();
         Ok(entries)
     }
 }
 
 /// An object of texts, in order.
-struct Texts(Vec<(String, String)>);
+struct MetadataFields(Vec<(String, String)>);
 
-impl<'de> Deserialize<'de> for Texts {
+impl<'de> Deserialize<'de> for MetadataFields {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct TextsVisitor;
-        impl<'de> Visitor<'de> for TextsVisitor {
-            type Value = Texts;
+        struct MetadataVisitor;
+        impl<'de> Visitor<'de> for MetadataVisitor {
+            type Value = MetadataFields;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("an object of texts")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Texts, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<MetadataFields, A::Error> {
                 let mut texts = Vec::new();
                 while let Some(entry) = map.next_entry()? {
                     texts.push(entry);
                 }
-                Ok(Texts(texts))
+                Ok(MetadataFields(texts))
             }
         }
-        deserializer.deserialize_map(TextsVisitor)
+        deserializer.deserialize_map(MetadataVisitor)
     }
 }
 

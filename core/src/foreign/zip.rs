@@ -29,7 +29,7 @@ const PATCHED: u64 = 1 << 5;
 
 /// The place of the central directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Directory {
+pub struct ZipDirectory {
     /// Offset in the file.
     pub offset: u64,
     /// Bytes.
@@ -40,7 +40,7 @@ pub struct Directory {
 
 /// How a member's bytes are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Method {
+pub enum ZipMethod {
     /// As they are.
     Stored,
     /// Deflated.
@@ -49,11 +49,11 @@ pub enum Method {
 
 /// A member of an archive.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Member {
+pub struct ZipMember {
     /// Its name.
     pub name: String,
     /// How its bytes are stored.
-    pub method: Method,
+    pub method: ZipMethod,
     /// CRC-32 of its bytes.
     pub crc: u32,
     /// Bytes as they are stored.
@@ -66,7 +66,7 @@ pub struct Member {
 
 /// Finds the central directory. `tail` are the last bytes of a file of `file_length` bytes: all, or
 /// at least [`MAX_TAIL_BYTES`].
-pub fn directory(tail: &[u8], file_length: u64) -> Parsed<Directory> {
+pub fn directory(tail: &[u8], file_length: u64) -> Parsed<ZipDirectory> {
     let begin = file_length.saturating_sub(tail.len() as u64);
     let none = || Fault::new(begin, "the end record of a zip archive was expected, and there is none");
     let last = tail.len().checked_sub(22).ok_or_else(none)?;
@@ -97,7 +97,7 @@ pub fn directory(tail: &[u8], file_length: u64) -> Parsed<Directory> {
         None if disk != 0 || first_disk != 0 || here != count => {
             return Err(Fault::new(end_at, "an archive on several disks is not supported"));
         }
-        None => Directory { offset, length, count },
+        None => ZipDirectory { offset, length, count },
     };
     let end = found.offset.checked_add(found.length);
     if end.is_none_or(|end| end > end_at) {
@@ -114,7 +114,7 @@ pub fn directory(tail: &[u8], file_length: u64) -> Parsed<Directory> {
 }
 
 /// The end record of a long archive, if the end record at `at` has a locator in front of it.
-fn end_64(tail: &[u8], at: usize, begin: u64) -> Parsed<Option<Directory>> {
+fn end_64(tail: &[u8], at: usize, begin: u64) -> Parsed<Option<ZipDirectory>> {
     let locator = at.checked_sub(20);
     let Some(locator) = locator.filter(|&at| tail.get(at..).is_some_and(|rest| rest.starts_with(LOCATOR_64)))
     else {
@@ -131,14 +131,14 @@ fn end_64(tail: &[u8], at: usize, begin: u64) -> Parsed<Option<Directory>> {
     let disks = word(tail, record + 16, 8);
     match (field(24), field(32), field(40), field(48)) {
         (Some(here), Some(count), Some(length), Some(offset)) if disks == Some(0) && here == count => {
-            Ok(Some(Directory { offset, length, count }))
+            Ok(Some(ZipDirectory { offset, length, count }))
         }
         _ => Err(fault("an archive on several disks is not supported")),
     }
 }
 
 /// Parses the central directory: the members, in its order.
-pub fn members(bytes: &[u8], directory: &Directory) -> Parsed<Vec<Member>> {
+pub fn members(bytes: &[u8], directory: &ZipDirectory) -> Parsed<Vec<ZipMember>> {
     let mut members = Vec::new();
     let mut at = 0;
     while at < bytes.len() {
@@ -171,8 +171,8 @@ pub fn members(bytes: &[u8], directory: &Directory) -> Parsed<Vec<Member>> {
             return Err(fault("a member that is a patch is not supported"));
         }
         let method = match field(10, 2) {
-            Some(0) => Method::Stored,
-            Some(8) => Method::Deflated,
+            Some(0) => ZipMethod::Stored,
+            Some(8) => ZipMethod::Deflated,
             _ => return Err(fault("a member is stored by a method that is not supported")),
         };
         let crc = field(16, 4).unwrap_or_default() as u32;
@@ -186,10 +186,10 @@ pub fn members(bytes: &[u8], directory: &Directory) -> Parsed<Vec<Member>> {
         let (Some(length), Some(stored_length), Some(header)) = sizes else {
             return Err(fault("a member's sizes are missing"));
         };
-        if method == Method::Stored && length != stored_length {
+        if method == ZipMethod::Stored && length != stored_length {
             return Err(fault("a stored member has two lengths"));
         }
-        members.push(Member { name, method, crc, stored_length, length, header });
+        members.push(ZipMember { name, method, crc, stored_length, length, header });
         at = end;
     }
     if members.len() as u64 != directory.count {
@@ -202,7 +202,7 @@ pub fn members(bytes: &[u8], directory: &Directory) -> Parsed<Vec<Member>> {
 }
 
 /// Names are unique, and members do not overlap.
-fn check(members: &[Member], directory: &Directory) -> Parsed<()> {
+fn check(members: &[ZipMember], directory: &ZipDirectory) -> Parsed<()> {
     let mut names = HashSet::with_capacity(members.len());
     let mut places = Vec::with_capacity(members.len());
     for member in members {
@@ -232,7 +232,7 @@ fn check(members: &[Member], directory: &Directory) -> Parsed<()> {
 
 /// The offset of a member's content. `header` are the bytes of its local header: as many as
 /// [`local_header_bytes`] says, or what the file has of them.
-pub fn content(header: &[u8], member: &Member) -> Parsed<u64> {
+pub fn content(header: &[u8], member: &ZipMember) -> Parsed<u64> {
     let fault = |what: &str| Fault::new(member.header, format!("member `{}`: {what}", member.name));
     if !header.starts_with(LOCAL) {
         return Err(fault("its local header was expected"));
@@ -248,7 +248,7 @@ pub fn content(header: &[u8], member: &Member) -> Parsed<u64> {
 }
 
 /// Bytes of a member's local header up to the end of its name.
-pub fn local_header_bytes(member: &Member) -> u64 {
+pub fn local_header_bytes(member: &ZipMember) -> u64 {
     LOCAL_HEADER_BYTES + member.name.len() as u64
 }
 

@@ -145,7 +145,7 @@ impl Queue for UringQueue {
     }
 }
 
-/// True if this memory can be registered, all at once.
+/// Checks that this memory can be registered, all at once.
 pub fn try_register(memory: Vec<Arc<Mapping>>) -> Result<()> {
     let mut ring = Ring::<()>::new(1, STALL_DEADLINE).map_err(|source| failed("io_uring_setup", source))?;
     ring.register(memory).map_err(|source| failed("io_uring_register", source))

@@ -58,7 +58,7 @@ const BACKLOG: usize = 32;
 enum WorkerJob {
     /// Check and use the bytes of read `read`, from byte `skip` of the buffer on.
     Filled { read: usize, skip: usize, buffer: Buffer },
-    /// ScheduledRead this cell through the page cache, then check and use it.
+    /// Read this cell through the page cache, then check and use it.
     Cached { file: Arc<dyn File>, cell: usize },
 }
 

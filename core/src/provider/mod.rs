@@ -43,9 +43,8 @@ pub trait StateProvider: Send + Sync {
         let _ = see;
     }
 
-    /// True if this provider can give that region of its array, in elements of that many bytes;
-    /// asked once per chunk before a save starts, so that a mistake is found before anything is
-    /// written. An answer is a sentence for the user.
+    /// Checks that this provider has that region in its array, in elements of that many bytes.
+    /// Called once per chunk before anything is written. The error is a sentence for the user.
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
         let _ = (local, itemsize);
         Ok(())
@@ -76,7 +75,7 @@ pub struct Fill<'a> {
     pub at: u64,
 }
 
-/// True if an array of that shape and element size can give that region.
+/// Checks that an array of that shape and element size has that region.
 fn check(local: &Region, itemsize: usize, shape: &[u64], own_itemsize: usize) -> Result<(), String> {
     if own_itemsize != itemsize {
         return Err(format!("its elements have {own_itemsize} bytes in memory, {itemsize} in the tensor"));

@@ -19,8 +19,7 @@ impl FirstReading {
         self.0.insert(window, crcs);
     }
 
-    /// True if a window that was noted holds that still. [`Error::Torn`] names the first leaf that
-    /// does not.
+    /// Checks that a noted window is unchanged. [`Error::Torn`] names the first changed leaf.
     pub(super) fn check(&self, all: &Windows, window: u32, bytes: &[u8], indexes: &[Index]) -> Result<()> {
         let Some(crcs) = self.0.get(&window) else { return Ok(()) };
         let changed = parts(all, window, bytes).zip(crcs).find(|((_, bytes), crc)| crc32c(bytes) != **crc);

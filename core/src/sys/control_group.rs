@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// The mount point of the hierarchies.
 const MOUNTED: &str = "/sys/fs/cgroup";
 
-/// GroupMemory of a group, in bytes.
+/// Memory of a group, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GroupMemory {
     /// Bytes that the group may use.

@@ -33,7 +33,7 @@ enum Registration {
     None,
     /// The driver refused at this time.
     Refused(Instant),
-    /// The registration; dropping it ends it.
+    /// The registration. Dropping the mapping ends it; dropping this alone leaves it in force.
     Done(Registered),
 }
 

@@ -304,10 +304,10 @@ impl Inner {
     }
 
     /// Gives the save that this rank does not make a number, and reports that to the other ranks.
-    fn report_no_save(&self, step: u64, encoded: bool, cause: &str) {
-        if !encoded {
+    fn report_no_save(&self, step: u64, in_census: bool, cause: &str) {
+        if !in_census {
             // The others may wait for this rank's leaves in a census.
-            let _telling = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
+            let _census = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
             if self.known_census().is_none() {
                 participation::abstain_from_exchange(&self.team, cause);
             }
@@ -325,7 +325,7 @@ impl Inner {
             return Ok(None);
         }
         let leaves = plain_leaves(state);
-        let _telling = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let _census = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
         ticket.stale = Some(false);
         if let Some(census) = self.known_census() {
             ticket.stale = Some(!census.has(self.team.rank(), &leaves));

@@ -308,7 +308,9 @@ pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_by
     };
     let wanted = wanted.max(2 * slot);
     let refused = |source| Error::NoStagingMemory { wanted, there: pool.bytes() as u64, source };
-    let bytes = usize::try_from(wanted).map_err(|_| Error::Invalid("staging_bytes".to_owned()))?;
+    let bytes = usize::try_from(wanted).map_err(|_| {
+        Error::Invalid(format!("staging_bytes={wanted} is more than this machine can address: pass fewer"))
+    })?;
     let mut more = bytes.saturating_sub(pool.bytes());
     if more == 0 {
         return Ok(());

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from .. import _lifecycle as lifecycle
-from ..errors import CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone, StorageError
+from ..errors import (
+    CorruptCheckpoint,
+    FormatError,
+    NotAStep,
+    RankFailed,
+    StepGone,
+    StepwellError,
+    StorageError,
+)
 
 #: Errors of one step that another step may not have.
-DAMAGE = (CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone, StorageError)
+_DAMAGE = (CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone)
 
 _WARNING = 30
+
+
+def _is_damage(failure: Exception) -> bool:
+    """True for an error of one step. An I/O error is one if the disk cannot read a file of the
+    step. A lack of rights, memory or descriptors says nothing about the step."""
+    unreadable = isinstance(failure, StorageError) and failure.errno == errno.EIO
+    return unreadable or isinstance(failure, _DAMAGE)
 
 
 def newest_intact(
@@ -39,7 +55,7 @@ def newest_intact(
         try:
             value, restored = attempt(step)
         except Exception as failure:
-            damaged = failure.step if isinstance(failure, DAMAGE) else None
+            damaged = failure.step if isinstance(failure, StepwellError) and _is_damage(failure) else None
             if not agreed(damaged is not None) or damaged is None:
                 raise
             passed.append((damaged, str(failure)))

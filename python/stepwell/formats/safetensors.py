@@ -87,11 +87,11 @@ def _whole(path: str, files: list[str]) -> Description:
 def _sharded(index: str) -> Description:
     """The shards that an index names. Tensors that it does not name are left out, as by other
     readers."""
-    if os.path.getsize(index) > _MAX_INDEX_BYTES:
-        raise _corrupt(index, f"an index of at most {_MAX_INDEX_BYTES} bytes was expected")
+    length = _read(index, 0, 0)[1]
+    if length > _MAX_INDEX_BYTES:
+        raise _corrupt(index, f"an index of at most {_MAX_INDEX_BYTES} bytes was expected, not of {length}")
     try:
-        with open(index, "rb") as file:
-            content = json.load(file)
+        content = json.loads(_read(index, 0, length)[0])
         places = content["weight_map"]
         pairs = [(str(name), str(shard)) for name, shard in places.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -117,10 +117,8 @@ def _sharded(index: str) -> Description:
 
 def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
     """Returns the tensors of a file by name, and its text metadata."""
-    with open(path, "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        start = file.read(8)
-        header = file.read(_core.safetensors_header_length(path, start, length))
+    start, length = _read(path, 0, 8)
+    header, _ = _read(path, 8, _core.safetensors_header_length(path, start, length))
     metadata, tensors = _core.safetensors_header(path, header, length)
     found: dict[str, Tensor | Opaque] = {}
     for name, dtype, sizes, offset, nbytes in tensors:
@@ -132,6 +130,11 @@ def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
             chunk = Chunk(path, offset, nbytes, (0,) * len(shape), shape)
             found[name] = Tensor(known, shape, (chunk,) if nbytes else ())
     return found, dict(metadata)
+
+
+def _read(path: str, offset: int, length: int) -> tuple[bytes, int]:
+    """Reads bytes of a file, and returns its length too. Links to files are followed."""
+    return _core.read_foreign(os.path.realpath(path), offset, length)
 
 
 def _corrupt(path: str, what: str) -> CorruptCheckpoint:

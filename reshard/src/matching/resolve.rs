@@ -1,4 +1,4 @@
-//! True if a stored leaf fits the wanted one that it meets: kind, dtype, shape; and what becomes of
+//! Compares a stored leaf with the wanted one that it meets: kind, dtype, shape. Decides about
 //! wanted leaves that meet none.
 
 use std::collections::HashSet;

@@ -11,15 +11,15 @@ pub fn pickle(input: &[u8]) {
     check(&[parsed.root]);
     for node in &parsed.nodes {
         match node {
-            pickle::Node::Long(span)
-            | pickle::Node::Str(span)
-            | pickle::Node::Bytes(span)
-            | pickle::Node::ByteArray(span) => assert!(input.get(span.range()).is_some()),
-            pickle::Node::List(ids) | pickle::Node::Set(ids) => check(ids),
-            pickle::Node::Tuple(ids) | pickle::Node::FrozenSet(ids) => check(ids),
-            pickle::Node::Dict(pairs) => pairs.iter().for_each(|&(key, value)| check(&[key, value])),
-            pickle::Node::Persistent(id) => check(&[*id]),
-            pickle::Node::Call(call) => {
+            pickle::PickleNode::Long(span)
+            | pickle::PickleNode::Str(span)
+            | pickle::PickleNode::Bytes(span)
+            | pickle::PickleNode::ByteArray(span) => assert!(input.get(span.range()).is_some()),
+            pickle::PickleNode::List(ids) | pickle::PickleNode::Set(ids) => check(ids),
+            pickle::PickleNode::Tuple(ids) | pickle::PickleNode::FrozenSet(ids) => check(ids),
+            pickle::PickleNode::Dict(pairs) => pairs.iter().for_each(|&(key, value)| check(&[key, value])),
+            pickle::PickleNode::Persistent(id) => check(&[*id]),
+            pickle::PickleNode::Call(call) => {
                 check(&[call.callable, call.args]);
                 check(&call.items);
                 call.entries.iter().for_each(|&(key, value)| check(&[key, value]));

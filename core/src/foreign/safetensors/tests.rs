@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn parsed(header: &str, data: u64) -> Parsed<Header> {
+fn parsed(header: &str, data: u64) -> Parsed<SafetensorsHeader> {
     parse(header.as_bytes(), LENGTH_BYTES + header.len() as u64 + data)
 }
 
