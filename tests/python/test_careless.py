@@ -292,7 +292,7 @@ RULES = sw.sharding.Rules({"**": ()})
         lambda: sw.Options(chunk_bytes=-1), lambda: sw.Options(chunk_bytes=4095), lambda: sw.Options(queue_depth=0), lambda: sw.Options(capture_threads=0),
         lambda: sw.Options(block_bytes="4k"), lambda: sw.Options(engine="fast"), lambda: sw.Options(create="no"), lambda: sw.Options(stall_timeout=NAN),
         lambda: sw.Options(silence=-1), lambda: sw.Options(silence=None), lambda: sw.Options(grace=NAN), lambda: sw.Options(grace="long"),
-        lambda: sw.StepName(3), lambda: sw.StepName("x", -1), lambda: sw.StepName("x", 8, ["y"]),
+        lambda: sw.StepName(3), lambda: sw.StepName("a/b"), lambda: sw.StepName("x", -1), lambda: sw.StepName("x", 8, ["y"]),
         lambda: sw.ArraySpec("abc"), lambda: sw.ArraySpec((-1,)), lambda: sw.ArraySpec((2.5,)), lambda: sw.ArraySpec((2,), "flot32"),
         lambda: sw.register(3), lambda: sw.register(dict), lambda: sw.register(dict, dict),
         lambda: sw.every_steps(10**5000), lambda: sw.every_seconds(-10**5000), lambda: sw.at_steps(np.array(3)), lambda: sw.keep_every(3, items=np.array(3)),
@@ -386,7 +386,7 @@ def test_integers_of_numpy_are_integers(root: Path) -> None:
         {"retention": sw.keep_latest}, {"staging_bytes": "lots"}, {"staging_bytes": -1}, {"staging_bytes": 1.5}, {"max_pending": "x"},
         {"max_pending": -1}, {"read_only": "no"}, {"on_save_error": "ignore"}, {"coordinator": 3}, {"coordinator": np.zeros(2)},
         {"options": sw.Options(silence=0.01)}, {"options": sw.Options(block_bytes=3)}, {"options": sw.Options(block_bytes=12288)},
-        {"options": sw.Options(block_bytes=16 << 20)}, {"step_name": sw.StepName("a/b")},
+        {"options": sw.Options(block_bytes=16 << 20)}, {"retention": sw.keep_latest(0)},
     ],
 )  # fmt: skip
 def test_a_manager_refuses_what_it_cannot_use_and_makes_nothing(root: Path, wrong: dict[str, Any]) -> None:
