@@ -111,6 +111,7 @@ pub fn flatten(state: &Bound<'_, PyAny>, choice: Choice) -> PyResult<(Flat, Vec<
         originals: HashMap::new(),
         dtypes: Dtypes::default(),
         open: Vec::new(),
+        lengths: HashMap::new(),
         choice,
     };
     walk.visit(None, None, state, 0)?;
@@ -162,6 +163,8 @@ struct Walk<'h, 'py> {
     /// The objects that are being walked, outermost first, by address, and the numbers of their
     /// nodes. All are alive, so that no address comes twice.
     open: Vec<(usize, u32)>,
+    /// Elements of the caller's sequences, by node. Known where only a part of the state is saved.
+    lengths: HashMap<u32, u32>,
     choice: Choice,
 }
 
@@ -286,10 +289,15 @@ impl<'py> Walk<'_, 'py> {
         items: impl Iterator<Item = Bound<'py, PyAny>>,
         depth: u64,
     ) -> PyResult<()> {
+        let mut length = 0;
         for (index, item) in items.enumerate() {
             let index =
                 u32::try_from(index).map_err(|_| PyValueError::new_err("a sequence of 2**32 elements"))?;
             self.visit(Some(node), Some(Component::Index(index)), &item, depth + 1)?;
+            length = index + 1;
+        }
+        if !self.choice.selection.is_all() {
+            self.lengths.insert(node, length);
         }
         Ok(())
     }
@@ -712,6 +720,18 @@ impl<'py> Walk<'_, 'py> {
                 }
                 NodeKind::Leaf(_) => self.flat.tree.push_leaf(parent, node.component.clone()),
             };
+        }
+        for (number, &saved) in children.iter().enumerate().filter(|(number, _)| stays[*number]) {
+            if let Some(&length) = self.lengths.get(&(number as u32))
+                && saved != length
+            {
+                let what = format!(
+                    "include= and exclude= select {saved} of the {length} elements of the list `{}`. Save the \
+                     whole list, or nothing of it",
+                    tree.path(number as u32)
+                );
+                return Err(invalid(py, &what));
+            }
         }
         Ok(())
     }

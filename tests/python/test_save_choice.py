@@ -51,8 +51,21 @@ def test_tied_leaves_are_saved_without_the_excluded_one(tmp_path: Path) -> None:
 def test_a_list_is_saved_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(sw.MisuseError, match="a gap in the list `layers`"):
         sw.save(tmp_path / "c", {"layers": state()["layers"]}, exclude=r"layers[0]")
+    arrays = {"l": [np.ones(2), np.ones(3)], "t": (np.ones(2), {"w": np.ones(1)})}
+    for choice in (
+        {"include": "l[0]"},
+        {"exclude": "l[1]"},
+        {"exclude": "l[*]"},
+        {"include": ["l", "t[0]"]},
+        {"exclude": "t[1]/w", "include": ["t[0]", "t[1]/*"]},
+    ):
+        with pytest.raises(sw.MisuseError, match=r"of the 2 elements of the list `[lt]`.*whole list"):
+            sw.save(tmp_path / "c", arrays, **choice)
+    assert not (tmp_path / "c").exists()
     sw.save(tmp_path / "c", {"layers": state()["layers"], "x": 1}, exclude="layers")
     assert sw.restore(tmp_path / "c") == {"x": 1}
+    sw.save(tmp_path / "d", arrays, include=["l[0]", "l[1]"])
+    assert len(sw.restore(tmp_path / "d")["l"]) == 2
 
 
 @pytest.mark.parametrize("choice", [{"include": "parms"}, {"exclude": ["x/**"]}, {"cast": {"w": "float16"}}])
