@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast, overload
 
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
@@ -36,12 +36,14 @@ if TYPE_CHECKING:
 
 Best: TypeAlias = tuple[str, Literal["min", "max"]]
 _T = TypeVar("_T")
+_WARNING = 30
 
 
 class Reading:
     """The steps of a root, for :class:`stepwell.CheckpointManager` to add saves to."""
 
     _root: str
+    _read_only: bool
     _coordinator: coordinators.Coordinator | None
     #: The stall timeout in seconds.
     _stall: float
@@ -143,14 +145,35 @@ class Reading:
 
         It fills the state and raises as :meth:`restore` with ``into=state`` does. If several
         processes have opened the manager, all of them make this call.
+
+        Args:
+            fallback: as of :meth:`restore`. The newer steps that were passed over are moved into a
+                branch, as by :meth:`rewind`, so that the run can save these steps again. A
+                read-only manager leaves them where they are.
         """
         for name in options:
             if name not in ResumeKeywords.__annotations__:
                 RestoreOptions.of({name: None}, "resume")  # type: ignore[misc]  # raises for most
                 raise MisuseError(f"resume() fills the state that it is given; {name}= goes with restore()")
         if self.latest_step() is not None:
-            state = self.restore(into=state, fallback=fallback, **options)
+            given = cast(RestoreKeywords, {**options, "into": state})
+            state = self._restore(self._open(), None, flag(fallback, "fallback"), given, resuming=True)
+            if fallback and not self._read_only:
+                self._set_newer_aside(self.next_step() - 1)
         return state, self.next_step()
+
+    def _set_newer_aside(self, restored: int) -> None:
+        """Moves the steps that a fallback passed over into a branch. All ranks make this call."""
+        core = self._open()
+        if core.latest_step() == restored:
+            return
+        branch, moved = core.rewind(restored, None)
+        steps = ", ".join(map(str, moved))
+        lifecycle.log(
+            _WARNING,
+            "stepwell.restore",
+            f"moved {steps} of {self._root} into the branch {branch}: the run goes on from step {restored}",
+        )
 
     @overload
     def restore_async(
@@ -355,7 +378,12 @@ class Reading:
             return plan.plan(checkpoint._open(), checked, checkpoint.manifest["items"], others)
 
     def _restore(
-        self, core: _core.Manager, step: int | None, fallback: bool, options: RestoreKeywords
+        self,
+        core: _core.Manager,
+        step: int | None,
+        fallback: bool,
+        options: RestoreKeywords,
+        resuming: bool = False,
     ) -> Any:  # as `restore`
         """Restores a step (``None``: the newest; with ``fallback`` the newest that is intact)."""
         if not fallback:
@@ -376,6 +404,7 @@ class Reading:
             core.all_steps,
             lambda: json.loads(core.report()),
             lambda mine: alone or Together(core).same(f"pass over: {mine}"),
+            resuming,
         )
         if options.get("return_report"):
             answer[1].passed_over = passed

@@ -119,6 +119,61 @@ def test_training_goes_on_after_a_fallback_and_a_rewind(root: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+def test_a_resumed_run_saves_the_damaged_step_again(
+    root: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    DAMAGES[damage](root / "step_00000003")
+    with sw.CheckpointManager(root) as manager:
+        target, first = manager.resume(state(0), fallback=True)
+        assert (target["name"], first) == ("step 2", 3)
+        for step in range(first, 6):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 2, 3, 4, 5]
+        assert manager.restore(3)["name"] == "step 3"
+    if damage in ("data", "index"):
+        assert [one.name for one in root.iterdir() if one.name.startswith(".branch-")]
+        (line,) = [one.getMessage() for one in caplog.records if "into the branch" in one.getMessage()]
+        assert "moved 3 of" in line
+        assert "goes on from step 2" in line
+    assert not [one for one in caplog.records if "rewind" in one.getMessage()]
+
+
+def test_a_resumed_reader_leaves_damaged_steps_alone(root: Path) -> None:
+    DAMAGES["data"](root / "step_00000003")
+    with sw.CheckpointManager(root, read_only=True) as manager:
+        target, _ = manager.resume(state(0), fallback=True)
+        assert target["name"] == "step 2"
+        assert manager.all_steps() == [1, 2, 3]
+
+
+def test_a_resume_without_damage_sets_nothing_aside(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        target, first = manager.resume(state(0), fallback=True)
+        assert (target["name"], first) == ("step 3", 4)
+        assert manager.all_steps() == [1, 2, 3]
+    assert not [one for one in root.iterdir() if one.name.startswith(".branch-")]
+
+
+def test_resumed_ranks_save_the_damaged_step_again(tmp_path: Path, root: Path) -> None:
+    # Rank 1 alone reads the damaged leaf.
+    DAMAGES["data"](root / "step_00000003")
+    script = """
+    with open_manager() as manager:
+        target = {"w": np.zeros(1000, np.float32)} if RANK else {"name": ""}
+        target, first = manager.resume(target, fallback=True)
+        for step in range(first, 6):
+            manager.save(step, {"w": np.full(1000, step, np.float32), "name": f"step {step}"})
+        manager.wait_until_finished()
+        print(first, manager.all_steps())
+    """
+    for out in run_ranks(tmp_path, script, 2, root):
+        assert out.split("\n")[0] == "3 [1, 2, 3, 4, 5]"
+    assert len([one for one in root.iterdir() if one.name.startswith(".branch-")]) == 1
+    assert sw.restore(root, 3)["name"] == "step 3"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_verify_fails_and_show_warns_of_a_broken_newest_step(root: Path, damage: str) -> None:
     assert run("verify", root).exit_code == 0
     DAMAGES[damage](root / "step_00000003")

@@ -37,6 +37,7 @@ def newest_intact(
     steps: Callable[[], Iterable[int]],
     invalid: Callable[[], Iterable[dict[str, Any]]],
     agreed: Callable[[bool], bool],
+    resuming: bool = False,
 ) -> tuple[Any, list[tuple[int, str]]]:
     """Returns the value of the newest step that can be restored, and the newer steps that were
     passed over, newest first, each with the reason.
@@ -48,6 +49,7 @@ def newest_intact(
         steps: the committed steps.
         invalid: rows of everything in the root that has a step's name, see ``report``.
         agreed: takes whether this process wants to pass over a step, and returns whether all do.
+        resuming: the caller sets the newer steps aside itself.
     """
     passed: list[tuple[int, str]] = []
     step: int | None = None
@@ -71,12 +73,12 @@ def newest_intact(
             if row["damage"] is not None and number is not None and restored < number not in known:
                 passed.append((number, row["damage"]))
         passed.sort(reverse=True)
+        advice = "" if resuming else f". To save newer steps again, rewind to step {restored} first"
         for number, why in passed:
             lifecycle.log(
                 _WARNING,
                 "stepwell.restore",
-                f"restored step {restored} of {root}, not step {number}: {why}. "
-                f"To save newer steps again, rewind to step {restored} first",
+                f"restored step {restored} of {root}, not step {number}: {why}{advice}",
             )
         return value, passed
 
