@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,55 @@ def test_a_scalar_that_would_change_is_refused(stored: Any, wanted: Any, tmp_pat
     with pytest.raises(sw.MismatchError, match="x"):
         sw.restore(tmp_path / "c", into=target)
     assert not target["w"].any(), "nothing was written"
+
+
+def test_a_tensor_without_dimensions_takes_a_stored_number(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    sw.save(tmp_path / "c", {"n": 3, "x": 0.5, "b": True})
+    target = {"n": torch.zeros((), dtype=torch.int64), "x": torch.zeros(()), "b": torch.tensor(False)}
+    found = sw.restore(tmp_path / "c", into=target)
+    assert all(found[name] is target[name] for name in target)
+    assert [found[name].item() for name in target] == [3, 0.5, True]
+
+
+PLAIN: dict[str, Any] = {
+    "text": "abc",
+    "number": 3,
+    "fraction": 2.5,
+    "complex": 1 + 2j,
+    "flag": True,
+    "bytes": b"x",
+    "list": [1, 2, 3],
+    "set": {1},
+    "date": datetime.date(2026, 1, 2),
+}
+
+
+@pytest.mark.parametrize("how", ["like", "into"])
+def test_a_value_takes_the_place_of_one_of_its_kind(how: str, tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {**PLAIN, "nothing": None})
+    for own, stored in itertools.product(PLAIN, PLAIN):
+        wanted = {stored: PLAIN[own]}
+        alike = own == stored or {own, stored} == {"number", "fraction"}
+        if alike or (own == "complex" and stored in ("number", "fraction")):
+            found = sw.restore(tmp_path / "c", **{how: wanted})[stored]
+            assert found == PLAIN[stored]
+            assert type(found) is type(PLAIN[stored])
+            continue
+        with pytest.raises(sw.MismatchError, match=f"leaf `{stored}`: stored is .*, wanted is") as caught:
+            sw.restore(tmp_path / "c", **{how: wanted})
+        assert [path for path, *_ in caught.value.report.wrong_kind] == [stored]
+    for name, value in PLAIN.items():
+        assert sw.restore(tmp_path / "c", **{how: {name: None}})[name] == value
+        assert sw.restore(tmp_path / "c", **{how: {"nothing": value}})["nothing"] is None
+
+
+def test_a_list_of_plain_values_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"l": [1, 2, 3], "t": (1, "b")})
+    found = sw.restore(tmp_path / "c", into={"l": [0], "t": (0, 0, 0)})
+    assert found == {"l": [1, 2, 3], "t": (1, "b")}
+    found = sw.restore(tmp_path / "c", into={"l": (0,), "t": [0]})
+    assert found == {"l": (1, 2, 3), "t": [1, "b"]}
 
 
 def test_a_type_takes_an_array_of_its_kind(tmp_path: Path) -> None:

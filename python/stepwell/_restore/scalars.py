@@ -7,6 +7,8 @@ converts if nothing is lost. Other values are refused by leaf path.
 
 from __future__ import annotations
 
+import enum
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,33 @@ def kind_of_value(value: object) -> str | None:
         if cls is one:
             return ("bool", "integer", "float", "complex")[place]
     return None
+
+
+def are_alike(own: object, stored: object) -> bool:
+    """True if a stored value can take the place of the caller's own: both are truth values, real
+    numbers, complex numbers, strings, bytes, sequences, sets, or both are of other types. ``None``
+    goes with any value."""
+    if own is None or stored is None:
+        return True
+    one, other = _family(own), _family(stored)
+    return one == other or (one, other) == ("complex", "number")
+
+
+def _family(value: object) -> str | None:
+    """The family of a plain value; ``None`` for enums, dates and other types."""
+    kind = None if isinstance(value, enum.Enum) else kind_of_value(value)
+    if kind is not None:
+        return "number" if kind in ("integer", "float") else kind
+    cls = type(value)
+    return next((family for family, types in _FAMILIES.items() if cls in types), None)
+
+
+_FAMILIES: dict[str, tuple[type, ...]] = {
+    "string": (str, np.str_),
+    "bytes": (bytes, bytearray, np.bytes_),
+    "sequence": (list, tuple, deque),
+    "set": (set, frozenset),
+}
 
 
 def as_array(path: str, value: object, dtype: Any) -> np.ndarray:

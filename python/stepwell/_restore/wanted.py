@@ -165,17 +165,23 @@ class Wanted:
             self._empty.append((branch, self._add(branch, "object", value=True)))
 
     def check_types(self, objects: Objects) -> None:
-        """A type in ``like`` is a demand on the stored object."""
+        """A type in ``like`` is a demand on the stored object. An instance asks for a value of its
+        kind."""
         wrong: list[tuple[str, str, str]] = []
         for leaf in self.leaves:
-            if leaf.what != "object" or leaf.converts is not None or not isinstance(leaf.value, type):
+            if leaf.what != "object" or leaf.converts is not None or isinstance(leaf.value, ObjectSpec):
                 continue
+            asked: type = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
             for match in self._matches(leaf):
                 value = _value(match, objects)
-                fits = isinstance(value, leaf.value) and (leaf.value is bool or not isinstance(value, bool))
-                if not fits and not (leaf.value is float and type(value) is int):
+                if asked is leaf.value:
+                    fits = isinstance(value, asked) and (asked is bool or not isinstance(value, bool))
+                    fits = fits or (asked is float and type(value) is int)
+                else:
+                    fits = scalars.are_alike(leaf.value, value)
+                if not fits:
                     stored = f"{type(value).__qualname__} {value!r:.60}"
-                    wrong.append((leaf.path, stored, leaf.value.__qualname__))
+                    wrong.append((leaf.path, stored, asked.__qualname__))
         if wrong:
             self._report.wrong_kind = wrong
             self._report.text = "\n".join(
@@ -299,7 +305,7 @@ class Wanted:
             elif leaf.converts == "object":
                 leaf.result = _filled(leaf, value, fill)
             else:
-                leaf.result = float(value) if leaf.value is float and type(value) is int else value
+                leaf.result = _as_asked(leaf.value, value)
         for finish, found in made.items():
             # A leaf with several places in the target is made once, if it is tied in the store too.
             once = {
@@ -400,6 +406,18 @@ def _finish_replaced(value: Any) -> Any:
         return value
 
     return finish
+
+
+def _as_asked(asked: object, value: object) -> object:
+    """A stored object as the caller asks for it: an integer as ``float``; a list as a tuple, or a
+    tuple as a list."""
+    if asked is float and type(value) is int:
+        return float(value)
+    if type(asked) is list and type(value) is tuple:
+        return list(value)
+    if type(asked) is tuple and type(value) is list:
+        return tuple(value)
+    return value
 
 
 def _filled(leaf: Leaf, value: np.ndarray, fill: bool) -> object:
