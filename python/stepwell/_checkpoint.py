@@ -13,7 +13,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, Unpack, cast
 
 import numpy as np
 
-from . import _core
+from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from ._checks import meant, shown
 from ._choice import copied_part
@@ -31,7 +31,7 @@ from ._restore.plan import RestorePlan
 from ._restore.report import RestoreReport
 from ._restore.structure import Structure, kind_of
 from ._state.leaves import Reviver
-from ._state.specs import ArraySpec, ObjectSpec, to_dtype
+from ._state.specs import ArraySpec, ObjectSpec, as_rank, to_dtype
 from ._steps import utc
 from ._types import Metrics
 from .errors import ClosedError, MisuseError, StepwellError
@@ -493,14 +493,16 @@ class Checkpoint(Mapping[Key, Any]):
         checked = RestoreOptions.of(options).reading_alone()
         if checked.fill:
             lifecycle.wait_captured()
-        return restoring.run(self._open(), checked)
+        with as_rank(coordinators.initialised_rank()):
+            return restoring.run(self._open(), checked)
 
     @spelled_out
     def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:
         """Returns what :meth:`restore` with these keywords would read and do. Reads no array and
         changes nothing. Raises the errors that ``restore`` would raise about the match."""
         checked = RestoreOptions.of(options, "plan").reading_alone()
-        return plan.plan(self._open(), checked, self.manifest["items"])
+        with as_rank(coordinators.initialised_rank()):
+            return plan.plan(self._open(), checked, self.manifest["items"])
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> VerifyReport:
         """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is

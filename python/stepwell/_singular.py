@@ -390,7 +390,7 @@ def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[ob
     if checked.fill:
         lifecycle.wait_captured()
     try:
-        with open(path, step) as checkpoint:
+        with open(path, step) as checkpoint, as_rank(coordinators.initialised_rank()):
             return restoring.run(checkpoint._open(), checked), checkpoint.step
     except StepwellError as failure:
         if failure.step is None:

@@ -460,6 +460,19 @@ def _initialised(read_only: bool, what: str) -> Coordinator | None:
     return None
 
 
+def initialised_rank() -> tuple[int, int]:
+    """The rank and the number of ranks of ``torch.distributed`` or JAX, if one of them is
+    initialised; else those of one process."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if _jax_client() is not None:
+        import jax
+
+        return jax.process_index(), jax.process_count()
+    return 0, 1
+
+
 def initialised_framework(rank: int, world_size: int) -> str | None:
     """``"torch"`` or ``"jax"``, where it is initialised over these ranks, numbered alike; ``None``:
     neither is."""

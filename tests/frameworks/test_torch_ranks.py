@@ -328,6 +328,38 @@ dist.destroy_process_group()
 )
 
 
+PER_RANK = (
+    ONE_MESH
+    + """
+OPTIONS = sw.Options(stall_timeout=60.0)
+sw.save(ROOT, {"a": sw.PerRank(RANK * 10), "b": sw.PerRank(RANK + 5, key=f"dp={RANK}")}, options=OPTIONS)
+wanted = {"a": sw.PerRank(0), "b": sw.PerRank(0, key=f"dp={RANK}")}
+with sw.open(ROOT) as checkpoint:
+    found = [sw.restore(ROOT, into=wanted), sw.restore_async(ROOT, like=wanted).result(), checkpoint.restore(like=wanted)]
+    assert checkpoint.plan(like=wanted).report.ok
+for one in found:
+    assert (one["a"].value, one["b"].value) == (RANK * 10, RANK + 5), one
+def resize(values, rank, world):
+    return (values, rank, world)
+if WORLD == 2:
+    sw.save(ROOT + "-3", {"a": {"0": 0, "1": 10, "2": 20}}, options=OPTIONS)
+    found = sw.restore(ROOT + "-3", like={"a": sw.PerRank(0, resize=resize)})
+    assert found["a"].value == ([0, 10, 20], RANK, WORLD), found
+dist.destroy_process_group()
+"""
+)
+
+
+def test_restores_without_a_manager_know_their_rank(tmp_path: Path) -> None:
+    path = tmp_path / "values"
+    run_forked(tmp_path, TORCH, PER_RANK, 2, path, free_port())
+    with pytest.raises(sw.MismatchError, match="wanted by 1"):
+        sw.restore(path, include="a", like={"a": sw.PerRank(0)})
+    # A key of its own says which value is wanted, whoever asks.
+    found = sw.restore(path, like={"b": sw.PerRank(0, key="dp=1")})
+    assert found["b"].value == 6
+
+
 def test_sharded_ranks_save_to_a_path_over_the_store(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     run_forked(tmp_path, TORCH, AT_A_PATH, 2, path, free_port())

@@ -100,7 +100,7 @@ class Restore:
         self._check_first(branches)
         place, moves = self._place_all, self._moves
         wanted = Wanted(self.structure, self.report, leaves, branches, self._to, place, moves)
-        answer = self._match(wanted)
+        answer = self._match(wanted, self._of_other_ranks(branches))
         if self._together is not None:
             self._together.settle()
         return wanted, self._reads(wanted, answer, fill)
@@ -257,8 +257,20 @@ class Restore:
                 adapters.check_fits("jax", where, array.shape)
         return found
 
-    def _match(self, wanted: Wanted) -> dict[str, Any]:
-        """Returns the engine's answer. Raises where something does not match."""
+    def _of_other_ranks(self, branches: list[Branch]) -> set[int]:
+        """Returns the leaves of :class:`PerRank` values, of which this rank wants its own only."""
+        structure, found = self.structure, set[int]()
+        for branch in branches:
+            node = structure.find(branch.components) if branch.per_rank else None
+            if node is not None and structure.is_container(node):
+                own = branch.value.stored_key()
+                others = [child for child in structure.children[node] if str(structure.key(child)) != own]
+                found.update(leaf for child in others for leaf in structure.leaves_below(child))
+        return found
+
+    def _match(self, wanted: Wanted, elsewhere: set[int]) -> dict[str, Any]:
+        """Returns the engine's answer. Raises where something does not match. ``elsewhere``: leaves
+        that are other ranks'."""
         given = {
             **self._options,
             "whole": wanted.whole,
@@ -269,8 +281,8 @@ class Restore:
             # A leaf that another rank wants is not unexpected.
             mine = answer["unexpected_leaves"]
             of_none = set(self._together.unexpected(mine))
-            given["elsewhere"] = set(mine) - of_none
-            if given["elsewhere"]:
+            given["elsewhere"] = elsewhere | (set(mine) - of_none)
+            if len(of_none) < len(mine):
                 answer = _core.match_state(self.core, wanted.rows, wanted.top_level, given)
         report = self.report
         for name in (
@@ -297,6 +309,7 @@ class Restore:
             lifecycle.log(_WARNING, "stepwell.restore", f"restore of {self.core.path()}: {report.text}")
         return answer
 
+            "elsewhere": elsewhere,
     def _reads(self, wanted: Wanted, answer: dict[str, Any], fill: bool) -> ArrayReads:
         """Makes the reads of what has matched: one for each array in memory."""
         objects: dict[int, None] = {}

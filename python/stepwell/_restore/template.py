@@ -508,11 +508,11 @@ def _finish_custom(branch: Branch, pairs: Pairs, fill: bool) -> object:
 
 
 def check_ranks(branch: Branch, stored: list[str]) -> None:
-    """Settles which of the stored values a rank gets: its own, where those who have saved are those
-    who restore; else what ``resize`` makes of all of them."""
+    """Settles which of the stored values a rank gets: that of its own key; that of its rank, where
+    as many ranks saved; else what ``resize`` makes of all of them."""
     rank, world = current_rank.get()
     value = branch.value
-    if len(stored) == world and value.stored_key() in stored:
+    if value.stored_key() in stored and (value.key is not None or len(stored) == world):
         return
     if value.resize is None:
         count = len(stored)
