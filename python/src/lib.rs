@@ -55,7 +55,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::{Held, Manager, Turn};
     #[pymodule_export]
-    use crate::matching::{flat_pieces, match_state, renamed};
+    use crate::matching::{first_globs, flat_pieces, match_state, renamed};
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]

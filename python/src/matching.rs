@@ -10,6 +10,7 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::{Component, LeafPath};
 use stepwell_core::region::Region;
 use stepwell_core::tree::ContainerKind;
+use stepwell_reshard::glob::GlobList;
 use stepwell_reshard::layout::{self, Place, Segment};
 use stepwell_reshard::matching::{
     Cast, Dropped, MatchOptions, Missing, OnMissing, OnUnexpected, PerGlob, Report, Resize, Spec, StoredSpec,
@@ -243,6 +244,15 @@ pub fn renamed(
     let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
     let renames = Renames::new(rules).map_err(wrong)?;
     paths.iter().map(|path| renames.apply_rendered(path).map_err(wrong)).collect()
+}
+
+/// The number of the first glob that matches each path, or a subtree above it; `None` where none
+/// does.
+#[pyfunction]
+pub fn first_globs(py: Python<'_>, globs: Vec<String>, paths: Vec<String>) -> PyResult<Vec<Option<usize>>> {
+    let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
+    let globs = GlobList::new(globs).map_err(wrong)?;
+    paths.iter().map(|path| globs.first_match_rendered(path).map_err(wrong)).collect()
 }
 
 /// A part of a parameter that a process holds: offset and extent in the tensor, then the first

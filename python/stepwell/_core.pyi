@@ -32,6 +32,7 @@ __all__ = [
     "dtype_names",
     "engine_choice",
     "error_kinds",
+    "first_globs",
     "flat_pieces",
     "flatten",
     "forget_damaged",
@@ -93,6 +94,7 @@ _Piece = tuple[Sequence[int], Sequence[int], int, Sequence[int]]
 def flat_pieces(
     local: Sequence[int], pieces: Sequence[_Piece], start: int, len: int
 ) -> list[tuple[list[int], list[int], int, list[int]]] | None: ...
+def first_globs(globs: Sequence[str], paths: Sequence[str]) -> list[int | None]: ...
 def renamed(rules: Sequence[tuple[str, str]], paths: Sequence[str]) -> list[str | None]: ...
 def match_state(
     checkpoint: Checkpoint,

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias, final
 
+import numpy as np
 import torch
 
-from ._adapters import Children, Follows, Opened
+from ._adapters import CastOf, Children, Follows, Opened
 from ._adapters import torch as adapter
 from ._checks import flag, shown
+from ._paths import Component
 from ._restore.template import Checked, Maybe
 from ._state.specs import AS_STORED, ArraySpec, Replicated
 from .errors import MismatchError, MisuseError
@@ -60,7 +62,7 @@ class TrainState:
 
     As ``into=``, parameters, buffers and slots that are there are filled in place. New slots are
     made without a fake ``step()``. They get the parameter's device, memory format and placements,
-    and follow its changes of shape and dtype. Slots that were not there at the save are removed.
+    and its dtype and changes of shape. Slots that were not there at the save are removed.
     Hyperparameters of the checkpoint win. Frozen parameters need no slots. A group takes the
     hyperparameters that its parameters had at the save, however they were grouped.
 
@@ -214,7 +216,10 @@ class TrainState:
         names = self._names()
         for which, optimizer in self.optimizers.items():
             stored = _one(state["optimizer"], which)
-            _take_groups(optimizer, names, stored["groups"])
+            if stored["groups"] is AS_STORED and not stored["state"]:
+                continue  # nothing of it was read: it stays as it is
+            if stored["groups"] is not AS_STORED:
+                _take_groups(optimizer, names, stored["groups"])
             _take_slots(optimizer, names, stored["state"], model)
             # As torch does it: what a class holds to whatever is stored (AdamW, that its decay is
             # decoupled), and what older versions stored in another way.
@@ -241,7 +246,7 @@ class TrainState:
         def wrong_groups(optimizer: torch.optim.Optimizer, stored: _Stored) -> str | None:
             return _wrong_groups(optimizer, names, groups_of(stored))
 
-        def children(stored: object, moved: dict[str, str]) -> Children:
+        def children(stored: object, moved: dict[str, str], cast_of: CastOf) -> Children:
             renamed.update(moved)
             was = {name: name for name in names.values() if name not in moved}
             was |= {new: old for old, new in moved.items()}
@@ -249,6 +254,7 @@ class TrainState:
             optimizers: dict[_Name, object] = {}
             for which, optimizer in self.optimizers.items():
                 above = ("optimizer",) if which is None else ("optimizer", which)
+                place = _slots_of(which)
                 slots: dict[str, object] = {}
                 for parameter in filter(self._is_kept, _parameters(optimizer)):
                     name = names[parameter]
@@ -258,6 +264,7 @@ class TrainState:
                         _at(stored, *above, "state", was.get(name)),
                         _at(stored, "model", was.get(name)),
                         name,
+                        partial(_cast_below, cast_of, (*place, ("k", name))),
                     )
                 optimizers[which] = {
                     "state": slots,
@@ -274,25 +281,22 @@ class TrainState:
             for which in self.optimizers:
                 stored = _one(state["optimizer"], which)
                 stored["state"] = _only_stored(stored["state"])
-                if renamed:
+                if renamed and stored["groups"] is not AS_STORED:
                     stored["groups"] = groups_of(stored["groups"])
+                if not fill:
+                    if stored["groups"] is AS_STORED:  # kept
+                        stored["groups"] = _groups(self.optimizers[which], names)
+                    stored.update(_tensors_in(stored))
             if not fill:
                 return state
             self._take(state, {})
             return self
 
-        above = [("k", "optimizer")]
-        slots = [
-            (
-                *above,
-                *([] if which is None else [("i" if isinstance(which, int) else "k", which)]),
-                ("k", "state"),
-            )
-            for which in self.optimizers
-        ]
+        slots = [_slots_of(which) for which in self.optimizers]
         follows = Follows((("k", "model"),), [*self._tensors()], slots)
         unfillable = adapter.unfillable(self._tensors())
-        return Opened(children(None, {}), close, unfillable, settle=children, follows=follows)
+        fresh = children(None, {}, lambda _: None)
+        return Opened(fresh, close, unfillable, settle=children, follows=follows)
 
 
 @final
@@ -384,6 +388,19 @@ def _one(stored: _Stored, which: _Name) -> _Stored:
     if which not in stored:
         raise MisuseError(f"{which!r} is not among the stored ones: {list(stored)}")
     return stored[which]
+
+
+def _slots_of(which: _Name) -> tuple[Component, ...]:
+    """The place of an optimizer's slots."""
+    if which is None:
+        return (("k", "optimizer"), ("k", "state"))
+    return (("k", "optimizer"), ("i" if isinstance(which, int) else "k", which), ("k", "state"))
+
+
+def _cast_below(cast_of: CastOf, above: tuple[Component, ...], slot: str | int) -> torch.dtype | None:
+    """The dtype that ``cast=`` names for a slot."""
+    found = cast_of((*above, ("i" if isinstance(slot, int) else "k", slot)))
+    return None if found is None else adapter.torch_dtype(found)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -558,6 +575,15 @@ def _wanted(slots: Mapping[object, object]) -> dict[object, object]:
     }
 
 
+def _tensors_in(value: _Stored) -> _Stored:
+    """A nested value with tensors in place of arrays."""
+    if type(value) is dict:
+        return {key: _tensors_in(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_tensors_in(one) for one in value)
+    return adapter.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
 def _at(stored: object, *keys: _Name) -> object:
     """The entry of nested mappings, or ``None``."""
     for key in keys:
@@ -566,25 +592,42 @@ def _at(stored: object, *keys: _Name) -> object:
 
 
 def _wanted_slots(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, stored: object, source: object, name: str
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    stored: object,
+    source: object,
+    name: str,
+    cast_of: Callable[[str | int], torch.dtype | None],
 ) -> Maybe:
     """The target of a restore for the slots of a parameter. ``stored`` and ``source`` are the
-    outlines of the stored slots and of the stored parameter."""
+    outlines of the stored slots and of the stored parameter. ``cast_of`` gives the dtype that the
+    caller asks for."""
     there = optimizer.state.get(parameter)
     if there:
         return Maybe(_wanted(there))
     if type(stored) is not dict or _wrong_slots(optimizer, stored) is not None:
         return Maybe(Checked(partial(_wrong_slots, optimizer)))
-    slots = {slot: _new_slot(slot, one, parameter, source, name) for slot, one in stored.items()}
+    slots = {
+        slot: _new_slot(slot, one, parameter, source, name, cast_of(slot)) for slot, one in stored.items()
+    }
     return Maybe(slots, is_new=True)
 
 
-def _new_slot(slot: str | int, stored: _Stored, parameter: torch.Tensor, source: object, name: str) -> object:
-    """Memory for a stored slot. It differs from what is stored in the same way as the parameter."""
+def _new_slot(
+    slot: str | int,
+    stored: _Stored,
+    parameter: torch.Tensor,
+    source: object,
+    name: str,
+    cast: torch.dtype | None,
+) -> object:
+    """Memory for a stored slot. It gets the dtype that the caller asks for, else that of its
+    parameter, unless it was stored wider than the parameter. Its shape differs from what is stored
+    in the same way as the parameter's."""
     if type(stored) is dict:
-        return {key: _new_slot(slot, one, parameter, source, name) for key, one in stored.items()}
+        return {key: _new_slot(slot, one, parameter, source, name, cast) for key, one in stored.items()}
     if type(stored) in (list, tuple):
-        return type(stored)(_new_slot(slot, one, parameter, source, name) for one in stored)
+        return type(stored)(_new_slot(slot, one, parameter, source, name, cast) for one in stored)
     if not isinstance(stored, ArraySpec) or stored.shape is None or stored.dtype is None:
         return AS_STORED
     dtype = adapter.torch_dtype(stored.dtype)
@@ -593,7 +636,7 @@ def _new_slot(slot: str | int, stored: _Stored, parameter: torch.Tensor, source:
         return AS_STORED
     shape, own = stored.shape, tuple(parameter.shape)
     if isinstance(source, ArraySpec) and source.dtype is not None and source.shape is not None:
-        follows = source.dtype == stored.dtype
+        follows = _follows(dtype, adapter.torch_dtype(source.dtype), parameter)
         if source.shape != own:
             if not len(shape) == len(source.shape) == len(own):
                 raise MismatchError(
@@ -603,8 +646,22 @@ def _new_slot(slot: str | int, stored: _Stored, parameter: torch.Tensor, source:
             sizes = zip(shape, source.shape, own, strict=True)
             shape = tuple(new if size == old else size for size, old, new in sizes)
     else:
-        follows = dtype.is_floating_point and parameter.is_floating_point()
-    return adapter.new_slot(parameter, shape, parameter.dtype if follows else dtype, shape != stored.shape)
+        follows = _follows(dtype, None, parameter)
+    if cast is None:
+        cast = parameter.dtype if follows else dtype
+    return adapter.new_slot(parameter, shape, cast, shape != stored.shape)
+
+
+def _follows(slot: torch.dtype, source: torch.dtype | None, parameter: torch.Tensor) -> bool:
+    """True if a slot of a stored dtype takes the dtype of its parameter, as torch's own
+    ``load_state_dict`` has it. A slot that is wider than its stored parameter (``source``) keeps
+    its own."""
+    if slot == source:
+        return True
+    is_number = slot.is_floating_point or slot.is_complex
+    if not is_number or slot.is_complex != parameter.is_complex():
+        return False
+    return source is None or slot.itemsize <= source.itemsize
 
 
 def _only_stored(slots_of: Mapping[str, object]) -> dict[str, dict[object, object]]:
@@ -648,8 +705,8 @@ def _take_slots(
 def _placed(
     slot: str, value: _Stored, parameter: torch.Tensor, counts_on_device: bool, stored: torch.dtype | None
 ) -> object:
-    """A slot where its parameter is. It takes the parameter's dtype if it has that of the
-    ``stored`` parameter."""
+    """A slot where its parameter is. It takes the parameter's dtype, unless it is wider than the
+    ``stored`` one; ``None``: its dtype is decided."""
     if isinstance(value, dict):
         return {
             key: _placed(slot, _tensor(one), parameter, counts_on_device, stored)
@@ -664,7 +721,8 @@ def _placed(
         return value.to(parameter.device, torch.float32) if counts_on_device else value
     if parameter.ndim and not value.ndim:
         return value.to(parameter.device)
-    dtype = parameter.dtype if value.dtype == stored else value.dtype
+    follows = stored is not None and _follows(value.dtype, stored, parameter)
+    dtype = parameter.dtype if follows else value.dtype
     made = adapter.new_slot(parameter, tuple(value.shape), dtype, zeros=False)
     if adapter.is_distributed(made):
         return adapter.part_like(made, value, dtype)

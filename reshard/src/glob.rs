@@ -568,8 +568,7 @@ impl GlobList {
 
     /// True if a glob selects the path with this rendering.
     pub fn selects(&self, rendered: &str) -> Result<bool> {
-        let glob = Glob::new(&escape(rendered))?;
-        Ok(glob.literal().is_some_and(|text| self.first_match(text).is_some()))
+        Ok(self.first_match_rendered(rendered)?.is_some())
     }
 
     /// Number of the first glob that matches a path or a leading part of it.
@@ -582,6 +581,12 @@ impl GlobList {
         let before = literal.unwrap_or(usize::MAX);
         let pattern = self.patterns.iter().copied().take_while(|&p| p < before);
         pattern.into_iter().find(|&p| self.globs[p].selects(text)).or(literal)
+    }
+
+    /// The same for a rendered path.
+    pub fn first_match_rendered(&self, path: &str) -> Result<Option<usize>> {
+        let path = Glob::new(&escape(path))?;
+        Ok(path.literal().and_then(|text| self.first_match(text)))
     }
 }
 

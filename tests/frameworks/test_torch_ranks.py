@@ -328,6 +328,44 @@ dist.destroy_process_group()
 )
 
 
+STARTING = (
+    ONE_MESH
+    + """
+def slots(optimizer):
+    return [one for slots in optimizer.state.values() for name, one in slots.items() if name != "step"]
+
+OPTIONS = sw.Options(stall_timeout=60.0)
+model, optimizer = build(1, OPTIMIZERS[sys.argv[6]])
+update(model, optimizer, 0)
+train = {"train": st.TrainState(model, optimizer)}
+sw.save(ROOT + "-half", train, cast={"train/optimizer": "bfloat16"}, options=OPTIONS)
+other, fresh = build(2, OPTIMIZERS[sys.argv[6]])
+sw.restore(ROOT + "-half", into={"train": st.TrainState(other, fresh)})
+assert slots(fresh) and all(isinstance(one, DTensor) and one.dtype == torch.float32 for one in slots(fresh))
+update(other, fresh, 1)
+other, fresh = build(2, OPTIMIZERS[sys.argv[6]])
+cast = {"train/optimizer/state/**": "float64"}
+sw.restore(ROOT + "-half", into={"train": st.TrainState(other, fresh)}, cast=cast)
+assert all(isinstance(one, DTensor) and one.dtype == torch.float64 for one in slots(fresh))
+
+with sw.CheckpointManager(ROOT, options=OPTIONS) as manager:
+    manager.save(4, train, include="train/model/**").result()
+    other, fresh = build(2, OPTIMIZERS[sys.argv[6]])
+    _, first = manager.resume({"train": st.TrainState(other, fresh)}, missing={"train/optimizer/**": "keep"})
+assert first == 5 and not fresh.state
+for one, own in zip(model.parameters(), other.parameters(), strict=True):
+    assert torch.equal(one.to_local(), own.to_local())
+update(other, fresh, 1)
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_fsdp2_runs_start_from_weights_and_cast_slots(tmp_path: Path, name: str) -> None:
+    run_forked(tmp_path, TORCH, STARTING, 2, tmp_path / "run", free_port(), name)
+
+
 PER_RANK = (
     ONE_MESH
     + """
@@ -355,7 +393,7 @@ def test_restores_without_a_manager_know_their_rank(tmp_path: Path) -> None:
     run_forked(tmp_path, TORCH, PER_RANK, 2, path, free_port())
     with pytest.raises(sw.MismatchError, match="wanted by 1"):
         sw.restore(path, include="a", like={"a": sw.PerRank(0)})
-    # A key of its own says which value is wanted, whoever asks.
+    # A key names the wanted value in any process.
     found = sw.restore(path, like={"b": sw.PerRank(0, key="dp=1")})
     assert found["b"].value == 6
 

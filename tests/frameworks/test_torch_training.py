@@ -807,6 +807,123 @@ def test_slots_of_a_dtype_of_their_own_keep_it(root: Path) -> None:
     assert len(target[1].state) == 4
 
 
+def dtypes(optimizer: Any) -> set[Any]:
+    """Those of the slots that are no counters."""
+    return {one.dtype for slots in optimizer.state.values() for one in slots.values() if one.ndim}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("form", ["train state", "load_state_dict", "optimizer"])
+def test_slots_that_were_cast_on_save_follow_their_parameter(root: Path, name: str, form: str) -> None:
+    source, target = (wide(5, torch.float32, FOLLOWING[name]) for _ in range(2))
+    steps(*source, 2)
+    if form == "optimizer":
+        sw.save(root, {"model": source[0], "optimizer": source[1]}, cast={"optimizer": "bfloat16"})
+        sw.restore(root, into={"model": target[0], "optimizer": target[1]})
+    else:
+        sw.save(root, {"train": sw.torch.TrainState(*source)}, cast={"train/optimizer": "bfloat16"})
+        taken = sw.torch.TrainState(*target)
+        if form == "load_state_dict":
+            taken.load_state_dict(sw.restore(root, to="torch")["train"])
+        else:
+            sw.restore(root, into={"train": taken})
+    assert dtypes(target[1]) == {torch.float32}
+    pairs = zip(source[1].state.values(), target[1].state.values(), strict=True)
+    for was, now in pairs:
+        for slot, value in was.items():
+            assert torch.equal(now[slot], value.to(torch.bfloat16).float() if value.ndim else value)
+    steps(*target, 2)
+
+
+def test_an_explicit_cast_decides_for_new_slots(root: Path) -> None:
+    source, target = (wide(5, torch.float32, FOLLOWING["AdamW"]) for _ in range(2))
+    steps(*source, 2)
+    sw.save(root, {"train": sw.torch.TrainState(*source)}, cast={"train/optimizer": "bfloat16"})
+    cast = {"train/optimizer/**/exp_avg_sq": "float64", "train/optimizer/{state,x}/**/exp_avg": "lossy"}
+    _, report = sw.restore(root, into={"train": sw.torch.TrainState(*target)}, cast=cast, return_report=True)
+    slots = target[1].state[target[0][0].weight]
+    assert slots["exp_avg_sq"].dtype == torch.float64
+    assert slots["exp_avg"].dtype == torch.float32
+    assert slots["step"].dtype == torch.float32
+    assert ("train/optimizer/state/0.weight/exp_avg_sq", "bfloat16", "float64") in report.cast
+
+
+KEEPING: dict[str, Any] = {"all": "keep", "a pattern": {"train/optimizer/**": "keep"}}
+
+
+@pytest.mark.parametrize("missing", KEEPING)
+@pytest.mark.parametrize("through", ["restore", "resume", "like"])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_run_starts_from_weights_alone(
+    root: Path, missing: str, through: str, several: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = (wide(5, torch.float32, FOLLOWING["AdamW"]) for _ in range(2))
+    steps(*source, 2)
+    own = torch.optim.AdamW(target[0].parameters(), lr=7.0)
+    state = {"train": sw.torch.TrainState(target[0], {"main": own} if several else own)}
+    with sw.CheckpointManager(root) as manager:
+        manager.save(3, {"train": sw.torch.TrainState(*source)}, include="train/model/**").result()
+        with pytest.raises(sw.MismatchError, match="train/optimizer"):
+            manager.restore(into=state)
+        if through == "resume":
+            _, first = manager.resume(state, missing=KEEPING[missing])
+            assert first == 4
+        elif through == "restore":
+            _, report = manager.restore(into=state, missing=KEEPING[missing], return_report=True)
+            assert [path for path in report.kept if path.endswith("groups")] == report.kept
+            assert not report.unmatched
+        else:
+            found = manager.restore(like=state, missing=KEEPING[missing])["train"]
+            optimizer = found["optimizer"]["main"] if several else found["optimizer"]
+            assert optimizer["groups"][0]["lr"] == 7.0
+            assert optimizer["state"] == {}
+            return
+    assert not [one for one in caplog.records if "match nothing" in one.getMessage()]
+    assert same(source[0], target[0])
+    assert not own.state
+    assert own.param_groups[0]["lr"] == 7.0
+    steps(target[0], own, 2)
+
+
+def test_a_live_optimizer_stays_where_only_weights_are_read(root: Path) -> None:
+    source, target = (wide(5, torch.float32, FOLLOWING["AdamW"]) for _ in range(2))
+    steps(*source, 2)
+    steps(*target, 1)
+    sw.save(root, {"train": sw.torch.TrainState(*source)})
+    sw.restore(root, into={"train": sw.torch.TrainState(*target)}, include="train/model")
+    assert same(source[0], target[0])
+    assert {float(slots["step"]) for slots in target[1].state.values()} == {1.0}
+
+
+def test_a_train_state_as_like_gives_tensors_alone(root: Path) -> None:
+    source, target = (wide(5, torch.float32, FOLLOWING["AdamW"]) for _ in range(2))
+    steps(*source, 2)
+    sw.save(root, {"train": sw.torch.TrainState(*source)})
+    found = sw.restore(root, like={"train": sw.torch.TrainState(*target)})["train"]
+    for slots in found["optimizer"]["state"].values():
+        assert all(isinstance(one, torch.Tensor) for one in slots.values()), slots
+    assert not target[1].state
+    sw.torch.TrainState(*target).load_state_dict(found)
+    steps(*target, 2)
+
+
+def test_slots_of_an_ignored_parameter_are_ignored(root: Path) -> None:
+    old, new = Named("body", "head"), Named("body")
+    before, after = after_one_step(old), torch.optim.AdamW(new.parameters())
+    sw.save(root, {"train": sw.torch.TrainState(old, before)})
+    state = {"train": sw.torch.TrainState(new, after)}
+    with pytest.raises(sw.MismatchError, match="head"):
+        sw.restore(root, into=state)
+    ignoring = {"train/model/head.*": "ignore"}
+    _, report = sw.restore(root, into=state, unexpected=ignoring, return_report=True)
+    assert torch.equal(new.body.weight, old.body.weight)
+    assert set(after.state) == set(new.body.parameters())
+    assert not report.unmatched
+    assert "train/optimizer/state/head.bias/exp_avg" in report.ignored
+    with pytest.raises(sw.MismatchError, match="exp_avg"):
+        sw.restore(root, into=state, unexpected={"**/exp_avg": "error", **ignoring})
+
+
 def test_a_slot_that_cannot_follow_a_resize_is_named(root: Path) -> None:
     source, target = (wide(width, torch.float32, FOLLOWING["LBFGS"]) for width in (5, 8))
     steps(*source, 2)

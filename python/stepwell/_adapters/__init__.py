@@ -110,9 +110,14 @@ class Target:
     unfillable: str | None = None
 
 
+#: Path components of an entry, below its container → the dtype that ``cast=`` names for it.
+CastOf: TypeAlias = Callable[[tuple[Component, ...]], np.dtype | None]
+
+
 @dataclass(slots=True, frozen=True)
 class Follows:
-    """Entries of a container that go by the names of others: a rename of one moves them too."""
+    """Entries of a container that go by the names of others. A rename of one moves them too, and
+    where one is not wanted, they are not wanted either."""
 
     #: The path components of the others, and the names of the wanted ones.
     leaders: tuple[Component, ...]
@@ -133,10 +138,11 @@ class Opened:
     #: The child that is looked at before anything else, and why a stored value of it does not fit
     #: (``None``: it does).
     first: tuple[Component, Callable[[object], str | None]] | None = None
-    #: Returns the children for the outline of what is stored there (``Structure.outline``), and for
-    #: the new names of renamed entries (of ``follows``) by their stored names. ``None``:
+    #: Returns the children for the outline of what is stored there (``Structure.outline``), for
+    #: the new names of renamed entries (of ``follows``) by their stored names, and for a function
+    #: from the path of an entry below to the dtype that ``cast=`` names for it. ``None``:
     #: ``children`` are wanted, whatever is stored.
-    settle: Callable[[object, dict[str, str]], Children] | None = None
+    settle: Callable[[object, dict[str, str], CastOf], Children] | None = None
     follows: Follows | None = None
 
 

@@ -269,26 +269,27 @@ def glob_key(glob: object, name: str) -> str:
     return glob
 
 
-_CASTS = ("exact", "lossless", "lossy")
+#: The words of ``cast=``, beside dtypes.
+CASTS = ("exact", "lossless", "lossy")
 
 
 def _cast(value: Any) -> Any:
     if not isinstance(value, Mapping):
-        if isinstance(value, str) and value in _CASTS:
+        if isinstance(value, str) and value in CASTS:
             return value
         raise MisuseError(
-            f"cast is one of {', '.join(map(repr, _CASTS))}, or {{glob: one of them or a dtype}}; not {shown(value)}{meant(value, _CASTS)}"
+            f"cast is one of {', '.join(map(repr, CASTS))}, or {{glob: one of them or a dtype}}; not {shown(value)}{meant(value, CASTS)}"
         )
     return {glob_key(glob, "cast"): _cast_one(glob, one) for glob, one in value.items()}
 
 
 def _cast_one(glob: str, one: object) -> str:
-    if isinstance(one, str) and one in _CASTS:
+    if isinstance(one, str) and one in CASTS:
         return one
     name = storable_dtype(one)
     if name is None:
         raise MisuseError(
-            f"cast={{{glob!r}: …}} takes {', '.join(map(repr, _CASTS))} or a dtype that can be stored, not {shown(one)}{meant(one, _CASTS)}"
+            f"cast={{{glob!r}: …}} takes {', '.join(map(repr, CASTS))} or a dtype that can be stored, not {shown(one)}{meant(one, CASTS)}"
         )
     return name
 

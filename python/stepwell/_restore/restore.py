@@ -12,9 +12,11 @@ import datetime
 import difflib
 from collections import Counter
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from .. import _adapters as adapters
 from .. import _core
@@ -22,14 +24,14 @@ from .. import _lifecycle as lifecycle
 from .._adapters import Box, Target
 from .._distributed.agreement import Together, Unasked
 from .._distributed.exchange import Exchange
-from .._paths import glob_escape, named, render
+from .._paths import Component, glob_escape, named, render
 from .._state.leaves import Reviver
-from .._state.specs import AS_STORED, ArraySpec
+from .._state.specs import AS_STORED, ArraySpec, to_dtype
 from ..errors import MismatchError
 from . import collector as collecting
 from . import scalars, template
 from .array_reads import ArrayReads, Conversion, Job, telling
-from .options import RestoreOptions
+from .options import CASTS, RestoreOptions
 from .report import RestoreReport
 from .structure import Structure
 from .template import Branch, Leaf, Part, naming
@@ -161,8 +163,42 @@ class Restore:
             node = self.structure.find(branch.components)
             if node is not None:
                 moved = self._moved(branch)
+                self._ignore_followers(branch)
+                outline = self.structure.outline(node, spec)
                 with naming(branch.components, "what is stored does not fit it"):
-                    branch.children = branch.settle(self.structure.outline(node, spec), moved)
+                    branch.children = branch.settle(outline, moved, partial(self._cast_of, branch))
+
+    def _cast_of(self, branch: Branch, below: tuple[Component, ...]) -> np.dtype | None:
+        """Returns the dtype that ``cast=`` names for an entry of a container; ``None`` if it names
+        none."""
+        rules: object = self._options["cast"]
+        if not isinstance(rules, dict):
+            return None
+        (found,) = _core.first_globs([*rules], [render((*branch.components, *below))])
+        name = None if found is None else [*rules.values()][found]
+        return None if name is None or name in CASTS else to_dtype(name)
+
+    def _ignore_followers(self, branch: Branch) -> None:
+        """Adds to ``unexpected=`` the entries that go by the names of entries to be ignored. A
+        pattern of the caller's that matches such an entry itself decides first."""
+        rules, follows = self._options["unexpected"], branch.follows
+        if not isinstance(rules, dict) or follows is None:
+            return
+        leaders = (*branch.components, *follows.leaders)
+        node = self.structure.find(leaders)
+        if node is None:
+            return
+        names = [str(self.structure.key(child)) for child in self.structure.children[node]]
+        found = _core.first_globs([*rules], [render((*leaders, ("k", name))) for name in names])
+        choices = [*rules.values()]
+        wanted = set(follows.names)
+        for name, which in zip(names, found, strict=True):
+            if which is None or choices[which] != "ignore" or name in wanted:
+                continue
+            for above in follows.followers:
+                place = (*branch.components, *above, ("k", name))
+                if self.structure.find(place) is not None:
+                    rules.setdefault(glob_escape(render(place)), "ignore")
 
     def _moved(self, branch: Branch) -> dict[str, str]:
         """Returns the new names of renamed entries by their stored names. Adds the renames of the
@@ -273,6 +309,7 @@ class Restore:
         that are other ranks'."""
         given = {
             **self._options,
+            "elsewhere": elsewhere,
             "whole": wanted.whole,
             "dropped": [(item, _when(ns)) for item, ns in self.core.dropped()],
         }
@@ -309,7 +346,6 @@ class Restore:
             lifecycle.log(_WARNING, "stepwell.restore", f"restore of {self.core.path()}: {report.text}")
         return answer
 
-            "elsewhere": elsewhere,
     def _reads(self, wanted: Wanted, answer: dict[str, Any], fill: bool) -> ArrayReads:
         """Makes the reads of what has matched: one for each array in memory."""
         objects: dict[int, None] = {}

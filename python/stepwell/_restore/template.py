@@ -127,7 +127,7 @@ class Branch:
     #: fit.
     first: tuple[Component, Callable[[object], str | None]] | None = None
     #: Returns the children for the outline of what is stored there; see ``adapters.Opened.settle``.
-    settle: Callable[[object, dict[str, str]], list[tuple[object, Part]]] | None = None
+    settle: Callable[[object, dict[str, str], adapters.CastOf], list[tuple[object, Part]]] | None = None
     #: The entries that move with others; see ``adapters.Opened.follows``.
     follows: adapters.Follows | None = None
 
@@ -308,8 +308,8 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
         branch.unfillable, branch.first = opened.unfillable, opened.first
         branch.follows = opened.follows
         if (settle := opened.settle) is not None:
-            branch.settle = lambda stored, moved: (
-                _branch(value, at, above, settle(stored, moved), close).children
+            branch.settle = lambda stored, moved, cast_of: (
+                _branch(value, at, above, settle(stored, moved, cast_of), close).children
             )
         return branch
     protocol = None if is_custom else stateful.protocol_of(value)

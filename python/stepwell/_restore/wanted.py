@@ -152,9 +152,9 @@ class Wanted:
                 self._settled.append((leaf, node))
                 return
         kind = "any" if leaf.what == "stored" else "object"
-        has_value = leaf.owner is not None or not (
-            leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type))
-        )
+        is_described = leaf.value is AS_STORED or isinstance(leaf.value, (ObjectSpec, type))
+        # An adapter has a value of its own where it checks the stored one.
+        has_value = leaf.owner is not None or leaf.check is not None or not is_described
         leaf.number = self._add(leaf, kind, value=has_value)
 
     def _add_empty(self, branch: Branch) -> None:

@@ -145,6 +145,17 @@ fn missing_leaves_keep_their_values_if_asked() {
 }
 
 #[test]
+fn a_pattern_of_missing_applies_to_an_absent_branch() {
+    let mut branch = want("train/groups", F32, &[1]);
+    branch.spec = Spec::Any;
+    branch.holds_value = true;
+    let missing = PerGlob::new([("train/**", OnMissing::Keep)], OnMissing::Error).unwrap();
+    let report = match_state(&[branch], &[], &MatchOptions { missing, ..MatchOptions::default() });
+    assert_eq!(report.kept, [Kept { wanted: 0, why: Why::NotStored }]);
+    assert!(report.unmatched.is_empty());
+}
+
+#[test]
 fn deselected_leaves_keep_their_values() {
     let mut wanted = [want("params/w", F32, &[1]), want("params/x", F32, &[1])];
     wanted[0].holds_value = true;

@@ -58,21 +58,22 @@ impl Matching<'_> {
         let given = [options.missing.globs(), options.cast.globs(), options.resize.globs()];
         if given.iter().any(|globs| !globs.is_empty()) {
             // These are asked with wanted paths; below a wanted branch, with those of what is
-            // stored there.
-            let wanted = (0..self.wanted.len())
-                .filter(|&w| self.wanted[w].spec != Spec::Any)
-                .map(|w| self.wanted_texts.get(w));
-            let wanted: Vec<&[u8]> = wanted.chain((0..self.stored.len()).map(|s| self.text(s))).collect();
-            let mut add = |option, globs: &[Glob], fails| {
-                for glob in unused(globs, &wanted) {
+            // stored there. A wanted branch without anything stored is asked about as missing.
+            let all: Vec<&[u8]> = (0..self.wanted.len()).map(|w| self.wanted_texts.get(w)).collect();
+            let stored = (0..self.stored.len()).map(|s| self.text(s));
+            let leaves = (0..self.wanted.len()).filter(|&w| self.wanted[w].spec != Spec::Any).map(|w| all[w]);
+            let wanted: Vec<&[u8]> = leaves.chain(stored.clone()).collect();
+            let all: Vec<&[u8]> = all.iter().copied().chain(stored).collect();
+            let mut add = |option, globs: &[Glob], texts: &[&[u8]], fails| {
+                for glob in unused(globs, texts) {
                     let dropped = self.dropped(&glob);
                     let fails = fails && dropped.is_none();
-                    found.push(Unmatched { dropped, fails, ..suggest(option, &glob, &wanted) });
+                    found.push(Unmatched { dropped, fails, ..suggest(option, &glob, texts) });
                 }
             };
-            add("missing", options.missing.globs(), false);
-            add("cast", options.cast.globs(), true);
-            add("resize", options.resize.globs(), false);
+            add("missing", options.missing.globs(), &all, false);
+            add("cast", options.cast.globs(), &wanted, true);
+            add("resize", options.resize.globs(), &wanted, false);
         }
         self.report.unmatched = found;
     }
