@@ -7,8 +7,8 @@
 //! | [`safetensors`] | the header of a safetensors file |
 //! | [`zip`] | the directory of a zip archive |
 //!
-//! The Python package knows what the found names and layouts mean. It does not read `torch.save` and
-//! DCP yet, which need the parsers of pickles and zip archives.
+//! The Python package knows what the found names and layouts mean. It does not read `torch.save`
+//! and DCP yet, which need the parsers of pickles and zip archives.
 
 pub mod pickle;
 pub mod safetensors;
