@@ -35,6 +35,8 @@ use crate::state::plain_leaves;
 
 /// The longest wait of the leader for the other ranks, once a save has ended.
 const LEAVING: Duration = Duration::from_secs(30);
+/// The longest wait for deletions.
+const CLEANING: Duration = Duration::from_secs(600);
 
 /// Saves a state under a path. Returns when it is captured. The outcome comes through the handle.
 /// The manifest records the request's step, although it has no meaning here.
@@ -88,9 +90,15 @@ impl PathTicket {
         let existing = team
             .ask("save", || existing(path, &*open()?, &name, exists))
             .inspect_err(|_| leave(&team, options.stall_timeout))?;
+        let parent = open().inspect_err(|error| {
+            if !team.is_alone() {
+                participation::abstain_from_exchange(&team, &error.to_string());
+                leave(&team, options.stall_timeout);
+            }
+        })?;
         Ok(Self {
             path: path.to_owned(),
-            parent: open()?,
+            parent,
             name,
             existing,
             team: Arc::new(team),
@@ -180,7 +188,13 @@ impl Drop for PathTicket {
         } else {
             participation::abstain_from_exchange(&self.team, cause);
         }
-        leave(&self.team, self.options.stall_timeout);
+        let deleter = deleter(&self.parent, &self.environment);
+        if let Err(error) =
+            leave_after_failure(&self.parent, &self.team, &deleter, self.options.stall_timeout)
+        {
+            tracing::warn!(%error, "cleaning up after a save to a path failed");
+        }
+        deleter.stop(CLEANING);
     }
 }
 
@@ -232,6 +246,26 @@ fn all_have_left(team: &Team, timeout: Duration) -> Result<bool> {
     if team.is_alone() { Ok(false) } else { team.leave(1, timeout.min(LEAVING)) }
 }
 
+/// Leaves the other ranks after a failed save. The leader then deletes what they have written.
+fn leave_after_failure(
+    parent: &Arc<dyn Dir>,
+    team: &Team,
+    deleter: &Deleter,
+    timeout: Duration,
+) -> Result<()> {
+    if all_have_left(team, timeout)? {
+        parent.sync()?;
+        deleter.enqueue(recovery::of_session(&**parent, team.session())?);
+    }
+    Ok(())
+}
+
+/// Returns the deleter of a save to a path. No writer returns here later. Without locks, a reader
+/// of a replaced checkpoint finds it gone.
+fn deleter(parent: &Arc<dyn Dir>, environment: &Environment) -> Deleter {
+    Deleter::new(Arc::clone(parent), Arc::clone(&environment.clock), Duration::ZERO, None)
+}
+
 /// The write and the commit of a save, on a background thread.
 struct Ending {
     parent: Arc<dyn Dir>,
@@ -245,14 +279,7 @@ struct Ending {
 impl Ending {
     fn run(self, job: SaveJob) {
         let Self { parent, team, environment, stall_timeout, heartbeat, path } = self;
-        let deleter = Arc::new(Deleter::new(
-            Arc::clone(&parent),
-            Arc::clone(&environment.clock),
-            // No writer returns here later. Without locks, a reader of a replaced checkpoint finds
-            // it gone.
-            Duration::ZERO,
-            None,
-        ));
+        let deleter = Arc::new(deleter(&parent, &environment));
         // A panic outside of the save must not leave it without an outcome.
         let found = guarded("the removal of leftovers", || {
             if team.leads() { leftovers(&*parent, &job.plan.target, &environment) } else { Ok(Vec::new()) }
@@ -267,14 +294,14 @@ impl Ending {
         heartbeat.into_iter().for_each(Periodic::stop);
         let cleaned = guarded("the deleter", || {
             // Late ranks may have written files for a save that was over by then.
-            let alone = all_have_left(&team, stall_timeout);
-            if ended.outcome.error().is_some() && matches!(alone, Ok(true)) {
-                parent.sync()?;
-                deleter.enqueue(recovery::of_session(&*parent, team.session())?);
-            }
+            let left = if ended.outcome.error().is_some() {
+                leave_after_failure(&parent, &team, &deleter, stall_timeout)
+            } else {
+                all_have_left(&team, stall_timeout).map(drop)
+            };
             deleter.enqueue(ended.replaced);
-            deleter.stop(Duration::from_secs(600));
-            alone
+            deleter.stop(CLEANING);
+            left
         });
         if let Err(error) = cleaned.map_err(Error::from).and_then(|cleaned| cleaned) {
             tracing::warn!(%error, "cleaning up after a save to a path failed");
@@ -295,9 +322,9 @@ pub fn sweep(path: &Path, environment: &Environment) -> Result<Vec<String>> {
         Err(error) => return Err(error.into()),
     };
     let trash = leftovers(&*parent, &name, environment)?;
-    let deleter = Deleter::new(Arc::clone(&parent), Arc::clone(&environment.clock), Duration::ZERO, None);
+    let deleter = deleter(&parent, environment);
     deleter.enqueue(trash.iter().cloned());
-    deleter.stop(Duration::from_secs(600));
+    deleter.stop(CLEANING);
     Ok(trash)
 }
 

@@ -98,7 +98,7 @@ def repair(
         return RepairReport(directory, found, report, passed_over)
 
 
-#: A directory with a step's name, and why it is no step.
+#: Directories with a step's name that are not steps, each with the reason.
 _PassedOver: TypeAlias = tuple[tuple[str, str], ...]
 
 

@@ -125,12 +125,19 @@ def leaves(report: Report, base: Path) -> None:
             pass
 
     def engine() -> None:
-        _core.open_path(path, None, "auto", False, None).manifest()
+        _core.open_path(path, None, "auto").manifest()
 
     whole()
     report.add("open and manifest of 100 000 leaves, the engine", seconds_of(engine, 21), 10)
     report.add("sw.open of 100 000 leaves", seconds_of(opened, 21))
     report.add("sw.open and metadata() of 100 000 leaves, the tree in Python", seconds_of(whole, 7), 250)
+    shutil.rmtree(path)
+    target = {f"block_{n}": {f"leaf_{m}": np.zeros(256) for m in range(100)} for n in range(200)}
+    sw.save(path, target)
+    report.add(
+        "restore of 20 000 leaves of 2 KiB in place", seconds_of(lambda: sw.restore(path, into=target), 9)
+    )
+    report.add("the same into new memory", seconds_of(lambda: sw.restore(path), 9))
     shutil.rmtree(path)
 
 

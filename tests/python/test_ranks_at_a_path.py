@@ -97,7 +97,7 @@ save(2)
     outs = run(tmp_path, SAVE + script, 2, path)
     assert "UnsupportedLeaf" in outs[bad]
     assert "RankFailed" in outs[1 - bad], outs
-    assert "w" in outs[1 - bad], outs
+    assert "`w`" in outs[1 - bad], outs
     assert names(path.parent) == ["best"]
 
 

@@ -1,4 +1,4 @@
-"""What a type checker sees of the public interface, and the lint of ``Any``."""
+"""The public interface under a type checker, and the lint of ``Any``."""
 
 from __future__ import annotations
 

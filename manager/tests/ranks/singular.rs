@@ -50,21 +50,21 @@ fn ranks_save_one_checkpoint_to_a_path() {
 
 #[test]
 fn a_rank_that_cannot_save_to_a_path_fails_all() {
-    for at_plan in [true, false] {
+    for (failing, at_plan) in [(0, true), (0, false), (1, true), (1, false)] {
         let job = Job::new();
         job.run(2, 2, |rank, environment| {
             let ticket = PathTicket::new(Path::new(PATH), Exists::Error, &options(), &environment);
             let ticket = ticket.unwrap();
-            if rank == 1 && !at_plan {
+            if rank == failing && !at_plan {
                 ticket.cause().set("KeyboardInterrupt".to_owned()).unwrap();
                 return drop(ticket);
             }
             let mut state = model_of_two(rank, 1);
-            if rank == 1 {
+            if rank == failing {
                 state.leaves.clear();
             }
             let saved = ticket.save(SaveRequest::new(0, state));
-            if rank == 1 {
+            if rank == failing {
                 assert!(saved.unwrap_err().to_string().contains("found 0"));
                 return;
             }

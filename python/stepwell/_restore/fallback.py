@@ -24,11 +24,13 @@ _DAMAGE = (CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone)
 _WARNING = 30
 
 
-def _is_damage(failure: Exception) -> bool:
-    """True for an error of one step. An I/O error is one if the disk cannot read a file of the
-    step. A lack of rights, memory or descriptors says nothing about the step."""
+def _damaged_step(failure: Exception) -> int | None:
+    """Returns the step that an error shows to be damaged. An I/O error shows it if the disk cannot
+    read a file of the step. A lack of rights, memory or descriptors shows nothing."""
+    if not isinstance(failure, StepwellError):
+        return None
     unreadable = isinstance(failure, StorageError) and failure.errno == errno.EIO
-    return unreadable or isinstance(failure, _DAMAGE)
+    return failure.step if unreadable or isinstance(failure, _DAMAGE) else None
 
 
 def newest_intact(
@@ -57,7 +59,7 @@ def newest_intact(
         try:
             value, restored = attempt(step)
         except Exception as failure:
-            damaged = failure.step if isinstance(failure, StepwellError) and _is_damage(failure) else None
+            damaged = _damaged_step(failure)
             if not agreed(damaged is not None) or damaged is None:
                 raise
             passed.append((damaged, str(failure)))

@@ -69,9 +69,10 @@ class Description:
         # Links are followed here: a hub's cache has its files behind links.
         real = [os.path.realpath(file) for file in files]
         directory = os.path.commonpath([os.path.dirname(file) for file in real] or [self.path])
-        lengths = [os.stat(file).st_size for file in real]
+        stats = [os.stat(file) for file in real]
+        lengths = [one.st_size for one in stats]
         names = [os.path.relpath(file, directory) for file in real]
-        newest = max((os.stat(file).st_mtime_ns for file in real), default=0)
+        newest = max((one.st_mtime_ns for one in stats), default=0)
         manifest: Manifest = {
             "format_version": 0,
             "required_features": [],
