@@ -26,7 +26,14 @@ from ._restore import collector as collecting
 from ._restore import plan
 from ._restore import restore as restoring
 from ._restore.allocate import Allocator
-from ._restore.options import ChoiceKeywords, Globs, RestoreKeywords, RestoreOptions, spelled_out
+from ._restore.options import (
+    ChoiceKeywords,
+    Globs,
+    RestoreKeywords,
+    RestoreOptions,
+    ResumeKeywords,
+    spelled_out,
+)
 from ._restore.plan import RestorePlan
 from ._restore.report import RestoreReport
 from ._restore.structure import Structure, kind_of
@@ -479,14 +486,16 @@ class Checkpoint(Mapping[Key, Any]):
 
     @overload
     def restore(
-        self, *, into: _T, return_report: Literal[False] = False, **options: Unpack[ChoiceKeywords]
+        self, *, into: _T, return_report: Literal[False] = False, **options: Unpack[ResumeKeywords]
     ) -> _T: ...
     @overload
     def restore(
-        self, *, into: _T, return_report: Literal[True], **options: Unpack[ChoiceKeywords]
+        self, *, into: _T, return_report: Literal[True], **options: Unpack[ResumeKeywords]
     ) -> tuple[_T, RestoreReport]: ...
     @overload
-    def restore(self, **options: Unpack[RestoreKeywords]) -> Any: ...  # as stored, or as like= says
+    def restore(
+        self, *, return_report: bool = False, **options: Unpack[ChoiceKeywords]
+    ) -> Any: ...  # as stored, or as like= says
     @spelled_out
     def restore(self, **options: Unpack[RestoreKeywords]) -> object:
         """Restores; see :meth:`CheckpointManager.restore`."""

@@ -40,6 +40,7 @@ def checked(tmp_path: Path, source: str) -> list[str]:
         ('sw.CheckpointManager("runs/a").save(0, {}, metrics={"loss": "low"})', '"str": "str"'),
         ('sw.restore("runs/a", into={}, like={})', "overload"),
         ('sw.CheckpointManager("runs/a").restore_async(into={}, like={})', "overload"),
+        ('sw.open("runs/a").restore(into={}, like={})', "overload"),
         ("sw.keep_every(steps=3, seconds=5.0)", "keep_every"),
         ("sw.keep_every()", "keep_every"),
     ],
