@@ -58,7 +58,7 @@ from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import seconds, stall_seconds
 from ._types import Metrics
-from .errors import CoordinationTimeout, MisuseError, StalledError, StepwellError
+from .errors import CoordinationTimeout, MisuseError, StalledError, StepNotFound, StepwellError
 
 if TYPE_CHECKING:
     from ._background import Restore
@@ -252,7 +252,11 @@ def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkp
     lifecycle.notifier.start()  # for what the engine has to say
     where, number = readable(path), None if step is None else step_number(step)
     one_of(engine, "engine", ENGINES)
-    if (found := _foreign(where)) is not None and number is None:
+    if (found := _foreign(where)) is not None:
+        if number is not None:
+            raise StepNotFound(
+                f"{where} is a single checkpoint ({found.family}) without steps: leave step= out"
+            )
         return Checkpoint(found.open(engine))
     with explaining(where):
         return Checkpoint(_core.open_path(where, number, engine))

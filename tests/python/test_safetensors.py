@@ -197,3 +197,11 @@ def test_foreign_files_are_not_copied_or_saved_over(model: Path, tmp_path: Path)
     with pytest.raises(sw.MisuseError):
         sw.save(model, {"x": 1})
     check(sw.restore(model))
+
+
+def test_a_step_of_a_file_is_refused_and_explained(model: Path) -> None:
+    for call in (sw.open, sw.restore, sw.metadata, sw.verify):
+        with pytest.raises(
+            sw.StepNotFound, match=r"single checkpoint \(safetensors\) without steps: leave step= out"
+        ):
+            call(model, 3)
