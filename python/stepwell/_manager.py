@@ -60,8 +60,8 @@ _EXISTS = get_args(Exists)
 
 
 def _end_session(manager: object, error: Exception) -> None:
-    """Ends the session of several ranks: a call of ``save`` failed before it was known which save
-    it is."""
+    """Ends the session of several ranks: a call that all ranks make failed on this one before they
+    exchanged anything."""
     if isinstance(manager, CheckpointManager) and manager._core is not None:
         manager._core.end_session(f"{type(error).__name__}: {error}")
 
@@ -228,11 +228,7 @@ class CheckpointManager(Reading):
         """
         core = self._open()
         begun = time.perf_counter()
-        try:
-            step = step_number(step)
-        except MisuseError as error:
-            _end_session(self, error)
-            raise
+        step = self._common_step(step)
         alone = core.ranks()[1] == 1
         with self._lock:
             failure: BaseException | None = None
@@ -316,7 +312,8 @@ class CheckpointManager(Reading):
 
     def should_save(self, step: int) -> bool:
         """True if :meth:`save` would save that step."""
-        number, core = step_number(step), self._open()
+        core = self._open()
+        number = self._common_step(step)
         try:
             answers = self._answers(number)
         except BaseException:
@@ -328,7 +325,8 @@ class CheckpointManager(Reading):
     def reached_preemption(self, step: int) -> bool:
         """True if this job is to be preempted, so that the loop should leave: a signal came before
         the policy was asked about ``step``, which is saved then."""
-        return bool(self._open().reached_preemption(step_number(step)))
+        core = self._open()
+        return bool(core.reached_preemption(self._common_step(step)))
 
     def _preempt(self) -> bool:
         """Announces a preemption to the engine. Returns false if the manager is closed."""
@@ -370,6 +368,15 @@ class CheckpointManager(Reading):
         self._open()
         return self._updates.attach(optimizer, host)
 
+    def _common_step(self, step: object) -> int:
+        """Returns the step of a call that all ranks make. A wrong number ends the session: the
+        other ranks wait in their call."""
+        try:
+            return step_number(step)
+        except MisuseError as error:
+            _end_session(self, error)
+            raise
+
     def _answers(self, step: int) -> dict[str, bool]:
         """Returns the answers of the policy's callables on the first process, which count for
         all."""
@@ -391,7 +398,8 @@ class CheckpointManager(Reading):
         whose name is drawn where none is given. Returns those steps, newest first, and the branch's
         name: :class:`stepwell.results.Rewound`."""
         branch = None if branch is None else text(branch, "the name of a branch")
-        name, moved = self._open().rewind(step_number(step), branch)
+        core = self._open()
+        name, moved = core.rewind(self._common_step(step), branch)
         return Rewound(moved, name if moved else None)
 
     def add(
@@ -417,7 +425,8 @@ class CheckpointManager(Reading):
         """Deletes a step, also the newest or the only one: who names a step means it. (Retention
         never takes the newest; :meth:`rewind` sets steps aside and keeps them.) Raises
         :class:`LockedError` as long as somebody holds or reads it."""
-        self._open().delete(step_number(step))
+        core = self._open()
+        core.delete(self._common_step(step))
 
     def delete_branch(self, branch: str) -> list[str]:
         """Deletes the steps that a rewind moved to ``branch``. Returns the names that they had."""

@@ -489,6 +489,29 @@ manager.close()
         assert "has no keyword 'metric'; did you mean 'metrics'?" in told or "a step is an integer" in told
 
 
+@pytest.mark.parametrize("call", ["should_save", "rewind", "delete"])
+@pytest.mark.parametrize("wrong", ["-1", "True", "1.5", "'1'"])
+def test_a_wrong_step_of_the_first_rank_ends_the_session(
+    tmp_path: Path, root: Path, call: str, wrong: str
+) -> None:
+    script = (
+        MODEL
+        + f"""
+manager = open_manager(save_policy=sw.every_seconds(0))
+manager.save(np.int64(0), state(0)).result()
+try:
+    manager.{call}({wrong} if RANK == 0 else np.int64(0))
+except sw.StepwellError as error:
+    print(type(error).__name__, error)
+manager.close()
+"""
+    )
+    leader, other = run(tmp_path, script, 2, root)
+    assert leader.startswith("MisuseError a step is an integer"), leader
+    assert other.startswith("SessionLost the session of the ranks is over: rank 0 has left it"), other
+    check_whole(root, 0)
+
+
 def test_a_rank_that_closes_fails_the_calls_of_the_first(tmp_path: Path, root: Path) -> None:
     script = """
 manager = open_manager()
