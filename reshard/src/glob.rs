@@ -90,7 +90,7 @@ pub(crate) fn components(text: &[u8]) -> impl Iterator<Item = &[u8]> {
 /// The ends of the leading parts of a text that are whole components, from none of it (0) to all of
 /// it.
 pub(crate) fn boundaries(text: &[u8]) -> impl Iterator<Item = usize> {
-    (0..=text.len()).filter(move |&at| at == 0 || is_boundary(text, at))
+    (0..=text.len()).filter(move |&at| is_boundary(text, at))
 }
 
 fn is_mark(byte: u8) -> bool {
@@ -101,9 +101,14 @@ fn is_boundary(text: &[u8], at: usize) -> bool {
     text.get(at).is_none_or(|&byte| is_mark(byte))
 }
 
+/// True if a text is that of `branch`, or of something below it.
+pub(crate) fn is_within(text: &[u8], branch: &[u8]) -> bool {
+    text.starts_with(branch) && is_boundary(text, branch.len())
+}
+
 /// How a text renders: as its path does.
 pub fn render(text: &[u8]) -> String {
-    let mut out = String::with_capacity(text.len() + 8);
+    let mut out = String::with_capacity(text.len());
     for component in components(text) {
         let body = String::from_utf8_lossy(&component[1..]);
         if component[0] == INDEX {
@@ -432,14 +437,15 @@ fn literal_char(tokens: &mut Vec<Token>, c: char) {
     c.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| literal(tokens, byte));
 }
 
-/// Backtracking, with a memory of what has failed once there are enough wildcards for that to
-/// matter: at most tokens × bytes steps.
+/// Backtracks. With many wildcards it remembers failures, so that it takes at most tokens × bytes
+/// steps.
 struct Matcher<'g, 't> {
     tokens: &'g [Token],
     text: &'t [u8],
     leading: bool,
     captures: Vec<(usize, usize)>,
-    failed: Vec<bool>,
+    /// By token and place: true once that was tried in vain. Empty for few wildcards.
+    failed: Vec<Vec<bool>>,
 }
 
 impl<'g, 't> Matcher<'g, 't> {
@@ -456,20 +462,19 @@ impl<'g, 't> Matcher<'g, 't> {
         {
             return None;
         }
-        if self.tokens.iter().filter(|token| token.is_wildcard()).count() > 2 {
-            self.failed = vec![false; (self.tokens.len() + 1) * (self.text.len() + 1)];
+        if self.tokens.iter().filter(|token| token.is_wildcard()).nth(2).is_some() {
+            self.failed = vec![vec![false; self.text.len()]; self.tokens.len()];
         }
         self.step(0, 0)
     }
 
     fn step(&mut self, token: usize, at: usize) -> Option<usize> {
-        let memo = token * (self.text.len() + 1) + at;
-        if self.failed.get(memo) == Some(&true) {
+        if self.failed.get(token).and_then(|failed| failed.get(at)) == Some(&true) {
             return None;
         }
         let found = self.try_step(token, at);
         if found.is_none()
-            && let Some(failed) = self.failed.get_mut(memo)
+            && let Some(failed) = self.failed.get_mut(token).and_then(|failed| failed.get_mut(at))
         {
             *failed = true;
         }
@@ -578,9 +583,8 @@ impl GlobList {
         } else {
             boundaries(text).filter_map(|end| self.literals.get(&text[..end]).copied()).min()
         };
-        let before = literal.unwrap_or(usize::MAX);
-        let pattern = self.patterns.iter().copied().take_while(|&p| p < before);
-        pattern.into_iter().find(|&p| self.globs[p].selects(text)).or(literal)
+        let pattern = self.patterns.iter().copied().find(|&number| self.globs[number].selects(text));
+        literal.into_iter().chain(pattern).min()
     }
 
     /// The same for a rendered path.

@@ -2,12 +2,10 @@
 //! stored paths, then renames from stored to wanted. Used by [`crate::matching`]; the dialect of
 //! the globs is that of [`crate::glob`].
 
-use std::collections::HashMap;
-
 use stepwell_core::leaf_path::LeafPath;
 
 pub use crate::glob::escape;
-use crate::glob::{Glob, GlobList, PathText, Wildcard, boundaries, render};
+use crate::glob::{Glob, GlobList, PathText, Wildcard, render};
 use crate::{Error, Result};
 
 /// Include and exclude. A leaf is selected when an include matches it or a subtree above it (or
@@ -66,7 +64,7 @@ impl Selection {
 /// once.
 ///
 /// A rule is a pair `from → to`. `from` is a glob that matches a path *or a leading part of it*
-/// (whole components): what follows stays, so that `model → params` moves a whole branch, and an
+/// (whole components): what follows stays, so that `model → params` moves a whole subtree, and an
 /// exact path renames one leaf. In `to`, the wildcards of `from` stand for what they matched: `*`
 /// (or `**`, `?`) for the next one, `{2}` for the second. Wildcards take as little as they can.
 ///
@@ -77,16 +75,14 @@ impl Selection {
 /// | `model → params` | `modelling/w` | no rule applies |
 #[derive(Clone, Debug, Default)]
 pub struct Renames {
-    rules: Vec<Rule>,
-    /// Rules without wildcards, by what they rename.
-    literals: HashMap<Vec<u8>, usize>,
-    patterns: Vec<usize>,
+    from: GlobList,
+    /// One for each glob.
+    to: Vec<NewName>,
 }
 
 #[derive(Clone, Debug)]
-struct Rule {
-    from: Glob,
-    to: Vec<Piece>,
+struct NewName {
+    pieces: Vec<Piece>,
     /// The right side, as it was given.
     given: Box<str>,
 }
@@ -102,37 +98,26 @@ impl Renames {
     pub fn new<S: AsRef<str>>(rules: impl IntoIterator<Item = (S, S)>) -> Result<Self> {
         let mut renames = Self::default();
         for (from, to) in rules {
-            let number = renames.rules.len();
             let (from, to) = (Glob::new(from.as_ref())?, to.as_ref());
-            let given = to.into();
             let wrong = |what: String| Error::Glob { glob: format!("{} → {to}", from.as_str()), what };
             let wildcards = from.wildcards().ok_or_else(|| {
                 wrong("a rename cannot have braces, since its wildcards would not be known; give one rule for each".into())
             })?;
-            let to = template(to, &wildcards).map_err(wrong)?;
-            if let Some(literal) = from.literal() {
-                renames.literals.entry(literal.to_owned()).or_insert(number);
-            } else {
-                renames.patterns.push(number);
-            }
-            renames.rules.push(Rule { from, to, given });
+            let pieces = template(to, &wildcards).map_err(wrong)?;
+            renames.to.push(NewName { pieces, given: to.into() });
+            renames.from.push(from);
         }
         Ok(renames)
     }
 
-    /// True if there are none.
-    pub fn is_empty(&self) -> bool {
-        self.rules.is_empty()
-    }
-
     /// The rules' `from`, in order.
-    pub(crate) fn globs(&self) -> impl ExactSizeIterator<Item = &Glob> {
-        self.rules.iter().map(|rule| &rule.from)
+    pub(crate) fn globs(&self) -> &[Glob] {
+        self.from.globs()
     }
 
     /// A rule as it was given.
     pub(crate) fn rule(&self, number: usize) -> Option<(&str, &str)> {
-        self.rules.get(number).map(|rule| (rule.from.as_str(), &*rule.given))
+        Some((self.globs().get(number)?.as_str(), &self.to.get(number)?.given))
     }
 
     /// The new name of a path, rendered; `None` where no rule applies.
@@ -148,39 +133,17 @@ impl Renames {
 
     /// The number of the rule that applies, and the new text.
     pub(crate) fn apply_text(&self, text: &[u8]) -> Option<(usize, Vec<u8>)> {
-        if self.rules.is_empty() {
-            return None;
+        let number = self.from.first_match(text)?;
+        let leading = self.globs()[number].match_leading(text)?;
+        let mut out = Vec::with_capacity(text.len());
+        for piece in &self.to[number].pieces {
+            match piece {
+                Piece::Text(text) => out.extend_from_slice(text),
+                Piece::Capture(n) => out.extend_from_slice(leading.captures.get(*n)?),
+            }
         }
-        let literal = if self.literals.is_empty() {
-            None
-        } else {
-            boundaries(text).filter_map(|end| Some((*self.literals.get(&text[..end])?, end))).min()
-        };
-        let before = literal.map_or(usize::MAX, |(rule, _)| rule);
-        let pattern = self.patterns.iter().take_while(|&&rule| rule < before).find_map(|&number| {
-            let rule = &self.rules[number];
-            let leading = rule.from.match_leading(text)?;
-            let mut out = Vec::with_capacity(text.len() + 16);
-            for piece in &rule.to {
-                match piece {
-                    Piece::Text(text) => out.extend_from_slice(text),
-                    Piece::Capture(n) => out.extend_from_slice(leading.captures.get(*n)?),
-                }
-            }
-            out.extend_from_slice(leading.rest);
-            Some((number, out))
-        });
-        pattern.or_else(|| {
-            let (number, end) = literal?;
-            let mut out = Vec::with_capacity(text.len() + 16);
-            for piece in &self.rules[number].to {
-                if let Piece::Text(text) = piece {
-                    out.extend_from_slice(text);
-                }
-            }
-            out.extend_from_slice(&text[end..]);
-            Some((number, out))
-        })
+        out.extend_from_slice(leading.rest);
+        Some((number, out))
     }
 }
 

@@ -26,7 +26,8 @@ fn a_star_stays_in_its_level_and_two_stars_do_not() {
         ("*", &["a", "a[0]"][..], &["a/b", "[0]"][..]),
         ("params/*", &["params/w"], &["params", "params/a/w", "params[0]"]),
         ("params/*/w", &["params/a/w", "params/a[1]/w"], &["params/w", "params/a/b/w"]),
-        ("**", &["a", "a/b", "a[0]/b"], &[]),
+        ("**", &["", "a", "a/b", "a[0]/b"], &[]),
+        ("a/**/a", &["a/a", "a/b/a"], &["a"]),
         ("**/w", &["w", "a/w", "a[0]/b/w"], &["w/a", "aw", "a/xw"]),
         ("a/**", &["a/b", "a/b/c", "a[0]", "a[0]/w"], &["a", "ab", "b/a/c"]),
         ("a/**/w", &["a/w", "a/b/w", "a[0]/w", "a/b[1]/c/w"], &["a", "aw", "a/xw"]),
@@ -37,7 +38,7 @@ fn a_star_stays_in_its_level_and_two_stars_do_not() {
         ),
         ("**norm*", &["norm", "a/norm1", "a/b/layernorm"], &["a/norm/w", "a/n"]),
         ("a/x**z", &["a/xz", "a/x/y/z", "a/x[0]/z"], &["a/y/z"]),
-        ("?b", &["ab", "éb"], &["b", "aab"]),
+        ("?b", &["ab", "éb", "€b", "𝄞b"], &["b", "aab"]),
         ("{a,b/c}/w", &["a/w", "b/c/w"], &["b/w", "c/w"]),
         ("x{,_{a,b}}", &["x", "x_a", "x_b"], &["x_", "x_c"]),
     ] {
@@ -126,6 +127,14 @@ fn the_first_matching_glob_wins() {
     assert_eq!(list.first_match(path("a/b").as_bytes()), Some(0));
     assert_eq!(list.first_match(path("a/c").as_bytes()), Some(1));
     assert_eq!(list.first_match(path("x/y").as_bytes()), Some(3));
+}
+
+#[test]
+fn a_list_is_asked_with_renderings_too() {
+    let list = GlobList::new(["a/*", "b"]).unwrap();
+    assert_eq!(list.first_match_rendered("b[0]").unwrap(), Some(1));
+    assert_eq!(list.first_match_rendered("c").unwrap(), None);
+    assert!(list.selects("a/w").unwrap() && !list.selects("a").unwrap());
 }
 
 fn component() -> impl Strategy<Value = Component> {

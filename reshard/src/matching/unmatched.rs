@@ -46,7 +46,7 @@ impl Matching<'_> {
         for glob in unused(options.unexpected.globs(), &stored) {
             found.push(suggest("unexpected", &glob, &stored));
         }
-        let idle = options.renames.globs().zip(applied).filter(|(_, applied)| !**applied);
+        let idle = options.renames.globs().iter().zip(applied).filter(|(_, applied)| !**applied);
         // Those that an earlier rule leaves nothing to are no mistake.
         for (glob, _) in
             idle.filter(|(glob, _)| !stored.iter().any(|text| glob.match_leading(text).is_some()))

@@ -43,6 +43,7 @@ fn a_rename_moves_a_leaf_or_a_branch_or_what_a_glob_matched() {
         (("**/w", "**/weight"), "a[0]/w", Some("a[0]/weight")),
         (("**.gamma", "**.weight"), "params/norm.gamma", Some("params/norm.weight")),
         (("model/**", "{1}"), "model/a/b", Some("a/b")),
+        (("a/x**", "b/**"), "a/xy/z", Some("b/y/z")),
         ((r"a\*", r"a\{1\}"), "a*/w", Some(r"a{1}/w")),
     ] {
         assert_eq!(renamed(&[rule], from).as_deref(), to, "{rule:?} on {from}");
@@ -57,6 +58,15 @@ fn the_first_rule_that_applies_renames_once() {
 }
 
 #[test]
+fn a_rename_applies_to_a_path_and_to_its_rendering() {
+    let renames = Renames::new([("a", "b")]).unwrap();
+    let path = LeafPath(vec![Component::Key("a".into()), Component::Index(0)]);
+    assert_eq!(renames.apply(&path).as_deref(), Some("b[0]"));
+    assert_eq!(renames.apply_rendered("a[0]").unwrap().as_deref(), Some("b[0]"));
+    assert_eq!(renames.apply_rendered("c").unwrap(), None);
+}
+
+#[test]
 fn a_rename_that_cannot_be_meant_says_why() {
     for (from, to, says) in [
         ("{a,b}/w", "w", "braces"),
@@ -64,6 +74,7 @@ fn a_rename_that_cannot_be_meant_says_why() {
         ("a/*", "b/{2}", "asks for wildcard 2"),
         ("a/*", "b/{x}", "`{1}` stands for the first wildcard"),
         ("a/**", "b_**", "whole level"),
+        ("**/x/**", "**/**", "whole level"),
         ("*/*", "{1}{2}", "something must stand"),
         ("a[", "b", "without `]`"),
     ] {
