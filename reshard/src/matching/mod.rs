@@ -269,19 +269,13 @@ struct Texts {
 }
 
 impl Texts {
-    fn new<'a>(paths: impl ExactSizeIterator<Item = &'a LeafPath>) -> Self {
-        let mut texts =
-            Self { bytes: Vec::with_capacity(paths.len() * 48), ends: Vec::with_capacity(paths.len() + 1) };
-        texts.ends.push(0);
+    fn new<'a>(paths: impl Iterator<Item = &'a LeafPath>) -> Self {
+        let mut texts = Self { bytes: Vec::new(), ends: vec![0] };
         for path in paths {
             path.0.iter().for_each(|component| crate::glob::push_component(component, &mut texts.bytes));
             texts.ends.push(texts.bytes.len());
         }
         texts
-    }
-
-    fn len(&self) -> usize {
-        self.ends.len() - 1
     }
 
     fn get(&self, i: usize) -> &[u8] {
@@ -321,7 +315,7 @@ struct Targets<'a> {
     by_text: HashMap<&'a [u8], usize>,
     /// [`Spec::Any`] and [`Spec::Skip`], which take what is below them.
     branches: HashMap<&'a [u8], usize>,
-    top_level: std::collections::HashSet<&'a [u8]>,
+    top_level: HashSet<&'a [u8]>,
     /// The whole state is one wanted leaf, so that every stored leaf is inside it.
     everything: bool,
 }
@@ -348,12 +342,11 @@ impl Matching<'_> {
             self.options.top_level.iter().map(|top| PathText::new(&LeafPath(vec![top.clone()]))).collect();
         let wanted_texts = self.wanted_texts;
         let mut targets = Targets {
-            by_text: HashMap::with_capacity(wanted_texts.len()),
+            by_text: HashMap::with_capacity(self.wanted.len()),
             branches: HashMap::new(),
             top_level: top_level.iter().map(PathText::as_bytes).collect(),
             everything: self.options.whole,
         };
-        let mut last_top: &[u8] = &[];
         for (w, wanted) in self.wanted.iter().enumerate() {
             let text = wanted_texts.get(w);
             targets.by_text.entry(text).or_insert(w);
@@ -361,12 +354,7 @@ impl Matching<'_> {
                 targets.branches.entry(text).or_insert(w);
             }
             match crate::glob::components(text).next() {
-                // Leaves of one entry stand together: most have the top of the one before.
-                Some(top) if top == last_top => {}
-                Some(top) => {
-                    targets.top_level.insert(top);
-                    last_top = top;
-                }
+                Some(top) => drop(targets.top_level.insert(top)),
                 None => targets.everything = true,
             }
         }
@@ -380,14 +368,13 @@ impl Matching<'_> {
         for s in 0..self.stored.len() {
             let stored_text = self.stored_texts.get(s);
             let renamed = self.options.renames.apply_text(stored_text);
-            let selected =
-                self.options.selection.is_all() || self.options.selection.selects_text(stored_text);
+            let selected = self.options.selection.selects_text(stored_text);
             let rule = renamed.map(|(rule, text)| {
                 applied[rule] = true;
                 self.renamed.insert(s, text);
                 rule
             });
-            let mut settled = true;
+            let mut inside = true;
             if !selected {
                 if let Some(rule) = rule {
                     useful[rule] = true;
@@ -405,7 +392,7 @@ impl Matching<'_> {
                     Some(first) => collisions.entry(w).or_insert_with(|| vec![first]).push(s),
                 },
                 None if !targets.holds(text) => {
-                    settled = false;
+                    inside = false;
                     self.report.not_wanted.push(s);
                 }
                 None => match self.options.unexpected.of(stored_text) {
@@ -417,7 +404,7 @@ impl Matching<'_> {
                 },
             }
             if let Some(rule) = rule {
-                useful[rule] |= settled;
+                useful[rule] |= inside;
             }
         }
         let idle = (0..rules).filter(|&rule| applied[rule] && !useful[rule]);

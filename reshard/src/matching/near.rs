@@ -1,21 +1,10 @@
 //! Near names: for each missing leaf, the stored leaves that it may have been called, and the other
-//! way round. One pass over the candidates with a few look-ups each, so that the cost is bounded
-//! however many leaves there are and however many are missing.
-//!
-//! A candidate is near when, after one whole component was changed, added or taken away, the two
-//! paths are the same; or when they differ in case and separators only (`a.b.w` and `A/b/w`); or
-//! when their last two components are the same.
-
-use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
+//! way round. The cost is bounded: only the leaves that a report shows get suggestions.
 
 use super::Matching;
+use super::report::SHOWN;
 use crate::glob::{components, render};
 
-/// Leaves of a class that get suggestions: more are never shown.
-const ASKED: usize = 64;
-/// Candidates that are compared for one of the keys of one of them.
-const CANDIDATES: usize = 8;
 /// Names that are suggested for one.
 const SUGGESTED: usize = 3;
 /// Bytes of a name's differing middle that are compared letter by letter.
@@ -23,19 +12,16 @@ const COMPARED: usize = 64;
 
 impl Matching<'_> {
     pub(super) fn suggest(&mut self, assigned: &[Option<usize>], below_any: &[(usize, usize)]) {
-        if self.report.missing.is_empty() && self.report.unexpected.is_empty() {
-            return;
-        }
         let mut taken = vec![false; self.stored.len()];
         let used = assigned.iter().flatten().chain(below_any.iter().map(|(_, s)| s));
         used.for_each(|&s| taken[s] = true);
         let free = (0..self.stored.len()).filter(|&s| !taken[s]).map(|s| (s, self.text(s)));
         let asked =
-            self.report.missing.iter().take(ASKED).map(|missing| self.wanted_texts.get(missing.wanted));
+            self.report.missing.iter().take(SHOWN).map(|missing| self.wanted_texts.get(missing.wanted));
         let for_missing = nearest(&asked.collect::<Vec<_>>(), free);
         let free =
             self.report.missing.iter().map(|missing| (missing.wanted, self.wanted_texts.get(missing.wanted)));
-        let asked = self.report.unexpected.iter().take(ASKED).map(|unexpected| self.text(unexpected.stored));
+        let asked = self.report.unexpected.iter().take(SHOWN).map(|unexpected| self.text(unexpected.stored));
         let for_unexpected = nearest(&asked.collect::<Vec<_>>(), free);
         // Of stored leaves the stored name is shown: it is what the user will look for in the
         // checkpoint.
@@ -57,70 +43,51 @@ fn nearest<'a>(asked: &[&[u8]], candidates: impl Iterator<Item = (usize, &'a [u8
     if asked.is_empty() {
         return Vec::new();
     }
-    let mut by_key: HashMap<u64, Vec<(usize, &[u8])>> = HashMap::new();
-    for text in asked {
-        keys(text, |key| {
-            by_key.entry(key).or_default();
-        });
-    }
+    let asked: Vec<Name> = asked.iter().map(|text| Name::new(text)).collect();
+    let mut found = vec![Vec::new(); asked.len()];
     for (number, text) in candidates {
-        keys(text, |key| {
-            if let Some(found) = by_key.get_mut(&key)
-                && found.len() < CANDIDATES
-            {
-                found.push((number, text));
+        let candidate = Name::new(text);
+        for (asked, found) in asked.iter().zip(&mut found) {
+            if asked.is_near(&candidate) {
+                found.push((distance(asked.text, text), number));
             }
-        });
-    }
-    asked
-        .iter()
-        .map(|text| {
-            let mut ranked = Vec::new();
-            keys(text, |key| {
-                let found = by_key.get(&key).into_iter().flatten();
-                ranked.extend(found.map(|&(number, candidate)| (distance(text, candidate), number)));
-            });
-            ranked.sort_unstable();
-            ranked.dedup();
-            ranked.into_iter().take(SUGGESTED).map(|(_, number)| number).collect()
-        })
-        .collect()
-}
-
-/// Numbers that near texts share.
-fn keys(text: &[u8], mut found: impl FnMut(u64)) {
-    let parts: Vec<u64> = components(text).map(|component| hash(&component)).collect();
-    // The whole path, and the path without each component: a changed, added or removed component
-    // matches one of them. A left-out component leaves no trace of its place, so a moved one is
-    // near too.
-    let without = |left_out: usize| {
-        let mut hasher = DefaultHasher::new();
-        for (_, part) in parts.iter().enumerate().filter(|(i, _)| *i != left_out) {
-            hasher.write_u64(*part);
-        }
-        hasher.finish()
-    };
-    found(without(usize::MAX));
-    if parts.len() > 1 {
-        (0..parts.len()).for_each(|left_out| found(without(left_out)));
-    }
-    if let [.., parent, last] = parts.as_slice() {
-        found(hash(&("tail", parent, last)));
-    }
-    let mut hasher = DefaultHasher::new();
-    for &byte in text {
-        // Marks, dots and underscores separate; only what stands between them counts.
-        if byte.is_ascii_alphanumeric() || (0x80..0xF8).contains(&byte) {
-            hasher.write_u8(byte.to_ascii_lowercase());
         }
     }
-    found(hasher.finish());
+    found.into_iter().map(first).collect()
 }
 
-fn hash(value: &impl Hash) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    value.hash(&mut hasher);
-    hasher.finish()
+/// The few with the smallest distances.
+pub(super) fn first<T: Ord>(mut ranked: Vec<(usize, T)>) -> Vec<T> {
+    ranked.sort_unstable();
+    ranked.into_iter().take(SUGGESTED).map(|(_, one)| one).collect()
+}
+
+struct Name<'a> {
+    text: &'a [u8],
+    components: Vec<&'a [u8]>,
+    /// Its letters and digits in lower case.
+    letters: Vec<u8>,
+}
+
+impl<'a> Name<'a> {
+    fn new(text: &'a [u8]) -> Self {
+        let letters = text.iter().filter(|byte| byte.is_ascii_alphanumeric() || (0x80..0xF8).contains(*byte));
+        Self {
+            text,
+            components: components(text).collect(),
+            letters: letters.map(u8::to_ascii_lowercase).collect(),
+        }
+    }
+
+    /// True if one whole component was changed, added or removed, if only case and separators
+    /// differ, or if the last two components are the same.
+    fn is_near(&self, other: &Self) -> bool {
+        let (a, b) = (&self.components, &other.components);
+        let start = a.iter().zip(b).take_while(|(a, b)| a == b).count();
+        let end = a[start..].iter().rev().zip(b[start..].iter().rev()).take_while(|(a, b)| a == b).count();
+        let same = start + end;
+        end > 1 || (same > 0 && same + 1 >= a.len().max(b.len())) || self.letters == other.letters
+    }
 }
 
 /// Levenshtein's distance between what stands between a common beginning and a common end.
@@ -142,4 +109,36 @@ pub(super) fn distance(a: &[u8], b: &[u8]) -> usize {
         }
     }
     row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// The textbook's recursion.
+    fn levenshtein(a: &[u8], b: &[u8]) -> usize {
+        match (a, b) {
+            ([], rest) | (rest, []) => rest.len(),
+            ([x, a @ ..], [y, b @ ..]) if x == y => levenshtein(a, b),
+            ([_, rest_a @ ..], [_, rest_b @ ..]) => {
+                1 + levenshtein(rest_a, b).min(levenshtein(a, rest_b)).min(levenshtein(rest_a, rest_b))
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_distance_counts_changed_letters(a in "[abc]{0,6}", b in "[abc]{0,6}") {
+            prop_assert_eq!(distance(a.as_bytes(), b.as_bytes()), levenshtein(a.as_bytes(), b.as_bytes()));
+        }
+    }
+
+    #[test]
+    fn long_differences_are_not_compared_by_letters() {
+        let name = |first: char, letters: usize, last: char| format!("{first}{}{last}", "m".repeat(letters));
+        let of = |letters| distance(name('a', letters, 'b').as_bytes(), name('c', letters, 'd').as_bytes());
+        assert_eq!((of(62), of(63)), (2, 65));
+    }
 }

@@ -7,7 +7,7 @@ use stepwell_core::dtype::Dtype;
 use super::{Dropped, Match, Unmatched};
 
 /// Leaves of a class that a report's text names; the report itself holds all.
-const SHOWN: usize = 16;
+pub(super) const SHOWN: usize = 16;
 
 /// The result of a match. Positions count the given wanted and stored leaves. `path` is the
 /// rendered wanted path unless stated otherwise.

@@ -11,34 +11,26 @@ use super::{
     WrongDtype, WrongKind, WrongShape,
 };
 use crate::cast;
-use crate::glob::{boundaries, components};
+use crate::glob::{components, is_within};
 
 impl Matching<'_> {
     pub(super) fn resolve(&mut self, assigned: &[Option<usize>], below_any: &[(usize, usize)]) {
         let taken_as_branch: HashSet<usize> = below_any.iter().map(|&(w, _)| w).collect();
-        let any_deselected_below = |w: usize| {
+        let deselected: HashSet<&[u8]> = self.report.deselected.iter().map(|&s| self.text(s)).collect();
+        let is_deselected = |w: usize| {
             let text = self.wanted_texts.get(w);
-            let below = |s: usize| {
-                self.text(s).starts_with(text) && boundaries(self.text(s)).any(|end| end == text.len())
-            };
-            self.wanted[w].spec == Spec::Any && self.report.deselected.iter().any(|&s| below(s))
+            match self.wanted[w].spec {
+                Spec::Any => deselected.iter().any(|leaf| is_within(leaf, text)),
+                _ => deselected.contains(text),
+            }
         };
-        let below: HashSet<usize> = assigned
-            .iter()
-            .enumerate()
-            .filter(|(w, stored)| stored.is_none() && any_deselected_below(*w))
-            .map(|(w, _)| w)
-            .collect();
-        let deselected: HashSet<Vec<u8>> = if self.report.deselected.is_empty() || !assigned.contains(&None) {
-            HashSet::new()
-        } else {
-            self.report.deselected.iter().map(|&s| self.text(s).to_owned()).collect()
-        };
+        let is_deselected: Vec<bool> =
+            assigned.iter().enumerate().map(|(w, stored)| stored.is_none() && is_deselected(w)).collect();
         for (w, stored) in assigned.iter().enumerate() {
             match stored {
                 Some(s) => self.fit(w, *s),
                 None if self.wanted[w].spec == Spec::Skip || taken_as_branch.contains(&w) => {}
-                None => self.absent(w, below.contains(&w) || deselected.contains(self.wanted_texts.get(w))),
+                None => self.absent(w, is_deselected[w]),
             }
         }
         for &(w, s) in below_any {
@@ -63,7 +55,7 @@ impl Matching<'_> {
                     },
                 };
                 let path = self.wanted[w].path.to_string();
-                let is_misspelt = |one: &super::Unmatched| one.fails && one.option == "include";
+                let is_misspelt = |one: &super::Unmatched| one.option == "include";
                 if path.is_empty() && deselected && self.report.unmatched.iter().any(is_misspelt) {
                     return; // the pattern is what is wrong
                 }

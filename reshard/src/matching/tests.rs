@@ -104,6 +104,7 @@ fn a_class_with_many_leaves_shows_some_and_counts_the_rest() {
     let wanted: Vec<Wanted> = (0..1250).map(|i| want(&format!("params/w{i}"), F32, &[1])).collect();
     let report = match_state(&wanted, &[], &MatchOptions::default());
     let text = report.to_string();
+    assert!(!match_state(&wanted[..16], &[], &MatchOptions::default()).to_string().contains("more"));
     assert!(text.contains("\n  … and 1234 more\n"), "{text}");
     assert_eq!(text.lines().count(), 1 + 1 + 16 + 1 + 1);
     assert_eq!(report.missing.len(), 1250, "the report itself holds all");
@@ -285,6 +286,7 @@ fn shapes_differ_only_as_far_as_resizing_is_allowed() {
         (&[5, 3], Resize::Truncate, None),
         (&[5, 3], Resize::Both, Some((vec![4, 3], true, true))),
         (&[5, 6], Resize::Keep, None), // the wanted leaf holds no value
+        (&[4, 6], Resize::Keep, Some((vec![4, 6], false, false))),
         (&[24], Resize::Both, None),
     ] {
         assert_eq!(try_resize(shape, resize), expected, "{shape:?} {resize:?}");
@@ -361,6 +363,9 @@ fn a_pattern_without_a_match_fails_with_near_names() {
         ("parms/**", "params"),
         ("params/layer/**", "params/layers"),
         ("params/layers[1]/**", "params/layers[0]"),
+        ("params/layers[0]/weight/**", "params/layers[0]/weight"),
+        ("params/layers[0]/**norm", "params/layers[0]/**"),
+        ("optimizing/**", "optimizer"),
         ("**/wieght", "params/layers[0]/weight"),
         ("nowhere/to/be/found", ""),
     ] {
@@ -395,7 +400,7 @@ fn a_pattern_without_a_match_fails_with_near_names() {
 
 #[test]
 fn a_rename_to_what_is_not_wanted_is_told() {
-    let stored = [tensor("old/a", F32, &[1]), tensor("params/w", F32, &[1])];
+    let stored = [tensor("old/a", F32, &[1]), tensor("old/b", F32, &[1]), tensor("params/w", F32, &[1])];
     let renames = || Renames::new([("old", "model")]).unwrap();
     let report = match_state(
         &[want("params/w", F32, &[1])],
@@ -406,7 +411,7 @@ fn a_rename_to_what_is_not_wanted_is_told() {
     assert_eq!(report.idle_renames, [("old".to_owned(), "model".to_owned())]);
     assert!(report.to_string().contains("old → model"));
     let report = match_state(
-        &[want("model/a", F32, &[1])],
+        &[want("model/a", F32, &[1]), want("model/b", F32, &[1])],
         &stored,
         &MatchOptions { renames: renames(), ..MatchOptions::default() },
     );
@@ -429,6 +434,7 @@ fn what_was_in_a_dropped_item_is_said_to_have_been() {
     );
     let report = match_state(&wanted, &stored, &options("."));
     assert_eq!(reasons(&report), [Missing::NotStored, Missing::NotStored, Missing::Dropped(0)]);
+    assert!(report.to_string().contains("step (the loose leaves were dropped from this step"));
     let selection = Selection::new(None, &["optimizer/**"]).unwrap();
     let report = match_state(
         &[want("params/w", F32, &[1])],
@@ -436,4 +442,156 @@ fn what_was_in_a_dropped_item_is_said_to_have_been() {
         &MatchOptions { selection, ..options("optimizer") },
     );
     assert!(report.is_ok(), "what is gone need not be there to be left out: {report}");
+}
+
+#[test]
+fn what_other_ranks_want_is_not_unexpected() {
+    let stored = ["a", "b", "c"].map(|name| tensor(&format!("params/{name}"), F32, &[1]));
+    let options = MatchOptions { elsewhere: [1].into(), ..MatchOptions::default() };
+    let report = match_state(&[want("params/a", F32, &[1])], &stored, &options);
+    assert_eq!(report.not_wanted, [1]);
+    assert_eq!(report.unexpected.iter().map(|leaf| leaf.stored).collect::<Vec<_>>(), [2]);
+}
+
+#[test]
+fn the_text_of_a_match_counts_what_changes_and_what_stays() {
+    let stored = [
+        tensor("p/cast", F32, &[1]),
+        tensor("p/padded", F32, &[1]),
+        tensor("p/truncated", F32, &[2]),
+        tensor("p/ignored", F32, &[1]),
+        tensor("p/skipped", F32, &[1]),
+        tensor("p/deselected", F32, &[1]),
+        tensor("q", F32, &[1]),
+    ];
+    let mut wanted = [
+        want("p/cast", Dtype::Float64, &[1]),
+        want("p/padded", F32, &[2]),
+        want("p/truncated", F32, &[1]),
+        want_as("p/skipped", Spec::Skip),
+        want("p/kept", F32, &[1]),
+    ];
+    wanted[4].holds_value = true;
+    let options = MatchOptions {
+        selection: Selection::new(None, &["p/deselected"]).unwrap(),
+        missing: PerGlob::everywhere(OnMissing::Keep),
+        unexpected: PerGlob::everywhere(OnUnexpected::Ignore),
+        resize: PerGlob::everywhere(Resize::Both),
+        ..MatchOptions::default()
+    };
+    let text = match_state(&wanted, &stored, &options).to_string();
+    assert_eq!(
+        text,
+        "3 leaves match, 1 cast, 2 resized, 1 kept as they are, 1 ignored, 3 stored but not wanted"
+    );
+}
+
+#[test]
+fn a_resized_leaf_keeps_values_only_where_it_is_longer() {
+    let keeps = |shape: &[u64], resize| {
+        let mut wanted = want("w", F32, shape);
+        wanted.holds_value = true;
+        let options = MatchOptions { resize: PerGlob::everywhere(resize), ..MatchOptions::default() };
+        let report = match_state(&[wanted], &[tensor("w", F32, &[4])], &options);
+        report.matches[0].tensor.as_ref().map(|tensor| tensor.keeps)
+    };
+    assert_eq!(keeps(&[5], Resize::Keep), Some(true));
+    assert_eq!(keeps(&[4], Resize::Keep), Some(false));
+    assert_eq!(keeps(&[5], Resize::Pad), Some(false));
+}
+
+#[test]
+fn a_collision_names_three_leaves() {
+    let text = |count: usize| {
+        let stored: Vec<_> = (0..count).map(|i| tensor(&format!("old{i}/w"), F32, &[1])).collect();
+        let renames = Renames::new([("old*", "new")]).unwrap();
+        let options = MatchOptions { renames, ..MatchOptions::default() };
+        match_state(&[want("new/w", F32, &[1])], &stored, &options).to_string()
+    };
+    assert!(text(3).contains("new/w: old0/w, old1/w, old2/w\n"), "{}", text(3));
+    assert!(text(4).contains("new/w: old0/w, old1/w, old2/w, …\n"), "{}", text(4));
+}
+
+#[test]
+fn a_leaf_is_deselected_only_if_it_or_something_below_is() {
+    let stored = [tensor("params/ab/w", F32, &[1]), tensor("other/b/w", F32, &[1]), tensor("x/y", F32, &[1])];
+    let reason = |wanted: Wanted, exclude: &str| {
+        let selection = Selection::new(None, &[exclude]).unwrap();
+        let report = match_state(&[wanted], &stored, &MatchOptions { selection, ..MatchOptions::default() });
+        report.missing[0].reason
+    };
+    assert_eq!(reason(want_as("params/ab", Spec::Any), "params/ab/w"), Missing::Deselected);
+    assert_eq!(reason(want_as("params/a", Spec::Any), "params/ab/w"), Missing::NotStored);
+    assert_eq!(reason(want_as("param/a", Spec::Any), "other/b/w"), Missing::NotStored);
+    assert_eq!(reason(want("x", F32, &[1]), "x/y"), Missing::NotStored);
+    let text = match_state(&[want_as("", Spec::Any)], &[], &MatchOptions::default()).to_string();
+    assert!(text.contains("missing: wanted, but not stored (1):\n  the whole state\n"), "{text}");
+    let selection = Selection::new(None, &["**", "prams"]).unwrap();
+    let report = match_state(
+        &[want_as("", Spec::Any)],
+        &stored,
+        &MatchOptions { selection, ..MatchOptions::default() },
+    );
+    assert_eq!(report.missing[0].reason, Missing::Deselected, "only a wrong include explains it");
+}
+
+#[test]
+fn idle_patterns_of_every_option_are_reported() {
+    let mut wanted = [want("params/w", F32, &[1]), want("params/b", F32, &[1]), want_as("gone", Spec::Any)];
+    wanted[1].holds_value = true;
+    wanted[2].holds_value = true;
+    let stored = [tensor("params/w", F32, &[1])];
+    let found = |options: MatchOptions| {
+        let report = match_state(&wanted, &stored, &options);
+        report.unmatched.iter().map(|one| (one.option, one.fails)).collect::<Vec<_>>()
+    };
+    let missing = |glob: &str| {
+        PerGlob::new([(glob, OnMissing::Error), ("**", OnMissing::Keep)], OnMissing::Keep).unwrap()
+    };
+    let cast = |glob: &str| PerGlob::new([(glob, Cast::Lossy)], Cast::Lossless).unwrap();
+    let resize = |glob: &str| PerGlob::new([(glob, Resize::Both)], Resize::Never).unwrap();
+    let options = |glob| MatchOptions {
+        missing: missing(glob),
+        cast: cast(glob),
+        resize: resize(glob),
+        ..Default::default()
+    };
+    assert_eq!(found(options("nowhere")), [("missing", false), ("cast", true), ("resize", false)]);
+    // A wanted leaf that is not stored counts; a wanted subtree without leaves does not.
+    assert_eq!(found(options("params/b")), []);
+    assert_eq!(found(options("gone")), [("cast", true), ("resize", false)]);
+    let dropped = vec![Dropped { item: "nowhere".into(), when: "on Monday".into() }];
+    let report = found(MatchOptions { dropped, ..options("nowhere/w") });
+    assert_eq!(report, [("missing", false), ("cast", false), ("resize", false)]);
+}
+
+#[test]
+fn a_rename_that_an_earlier_one_leaves_nothing_is_no_mistake() {
+    let stored = [tensor("old/w", F32, &[1])];
+    let renames = Renames::new([("old", "params"), ("old/w", "never")]).unwrap();
+    let options = MatchOptions { renames, ..MatchOptions::default() };
+    let report = match_state(&[want("params/w", F32, &[1])], &stored, &options);
+    assert!(report.is_ok() && report.unmatched.is_empty(), "{report}");
+    assert_eq!(report.idle_renames, []);
+}
+
+#[test]
+fn a_leaf_at_the_top_is_near_only_what_shares_something() {
+    let near = |stored: &str| {
+        let report =
+            match_state(&[want("w", F32, &[1])], &[tensor(stored, F32, &[1])], &MatchOptions::default());
+        report.missing[0].near.clone()
+    };
+    assert_eq!(near("x"), [""; 0]);
+    assert_eq!(near("a/w"), ["a/w"]);
+    assert_eq!(near("W_"), ["W_"]);
+}
+
+#[test]
+fn subtrees_with_a_common_beginning_are_told_apart() {
+    let stored = [tensor("params/w", F32, &[1]), tensor("params/wx", F32, &[1])];
+    let selection = Selection::new(Some(&["params/w/**"]), &[]).unwrap();
+    let options = MatchOptions { selection, ..MatchOptions::default() };
+    let report = match_state(&[want_as("", Spec::Any)], &stored, &options);
+    assert_eq!(report.unmatched[0].near, ["params/w"]);
 }

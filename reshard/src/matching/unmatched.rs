@@ -1,16 +1,13 @@
-//! Patterns of the caller that apply to nothing, which mostly are misspelt: for each what it may
-//! have meant. A pattern that would have chosen what is read (include, exclude, rename, cast) makes
-//! the match fail, since what it was to do does not happen; the others (missing, unexpected,
-//! resize) only allow something, and are told.
+//! Patterns of the caller that apply to nothing. Most are misspelt, so each comes with near names.
+//!
+//! A pattern that chooses what is read (include, exclude, rename, cast) makes the match fail. The
+//! others (missing, unexpected, resize) only allow something: the report lists them.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use super::near::distance;
+use super::near::{distance, first};
 use super::{Matching, PerGlob, Spec};
-use crate::glob::{Glob, boundaries, components, render};
-
-/// Names that are suggested for one pattern.
-const SUGGESTED: usize = 3;
+use crate::glob::{Glob, boundaries, components, is_within, render};
 
 /// A pattern that applies to nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,16 +32,17 @@ impl Matching<'_> {
         let mut found = Vec::new();
         let include = options.selection.include().unwrap_or_default();
         for glob in unused(include, &stored) {
-            found.push(Unmatched { dropped: self.dropped(&glob), ..suggest("include", &glob, &stored) });
+            found
+                .push(Unmatched { dropped: self.dropped(&glob), ..suggest("include", &glob, &stored, true) });
         }
         // A dropped leaf need not exist to be excluded or renamed.
         for glob in unused(options.selection.exclude(), &stored) {
             if self.dropped(&glob).is_none() {
-                found.push(suggest("exclude", &glob, &stored));
+                found.push(suggest("exclude", &glob, &stored, true));
             }
         }
         for glob in unused(options.unexpected.globs(), &stored) {
-            found.push(suggest("unexpected", &glob, &stored));
+            found.push(suggest("unexpected", &glob, &stored, false));
         }
         let idle = options.renames.globs().iter().zip(applied).filter(|(_, applied)| !**applied);
         // Those that an earlier rule leaves nothing to are no mistake.
@@ -52,7 +50,7 @@ impl Matching<'_> {
             idle.filter(|(glob, _)| !stored.iter().any(|text| glob.match_leading(text).is_some()))
         {
             if self.dropped(glob).is_none() {
-                found.push(suggest("rename", glob, &stored));
+                found.push(suggest("rename", glob, &stored, true));
             }
         }
         let given = [options.missing.globs(), options.cast.globs(), options.resize.globs()];
@@ -68,7 +66,7 @@ impl Matching<'_> {
                 for glob in unused(globs, texts) {
                     let dropped = self.dropped(&glob);
                     let fails = fails && dropped.is_none();
-                    found.push(Unmatched { dropped, fails, ..suggest(option, &glob, texts) });
+                    found.push(Unmatched { dropped, ..suggest(option, &glob, texts, fails) });
                 }
             };
             add("missing", options.missing.globs(), &all, false);
@@ -108,15 +106,8 @@ fn unused(globs: &[Glob], texts: &[&[u8]]) -> Vec<Glob> {
     globs.iter().filter(|glob| !is_used(glob)).cloned().collect()
 }
 
-fn suggest(option: &'static str, glob: &Glob, texts: &[&[u8]]) -> Unmatched {
-    let near = near(glob, texts);
-    Unmatched {
-        option,
-        glob: glob.as_str().to_owned(),
-        near,
-        dropped: None,
-        fails: option == "rename" || option == "include" || option == "exclude",
-    }
+fn suggest(option: &'static str, glob: &Glob, texts: &[&[u8]], fails: bool) -> Unmatched {
+    Unmatched { option, glob: glob.as_str().to_owned(), near: near(glob, texts), dropped: None, fails }
 }
 
 /// Likely intended globs. At the place where the glob's beginning stops to be an existing path: the
@@ -136,37 +127,31 @@ fn near(glob: &Glob, texts: &[&[u8]]) -> Vec<String> {
         }
         return nearest(last, by_name.into_iter());
     }
-    let asked: Vec<&[u8]> = components(literal).collect();
     let mut above = 0; // bytes of the literal that are a branch of the texts
-    for name in &asked {
-        let end = above + name.len();
-        if !texts.iter().any(|text| text.starts_with(&literal[..end]) && boundaries_at(text, end)) {
-            let mut there: BTreeSet<&[u8]> = BTreeSet::new();
-            for text in
-                texts.iter().filter(|text| text.starts_with(&literal[..above]) && boundaries_at(text, above))
-            {
-                there.extend(components(&text[above..]).next().map(|next| &text[..above + next.len()]));
-            }
-            return nearest(name, there.into_iter().map(|branch| (&branch[above..], branch)));
+    for name in components(literal) {
+        let branch = &literal[..above];
+        above += name.len();
+        if !texts.iter().any(|text| is_within(text, &literal[..above])) {
+            let below = texts.iter().filter(|text| is_within(text, branch));
+            let there: BTreeSet<(&[u8], &[u8])> = below
+                .filter_map(|text| {
+                    let next = components(&text[branch.len()..]).next()?;
+                    Some((next, &text[..branch.len() + next.len()]))
+                })
+                .collect();
+            return nearest(name, there.into_iter());
         }
-        above = end;
     }
     let branch = render(literal);
-    let is_branch = texts.iter().any(|text| text.len() > literal.len() && text.starts_with(literal));
+    let is_branch = texts.iter().any(|text| *text != literal && is_within(text, literal));
     vec![if is_branch { format!("{}/**", crate::glob::escape(&branch)) } else { branch }]
-}
-
-fn boundaries_at(text: &[u8], at: usize) -> bool {
-    boundaries(text).any(|end| end == at)
 }
 
 /// The renderings of those whose names are nearest, as long as they are near at all.
 fn nearest<'a>(asked: &[u8], candidates: impl Iterator<Item = (&'a [u8], &'a [u8])>) -> Vec<String> {
     let lower = asked.to_ascii_lowercase();
-    let mut ranked: Vec<(usize, &[u8])> = candidates
+    let ranked = candidates
         .map(|(name, path)| (distance(&lower, &name.to_ascii_lowercase()), path))
-        .filter(|(distance, _)| *distance <= 2.max(asked.len() / 2))
-        .collect();
-    ranked.sort_unstable();
-    ranked.into_iter().take(SUGGESTED).map(|(_, path)| render(path)).collect()
+        .filter(|(distance, _)| *distance <= 2.max(asked.len() / 2));
+    first(ranked.collect()).into_iter().map(render).collect()
 }
