@@ -29,11 +29,16 @@ pub struct Limit<'a> {
     pub places: &'a [u32],
 }
 
-/// The writers of a group, in the order in which the line is cut, each with its part of the whole.
+/// The writers of a group, in the order in which the line is cut.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Writers {
-    /// Rank, and the sum of the weights up to and with it.
-    ends: Vec<(u32, u64)>,
+pub struct Writers(Vec<Writer>);
+
+/// A writer has one of `of` equal parts of the line, after `before` of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Writer {
+    rank: u32,
+    before: u64,
+    of: u64,
 }
 
 impl Writers {
@@ -53,40 +58,34 @@ impl Writers {
             });
         }
         let teams: Vec<&[(u32, u32)]> = by_node.chunk_by(|one, other| one.0 == other.0).collect();
-        // A weight that every number of ranks on a node divides, as far as numbers go.
-        let whole = teams.iter().fold(1_u64, |all, team| {
-            let n = team.len() as u64;
-            (all / gcd(all, n)).checked_mul(n).unwrap_or(all)
+        let writers = teams.iter().enumerate().flat_map(|(node, team)| {
+            let (size, nodes) = (team.len(), teams.len());
+            team.iter().enumerate().map(move |(place, &(_, rank))| Writer {
+                rank,
+                before: (node * size + place) as u64,
+                of: (nodes * size) as u64,
+            })
         });
-        let mut end = 0;
-        let mut ends = Vec::with_capacity(teams.iter().map(|team| team.len()).sum());
-        for team in teams {
-            for &(_, rank) in team {
-                end += (whole / team.len() as u64).max(1);
-                ends.push((rank, end));
-            }
-        }
-        Self { ends }
+        Self(writers.collect())
     }
 
     /// Writers who count alike, by their places.
     pub fn alike(count: u32) -> Self {
-        Self { ends: (0..count).map(|place| (place, u64::from(place) + 1)).collect() }
+        let writer = |rank: u32| Writer { rank, before: rank.into(), of: count.into() };
+        Self((0..count).map(writer).collect())
     }
 
     /// The writer of an indivisible region.
     pub fn first(&self) -> Option<u32> {
-        self.ends.first().map(|&(rank, _)| rank)
+        self.0.first().map(|writer| writer.rank)
     }
 
     /// The borders of a rank's stretch on a line of that length. `None` for a rank that writes
     /// nothing.
     fn stretch(&self, rank: u32, length: u64) -> Option<(u64, u64)> {
-        let total = u128::from(self.ends.last()?.1);
-        let at = |weight: u64| (u128::from(length) * u128::from(weight) / total) as u64;
-        let place = self.ends.iter().position(|&(writer, _)| writer == rank)?;
-        let begin = place.checked_sub(1).and_then(|before| self.ends.get(before)).map_or(0, |&(_, end)| end);
-        Some((at(begin), at(self.ends.get(place)?.1)))
+        let &Writer { before, of, .. } = self.0.iter().find(|writer| writer.rank == rank)?;
+        let at = |parts: u64| (u128::from(length) * u128::from(parts) / u128::from(of)) as u64;
+        Some((at(before), at(before + 1)))
     }
 }
 
@@ -116,7 +115,7 @@ impl Held {
 pub fn shares(held: &[Held], writers: &Writers, rank: u32) -> Vec<Option<Vec<Region>>> {
     let total = held.iter().fold(0_u64, |sum, held| sum.saturating_add(held.bytes()));
     let Some((begin, end)) = writers.stretch(rank, total) else { return vec![None; held.len()] };
-    let cut_from = (total / (64 * writers.ends.len() as u64).max(1)).clamp(WHOLE_BELOW, CUT_FROM);
+    let cut_from = (total / (64 * writers.0.len() as u64).max(1)).clamp(WHOLE_BELOW, CUT_FROM);
     let mut before = 0_u64;
     let share = |held: &Held| {
         let bytes = held.bytes();
@@ -149,10 +148,6 @@ fn step(held: &Held) -> u64 {
     let steps =
         row_major_strides(&held.extent).into_iter().map(|elements| elements.saturating_mul(held.itemsize));
     steps.into_iter().find(|&bytes| bytes <= STEP_BYTES).unwrap_or(held.itemsize).max(1)
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a.max(1) } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]
@@ -224,6 +219,39 @@ mod tests {
             assert!(one.is_some() != other.is_some());
         }
         assert!(first[2].is_some());
+    }
+
+    fn bytes_by_rank(extents: &[&[u64]], ranks: u32) -> Vec<Vec<u64>> {
+        let held: Vec<Held> =
+            extents.iter().map(|extent| Held { extent: (*extent).into(), itemsize: 1 }).collect();
+        let share = |rank| shares(&held, &Writers::alike(ranks), rank);
+        let bytes = |part: &Option<Vec<Region>>| part.iter().flatten().filter_map(Region::volume).sum();
+        (0..ranks).map(|rank| share(rank).iter().map(bytes).collect()).collect()
+    }
+
+    #[test]
+    fn writers_that_count_alike_get_equal_parts() {
+        assert_eq!(bytes_by_rank(&[&[4 << 20]], 4), vec![[1 << 20]; 4]);
+        assert_eq!(Writers::alike(4).first(), Some(0));
+    }
+
+    #[test]
+    fn a_region_is_cut_where_it_is_large_for_what_there_is() {
+        const LARGE: u64 = 16 << 20;
+        let (small, middle) = (200 << 10, 300 << 10);
+        let one = bytes_by_rank(&[&[LARGE], &[small], &[LARGE]], 2);
+        assert!(one[0][1] == 0 || one[1][1] == 0, "{one:?}");
+        let both = bytes_by_rank(&[&[LARGE], &[middle], &[LARGE]], 2);
+        assert_eq!((both[0][1], both[1][1]), (middle / 2, middle / 2));
+        assert_eq!(bytes_by_rank(&[&[4096]], 2), [[2048], [2048]]);
+        assert_eq!(bytes_by_rank(&[&[1000], &[3000]], 2), [[1000, 0], [0, 3000]], "by their middles");
+    }
+
+    #[test]
+    fn a_border_falls_on_the_nearest_step_unless_steps_are_large() {
+        let (row, wide) = (100 << 10, 300 << 10);
+        assert_eq!(bytes_by_rank(&[&[10, row]], 3), [[3 * row], [4 * row], [3 * row]]);
+        assert_eq!(bytes_by_rank(&[&[2, wide]], 3), vec![[200 << 10]; 3]);
     }
 
     proptest! {
