@@ -68,15 +68,13 @@ pub fn flat(
     for part in run_to_boxes(local, start, len)? {
         let at = offset.checked_add(before.checked_mul(itemsize)?)?;
         let part_strides = row_major_strides(&part.extent);
-        for own in &own {
+        'segments: for own in &own {
             let mut region = own.region.clone();
             let mut place = Place { offset: at, strides: Dims::from_elem(0, region.ndim()) };
-            let mut meets = true;
             for (d, line) in own.lines.iter().enumerate() {
                 let (first, count) = line.within(part.offset[d], part.extent[d]);
-                meets &= count > 0;
-                if !meets {
-                    break;
+                if count == 0 {
+                    continue 'segments;
                 }
                 let step = part_strides[d].checked_mul(itemsize)?;
                 place.offset += (line.start + first * line.step - part.offset[d]) * step;
@@ -86,9 +84,7 @@ pub fn flat(
                     place.strides[axis] = i64::try_from(step.checked_mul(line.step)?).ok()?;
                 }
             }
-            if meets {
-                segments.push(Segment { region, place });
-            }
+            segments.push(Segment { region, place });
         }
         before += part.volume()?;
     }
@@ -125,15 +121,8 @@ impl Line {
 impl LocalBox {
     fn new(segment: &Segment, local: &[u64], strides: &[i64], itemsize: u64) -> Option<Self> {
         let region = &segment.region;
-        if region.is_empty()
-            || volume(local)? == 0
-            || itemsize == 0
-            || !segment.place.offset.is_multiple_of(itemsize)
-        {
-            return None;
-        }
-        let at = segment.place.offset / itemsize;
-        if at >= volume(local)? {
+        let at = segment.place.offset.checked_div(itemsize)?;
+        if !segment.place.offset.is_multiple_of(itemsize) || at >= volume(local)? {
             return None;
         }
         let steps = row_major_strides(local).into_iter().zip(local);

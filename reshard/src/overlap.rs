@@ -60,22 +60,17 @@ impl ChunkIndex {
             let mut base = 0_u64;
             for region in parts {
                 let volume = region.volume().ok_or(number)?;
-                if volume > 0 {
+                if !region.is_empty() {
                     boxes.push(StoredBox { chunk: u32::try_from(number).map_err(|_| number)?, region, base });
                 }
                 base = base.checked_add(volume).ok_or(number)?;
             }
         }
-        let mut index = Self { nodes: Vec::with_capacity(boxes.len() / 2 + 1), boxes };
+        let mut index = Self { nodes: Vec::new(), boxes };
         if !index.boxes.is_empty() {
             index.build(0..index.boxes.len());
         }
         Ok(index)
-    }
-
-    /// All boxes, in no order that means anything.
-    pub fn boxes(&self) -> &[StoredBox] {
-        &self.boxes
     }
 
     fn build(&mut self, range: std::ops::Range<usize>) {
@@ -116,7 +111,7 @@ impl ChunkIndex {
         let mut open = vec![0_usize];
         while let Some(at) = open.pop() {
             let Some(node) = self.nodes.get(at) else { continue };
-            if !meet(&node.bounds, region) {
+            if node.bounds.intersect(region).is_none() {
                 continue;
             }
             if node.second != 0 {
@@ -134,25 +129,17 @@ impl ChunkIndex {
     }
 }
 
-/// True if two regions of the same tensor have an element in common.
-fn meet(a: &Region, b: &Region) -> bool {
-    let ends = |region: &Region, d: usize| region.offset[d].saturating_add(region.extent[d]);
-    (0..a.ndim().min(b.ndim())).all(|d| a.offset[d] < ends(b, d) && b.offset[d] < ends(a, d))
-}
-
+/// The smallest region that holds all boxes.
 fn bounds(boxes: &[StoredBox]) -> Region {
-    let Some(first) = boxes.first() else { return Region::whole(&[]) };
-    let mut offset = first.region.offset.clone();
-    let mut end: Vec<u64> =
-        first.region.offset.iter().zip(&first.region.extent).map(|(o, e)| o + e).collect();
-    for stored in boxes {
-        for d in 0..offset.len() {
-            offset[d] = offset[d].min(stored.region.offset[d]);
-            end[d] = end[d].max(stored.region.offset[d] + stored.region.extent[d]);
+    let mut bounds = boxes.first().map_or_else(|| Region::whole(&[]), |first| first.region.clone());
+    for Region { offset, extent } in boxes.iter().map(|stored| &stored.region) {
+        for d in 0..bounds.ndim() {
+            let end = (bounds.offset[d] + bounds.extent[d]).max(offset[d] + extent[d]);
+            bounds.offset[d] = bounds.offset[d].min(offset[d]);
+            bounds.extent[d] = end - bounds.offset[d];
         }
     }
-    let extent = offset.iter().zip(end).map(|(offset, end)| end - offset).collect();
-    Region { offset, extent }
+    bounds
 }
 
 #[cfg(test)]
@@ -211,6 +198,26 @@ mod tests {
                 index.overlaps(&wanted).into_iter().map(|o| (o.stored.chunk, o.stored.base, o.region)).collect();
             prop_assert_eq!(found, expected);
         }
+    }
+
+    #[test]
+    fn a_question_looks_at_few_of_many_chunks() {
+        // 16 × 64 chunks of 1 × 1000 elements.
+        let at = (0..16).flat_map(|i| (0..64).map(move |j| vec![i, 1000 * j]));
+        let chunks: Vec<_> = at
+            .map(|offset| ChunkRegion::Box(Region { offset: offset.into(), extent: vec![1, 1000].into() }))
+            .map(chunk)
+            .collect();
+        let index = ChunkIndex::new(&[16, 64_000], &chunks).unwrap();
+        let leaves = |offset: [u64; 2], extent: [u64; 2]| {
+            let asked = Region { offset: offset.as_slice().into(), extent: extent.as_slice().into() };
+            let nodes = index.nodes.iter().filter(|node| node.second == 0);
+            nodes.filter(|node| node.bounds.intersect(&asked).is_some()).count()
+        };
+        assert_eq!(index.nodes[0].bounds, Region::whole(&[16, 64_000]));
+        let (row, column) = (leaves([9, 0], [1, 64_000]), leaves([0, 40_000], [16, 1000]));
+        assert!(row <= 32 && column <= 8, "{row} {column}");
+        assert_eq!(leaves([9, 40_000], [1, 1000]), 1);
     }
 
     #[test]

@@ -114,14 +114,12 @@ pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &Subch
     if region.is_empty() {
         return whole(0);
     }
-    let is_whole: Vec<bool> = region.extent.iter().zip(shape).map(|(extent, all)| extent == all).collect();
-    let is_shard = is_whole.contains(&false);
+    let sharded: Vec<bool> = region.extent.iter().zip(shape).map(|(extent, all)| extent != all).collect();
     let bytes = region.volume().and_then(|n| n.checked_mul(itemsize)).unwrap_or(u64::MAX);
-    if bytes <= options.target_bytes && (!is_shard || bytes < 2 * BAND_BYTES) {
-        return whole(1); // as most leaves of a model are; it is asked of each while training waits
+    if !sharded.contains(&true) && bytes <= options.target_bytes {
+        return whole(1); // most leaves, and training waits for this
     }
-    let sharded: Option<Vec<bool>> = is_shard.then(|| is_whole.iter().map(|whole| !whole).collect());
-    let parts = parts(&region.extent, sharded.as_deref(), itemsize, options);
+    let parts = parts(&region.extent, &sharded, itemsize, options);
     let left = parts.iter().fold(1_u64, |chunks, &parts| chunks.saturating_mul(parts));
     Cut { region, at: vec![0; parts.len()], parts, left }
 }
@@ -150,9 +148,9 @@ fn bands(axis: usize, is_sharded: bool) -> u64 {
     }
 }
 
-/// Into how many parts each axis is cut; `sharded` says along which the region is a part of its
-/// tensor, where it is one.
-fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &SubchunkOptions) -> Vec<u64> {
+/// Into how many parts each axis is cut; `sharded` says along which axes the region is a part of
+/// its tensor.
+fn parts(extent: &[u64], sharded: &[bool], itemsize: u64, options: &SubchunkOptions) -> Vec<u64> {
     let target = u128::from(options.target_bytes.max(1));
     let min_row = u128::from(options.min_row_bytes).min(target / 2);
     let mut row_bytes = vec![u128::from(itemsize); extent.len()]; // of one step along the axis, trailing axes whole
@@ -169,7 +167,7 @@ fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Subc
     let keeps_rows = |parts: &[u64], d: usize, least: u128| {
         u128::from(extent[d] / doubled(parts, d)).saturating_mul(row_bytes[d]) >= least
     };
-    if let Some(sharded) = sharded {
+    if sharded.contains(&true) {
         let least = |parts: u64| {
             u128::from(if parts < BANDS / 2 { BAND_BYTES } else { LAST_BAND_BYTES }).min(target / 2)
         };
@@ -188,10 +186,9 @@ fn parts(extent: &[u64], sharded: Option<&[bool]>, itemsize: u64, options: &Subc
         }
     }
     while bytes(&parts) > target {
-        let is_sharded = |d: usize| sharded.is_some_and(|sharded| sharded[d]);
         let axis = (0..extent.len())
             .filter(|&d| longest(&parts, d) > 1 && keeps_rows(&parts, d, min_row))
-            .max_by_key(|&d| (is_sharded(d), longest(&parts, d), std::cmp::Reverse(d)))
+            .max_by_key(|&d| (sharded[d], longest(&parts, d), std::cmp::Reverse(d)))
             .or_else(|| (0..extent.len()).find(|&d| longest(&parts, d) > 1));
         let Some(axis) = axis else { return parts }; // single elements: nothing is left to cut
         parts[axis] = doubled(&parts, axis);
@@ -259,6 +256,24 @@ mod tests {
         assert_eq!(cuts(&[1024, 1024], 4), [[1024, 1024]], "what fits stays whole");
     }
 
+    #[test]
+    fn half_the_target_is_the_longest_row_that_is_kept() {
+        let options = SubchunkOptions { target_bytes: 64, min_row_bytes: 1000, min_band_row_bytes: 1000 };
+        assert_eq!(extents(&[64, 64], 1, &options), [[2, 32]]);
+        let shard = Region::whole(&[2, 256]);
+        let extents: Vec<_> = cut(&shard, &[4, 256], 1, &options).map(|part| part.extent.to_vec()).collect();
+        assert_eq!(extents, [[2, 32]; 8]);
+    }
+
+    #[test]
+    fn rows_of_device_memory_are_longer() {
+        let device = SubchunkOptions::HOST.on_device();
+        assert_eq!((device.min_row_bytes, device.min_band_row_bytes), (16 << 10, 16 << 10));
+        assert_eq!(device.target_bytes, SubchunkOptions::HOST.target_bytes);
+        let long = SubchunkOptions { target_bytes: 1, min_row_bytes: 1 << 20, min_band_row_bytes: 1 << 19 };
+        assert_eq!(long.on_device(), long);
+    }
+
     /// Extents of the chunks of a shard, and their bands.
     fn shard(offset: &[u64], extent: &[u64], shape: &[u64], itemsize: u64) -> Vec<(Vec<u64>, u32)> {
         let region = Region { offset: offset.into(), extent: extent.into() };
@@ -276,6 +291,7 @@ mod tests {
         assert_eq!(cut(&[0, 128], &[1024, 128], &[1024, 1024], 4), in_four([256, 128]), "some columns");
         assert_eq!(cut(&[512, 0], &[512, 4096], &[4096, 4096], 2), vec![[512, 512]; 8], "chunks stay large");
         assert_eq!(cut(&[0, 0], &[64, 512], &[512, 512], 2), [[64, 512]], "chunks would be too small");
+        assert_eq!(cut(&[0, 0], &[96, 512], &[512, 512], 2), [[96, 512]], "with 48 KiB too");
         assert_eq!(cut(&[0, 0], &[128, 512], &[1024, 512], 2), [[128, 256]; 2], "or smaller than 64 KiB");
         assert_eq!(
             cut(&[64, 64], &[512, 512], &[1024, 1024], 4),
@@ -298,6 +314,8 @@ mod tests {
         assert_eq!(bands(&[64, 512], &[512, 512]), [0], "and what is not cut comes first");
         let columns = bands(&[4096, 512], &[4096, 4096]);
         assert!(columns.is_sorted());
+        let empty = Region::whole(&[0, 3]);
+        assert_eq!(band(&empty, &empty, &[0, 3]), 0);
         assert_eq!(columns.len(), 16, "eighths of the rows, and each of them in two");
     }
 

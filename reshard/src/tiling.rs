@@ -100,7 +100,7 @@ pub fn check_regions(shape: &[u64], regions: &[Region]) -> Result<(), Fault> {
 /// once.
 pub(crate) fn check_boxes(whole: &Region, mut boxes: Vec<(usize, Region)>) -> Result<(), Fault> {
     boxes.retain(|(_, region)| !region.is_empty());
-    if whole.is_empty() || matches!(boxes.as_slice(), [(_, only)] if only == whole) {
+    if boxes.iter().map(|(_, region)| region).eq([whole]) {
         return Ok(());
     }
     let mut sweep = Sweep { whole, boxes: &boxes, point: Vec::new(), budget: 0 };
@@ -152,16 +152,16 @@ impl Sweep<'_> {
         if axis == self.whole.ndim() {
             return (terms.iter().map(|term| term.sign).sum::<i64>() != 0).then_some(Difference::At);
         }
-        let mut events: Vec<(u64, Term)> = Vec::with_capacity(2 * terms.len());
-        for term in terms {
+        let events = terms.into_iter().flat_map(|term| {
             let region = self.region(term);
             let (start, end) = (region.offset[axis], region.offset[axis] + region.extent[axis]);
-            events.extend([(start, term), (end, Term { sign: -term.sign, ..term })]);
-        }
-        if events.len() > self.budget {
+            [(start, term), (end, Term { sign: -term.sign, ..term })]
+        });
+        let mut events: Vec<(u64, Term)> = events.collect();
+        let Some(budget) = self.budget.checked_sub(events.len()) else {
             return Some(Difference::TooIrregular);
-        }
-        self.budget -= events.len();
+        };
+        self.budget = budget;
         let order = |(x, a): &(u64, Term), (y, b): &(u64, Term)| {
             x.cmp(y).then_with(|| self.compare(*a, *b, axis + 1))
         };
@@ -314,6 +314,36 @@ mod tests {
         let mut hole = chunks;
         let ChunkRegion::Box(removed) = hole.remove(77_777) else { unreachable!() };
         assert_eq!(check(&shape, &hole), Err(Fault::Hole { region: removed }));
+    }
+
+    #[test]
+    fn a_grid_of_many_dimensions_is_checked_within_the_budget() {
+        let shape = [2; 12];
+        let options = SubchunkOptions { target_bytes: 1, ..SubchunkOptions::HOST };
+        let chunks = boxes(subchunk::cut(&Region::whole(&shape), &shape, 1, &options));
+        assert_eq!(chunks.len(), 4096);
+        assert_eq!(check(&shape, &chunks), Ok(()));
+    }
+
+    #[test]
+    fn a_check_that_would_take_too_long_is_refused() {
+        // The borders of each axis double the work for the next one.
+        let half = |at: u64| {
+            let mut half = Region::whole(&[2; 20]);
+            (half.offset[19], half.extent[19]) = (at, 1);
+            half
+        };
+        let fault = check(&[2; 20], &boxes([half(0), half(1)])).unwrap_err();
+        assert_eq!(fault, Fault::TooIrregular);
+        assert_eq!(fault.to_string(), "its chunks are too irregular to be checked");
+    }
+
+    #[test]
+    fn regions_are_checked_as_chunks_are() {
+        let row = |at: u64, len: u64| Region { offset: vec![at].into(), extent: vec![len].into() };
+        assert_eq!(check_regions(&[4], &[row(0, 2), row(2, 2)]), Ok(()));
+        assert_eq!(check_regions(&[4], &[row(0, 2), row(2, 3)]), Err(Fault::Outside { chunk: 1 }));
+        assert_eq!(check_regions(&[4], &[row(0, 2)]), Err(Fault::Hole { region: row(2, 2) }));
     }
 
     #[test]

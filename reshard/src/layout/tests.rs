@@ -58,3 +58,32 @@ fn a_flat_shard_follows_a_transposition() {
     let part = flat(&own, &[5, 3], 2, 4, 7, 0).unwrap();
     assert_eq!(contents(&part, &[3, 5], 2, 7), all[4..11]);
 }
+
+#[test]
+fn a_flat_shard_meets_single_rows_and_has_no_empty_segments() {
+    // Rows 3 and 1 of the tensor, one segment each.
+    let own = [segment(&[3, 0], &[1, 4], 0, &[4, 1]), segment(&[1, 0], &[1, 4], 4, &[4, 1])];
+    for (start, len, rows) in [(0, 8, &[3, 1][..]), (1, 2, &[3]), (5, 3, &[1])] {
+        let part = flat(&own, &[2, 4], 1, start, len, 0).unwrap();
+        assert_eq!(part.iter().map(|segment| segment.region.offset[0]).collect::<Vec<_>>(), rows);
+        assert!(part.iter().all(|segment| !segment.region.is_empty()), "{part:?}");
+    }
+}
+
+#[test]
+fn segments_that_are_not_aligned_with_the_array_are_refused() {
+    for (offset, extent, at, strides, why) in [
+        (&[0, 0][..], &[2, 1][..], 0, &[16, 4][..], "a step is one and a third rows"),
+        (&[0, 0], &[2, 1], 0, &[0, 4], "it does not step"),
+        (&[0, 0], &[2, 1], 0, &[-12, 4], "it steps backwards"),
+        (&[0, 0], &[2, 2], 0, &[24, 12], "two axes along one dimension"),
+        (&[0, 0], &[5, 1], 0, &[12, 4], "it exceeds the array"),
+        (&[0, 0], &[1, 1], 2, &[12, 4], "between two elements"),
+        (&[0, 0], &[1, 1], 48, &[12, 4], "behind the array"),
+    ] {
+        let own = [segment(offset, extent, at, strides)];
+        assert_eq!(flat(&own, &[4, 3], 4, 0, 12, 0), None, "{why}");
+    }
+    assert_eq!(flat(&[segment(&[0], &[1], 0, &[1])], &[4], 0, 0, 4, 0), None, "no bytes");
+    assert!(flat(&[segment(&[0, 0], &[4, 3], 0, &[12, 4])], &[4, 3], 4, 0, 12, 0).is_some());
+}

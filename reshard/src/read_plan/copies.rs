@@ -115,8 +115,8 @@ impl Maker<'_> {
             dims.push(Dim { extent: region.extent[d], src: stride, dst: dst_stride });
             stride *= stored.region.extent[d];
         }
-        let reach = |dim: &Dim| i128::from(dim.extent - 1) * i128::from(dim.dst);
-        let first = dst_offset + dims.iter().map(reach).filter(|&reach| reach < 0).sum::<i128>();
+        let backwards = |dim: &Dim| (i128::from(dim.extent - 1) * i128::from(dim.dst)).min(0);
+        let first = dst_offset + dims.iter().map(backwards).sum::<i128>();
         let Some(dst_offset) = u64::try_from(dst_offset).ok().filter(|_| first >= 0) else {
             return Err(Error::Request {
                 leaf: name(self.index, self.request.leaf),

@@ -341,6 +341,16 @@ fn a_contradictory_index_is_refused() {
 }
 
 #[test]
+fn a_single_chunk_outside_of_its_tensor_is_named() {
+    let mut stored = matrix(&[64, 64]);
+    let request = Request::whole(0, stored.tensor(0), 0);
+    let LeafRecord::Tensor(tensor) = &mut stored.index.leaves[0] else { unreachable!() };
+    tensor.chunks[0].region = ChunkRegion::Box(Region::whole(&[64, 65]));
+    let error = copies(&stored.index, &[request]).unwrap_err().to_string();
+    assert!(error.contains("chunk 0 does not lie in the tensor"), "{error}");
+}
+
+#[test]
 fn a_hole_in_a_tensor_of_one_chunk_is_named() {
     let mut stored = matrix(&[64, 64]);
     let request = Request::whole(0, stored.tensor(0), 0);
