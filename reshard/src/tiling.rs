@@ -162,9 +162,9 @@ impl Sweep<'_> {
             return Some(Difference::TooIrregular);
         };
         self.budget = budget;
-        let order = |(x, a): &(u64, Term), (y, b): &(u64, Term)| {
-            x.cmp(y).then_with(|| self.compare(*a, *b, axis + 1))
-        };
+        let next = axis + 1;
+        let order =
+            |(x, a): &(u64, Term), (y, b): &(u64, Term)| x.cmp(y).then_with(|| self.compare(*a, *b, next));
         events.sort_unstable_by(order);
         let mut rest = events.as_slice();
         while let Some(&(border, _)) = rest.first() {
@@ -173,7 +173,7 @@ impl Sweep<'_> {
             let mut changes: Vec<Term> = Vec::new();
             for &(_, term) in here {
                 match changes.last_mut() {
-                    Some(last) if self.compare(*last, term, axis + 1) == Ordering::Equal => {
+                    Some(last) if self.compare(*last, term, next) == Ordering::Equal => {
                         last.sign += term.sign;
                     }
                     _ => changes.push(term),
@@ -184,7 +184,7 @@ impl Sweep<'_> {
                 continue;
             }
             self.point.push(border);
-            if let Some(difference) = self.differs(axis + 1, changes) {
+            if let Some(difference) = self.differs(next, changes) {
                 return Some(difference);
             }
             self.point.pop();
