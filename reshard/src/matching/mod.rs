@@ -269,8 +269,9 @@ struct Texts {
 }
 
 impl Texts {
-    fn new<'a>(paths: impl Iterator<Item = &'a LeafPath>) -> Self {
-        let mut texts = Self { bytes: Vec::new(), ends: vec![0] };
+    fn new<'a>(paths: impl ExactSizeIterator<Item = &'a LeafPath>) -> Self {
+        // Growing it would take a third of the time of a match.
+        let mut texts = Self { bytes: Vec::with_capacity(48 * paths.len()), ends: vec![0] };
         for path in paths {
             path.0.iter().for_each(|component| crate::glob::push_component(component, &mut texts.bytes));
             texts.ends.push(texts.bytes.len());
