@@ -13,7 +13,8 @@ pub fn deadline_after(timeout: Duration) -> Instant {
     now.checked_add(timeout.min(FOREVER)).unwrap_or(now)
 }
 
-/// The deadline of a wait that goes on as long as there is progress.
+/// The deadline of a wait that goes on as long as there is progress. `T` is a value that changes
+/// with all progress.
 pub struct StallTimer<T> {
     limit: Duration,
     deadline: Instant,
@@ -26,7 +27,7 @@ impl<T: PartialEq> StallTimer<T> {
         Self { limit, deadline: deadline_after(limit), seen: None }
     }
 
-    /// Returns the time that is left. `progress` changes as long as there is progress.
+    /// Returns the time that is left. It starts again if `progress` differs from the last call's.
     pub fn left(&mut self, progress: T) -> Duration {
         if self.seen.as_ref() != Some(&progress) {
             self.seen = Some(progress);

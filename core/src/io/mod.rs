@@ -322,7 +322,7 @@ pub trait Queue: Send {
 /// How long a queue waits for the kernel without progress. Then a full queue refuses a transfer,
 /// and a dropped one leaks memory and threads and logs it. (Callers have shorter deadlines of their
 /// own.)
-const STALL_DEADLINE: Duration = Duration::from_secs(30);
+const STALL_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The error of a full queue that refuses a transfer.
 fn full(transfers: usize, waited: Duration) -> crate::Error {

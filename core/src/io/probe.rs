@@ -17,7 +17,7 @@ use rustix::io::{Errno, retry_on_intr};
 
 use super::posix::{self, DirectIo, Settings};
 use super::posix_disk::{Mover, PosixDisk};
-use super::{Disk, EngineChoice, Purpose, STALL_DEADLINE};
+use super::{Disk, EngineChoice, Purpose, STALL_TIMEOUT};
 use crate::sys::{Buffer, Descriptor, Flight, Mapping, Ring};
 use crate::{Error, Result};
 
@@ -260,7 +260,7 @@ fn probe_directory(dir: &Path, wanted: Engine, purpose: Purpose, reasons: &mut V
 
 /// Writes a block through a ring. Creating a ring does not prove that it may be used.
 fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
-    let mut ring = Ring::new(1, STALL_DEADLINE).map_err(|error| ("io_uring_setup", error))?;
+    let mut ring = Ring::new(1, STALL_TIMEOUT).map_err(|error| ("io_uring_setup", error))?;
     let (op, invalid) = ("io_uring_enter", || io::Error::from(io::ErrorKind::InvalidData));
     let enter = |error| (op, error);
     let descriptor = file.try_clone().map_err(enter)?;
@@ -290,7 +290,7 @@ fn try_ring(file: &OwnedFd) -> Result<(), (&'static str, io::Error)> {
 /// Registers one huge page. A limit may still refuse more later.
 fn try_registration() -> io::Result<()> {
     let memory = Mapping::new(1).map_err(|_| io::Error::from(io::ErrorKind::OutOfMemory))?;
-    Ring::<()>::new(1, STALL_DEADLINE)?.register(vec![memory])
+    Ring::<()>::new(1, STALL_TIMEOUT)?.register(vec![memory])
 }
 
 /// The likely cause, with what an operator can do.

@@ -10,15 +10,14 @@ use std::num::NonZeroU64;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use rustix::io::Errno;
 
 use super::transfer::TransferJob;
-use super::{Completion, File, Queue, STALL_DEADLINE, Transfer, full};
-use crate::deadline::deadline_after;
+use super::{Completion, File, Queue, STALL_TIMEOUT, Transfer, full};
 use crate::sys::{Birth, Buffer, spawn, write_out};
 use crate::{Error, Result};
 
@@ -46,16 +45,16 @@ struct Inner {
     running: usize,
     depth: usize,
     alignment: usize,
-    stall_deadline: Duration,
+    stall_timeout: Duration,
 }
 
 impl ThreadedQueue {
     /// A queue of `depth` transfers, at offsets that are multiples of `alignment`.
     pub fn new(depth: usize, alignment: usize) -> Result<Self> {
-        Self::with_stall_deadline(depth, alignment, STALL_DEADLINE)
+        Self::with_stall_timeout(depth, alignment, STALL_TIMEOUT)
     }
 
-    fn with_stall_deadline(depth: usize, alignment: usize, stall_deadline: Duration) -> Result<Self> {
+    fn with_stall_timeout(depth: usize, alignment: usize, stall_timeout: Duration) -> Result<Self> {
         let (jobs, pending) = unbounded();
         let (finish, finished) = unbounded();
         let mut inner = Inner {
@@ -68,7 +67,7 @@ impl ThreadedQueue {
             running: 0,
             depth: depth.max(1),
             alignment,
-            stall_deadline,
+            stall_timeout,
         };
         // The first thread starts now, so that a process without room for one learns it here.
         inner.start_thread().map_err(|source| Error::io("start a thread for", "<I/O queue>", source))?;
@@ -105,12 +104,8 @@ impl Inner {
 
     /// Gives the job back where the queue stays full.
     fn submit(&mut self, job: TransferJob) -> Result<(), TransferJob> {
-        let deadline = deadline_after(self.stall_deadline);
-        while self.running >= self.depth {
-            if !self.receive(deadline.saturating_duration_since(Instant::now())) && Instant::now() >= deadline
-            {
-                return Err(job);
-            }
+        if self.running >= self.depth && !self.receive(self.stall_timeout) {
+            return Err(job);
         }
         if self.running >= self.threads.len() && self.threads.len() < MAX_THREADS.min(self.depth) {
             // Those that run will do where the system refuses one more.
@@ -180,7 +175,7 @@ impl Queue for ThreadedQueue {
             Ok(job) if transfer == Transfer::ReadCached => inner.ready.push_back(perform(job)),
             Ok(job) => {
                 if let Err(TransferJob { buffer, moving, .. }) = inner.submit(job) {
-                    let error = full(inner.running, inner.stall_deadline);
+                    let error = full(inner.running, inner.stall_timeout);
                     self.refused.push_back(moving.complete(buffer, Err(error)));
                 }
             }
@@ -223,22 +218,13 @@ impl Drop for Inner {
         while self.pending.try_recv().is_ok() {
             self.running -= 1;
         }
-        let mut deadline = Instant::now() + self.stall_deadline;
-        while self.running > 0 {
-            match self.finished.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(_) => {
-                    self.running -= 1;
-                    deadline = Instant::now() + self.stall_deadline;
-                }
-                Err(_) => break,
-            }
-        }
+        while self.receive(self.stall_timeout) {}
         if self.running > 0 {
             // Detached, each thread keeps its ends of the channels, its buffer and its file, and
             // frees them when it is let go.
             tracing::error!(
                 transfers = self.running,
-                seconds = self.stall_deadline.as_secs_f64(),
+                seconds = self.stall_timeout.as_secs_f64(),
                 "the kernel does not return; the threads of this queue and their memory are left to it"
             );
             return;
@@ -260,10 +246,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
         let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();
-        let mut queue = ThreadedQueue::with_stall_deadline(1, 1, Duration::from_millis(50)).unwrap();
+        let mut queue = ThreadedQueue::with_stall_timeout(1, 1, Duration::from_millis(50)).unwrap();
         // A transfer that no thread will ever answer.
         queue.inner.as_mut().unwrap().running = 1;
-        let begun = Instant::now();
+        let begun = std::time::Instant::now();
         queue.submit(Transfer::Write, &file, 0, 4096, Buffer::alone(4096).unwrap(), 7);
         assert!(begun.elapsed() < Duration::from_secs(20));
         let refused = queue.complete(Duration::ZERO).unwrap();

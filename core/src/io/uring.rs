@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::transfer::{Moving, TransferJob};
-use super::{Completion, File, Queue, STALL_DEADLINE, Transfer, full};
+use super::{Completion, File, Queue, STALL_TIMEOUT, Transfer, full};
 use crate::deadline::deadline_after;
 use crate::sys::{Buffer, Flight, Mapping, Ring};
 use crate::{Error, Result};
@@ -17,30 +17,30 @@ pub struct UringQueue {
     ready: VecDeque<Completion>,
     depth: usize,
     alignment: usize,
-    stall_deadline: Duration,
+    stall_timeout: Duration,
 }
 
 impl UringQueue {
     /// A queue of `depth` transfers, at offsets that are multiples of `alignment`. `memory` is
     /// registered where the system allows it.
     pub fn new(depth: usize, alignment: usize, memory: Vec<Arc<Mapping>>) -> Result<Self> {
-        Self::with_stall_deadline(depth, alignment, memory, STALL_DEADLINE)
+        Self::with_stall_timeout(depth, alignment, memory, STALL_TIMEOUT)
     }
 
-    fn with_stall_deadline(
+    fn with_stall_timeout(
         depth: usize,
         alignment: usize,
         memory: Vec<Arc<Mapping>>,
-        stall_deadline: Duration,
+        stall_timeout: Duration,
     ) -> Result<Self> {
         let depth = depth.clamp(1, 1024);
-        let mut ring = Ring::new(depth, stall_deadline).map_err(|source| failed("io_uring_setup", source))?;
+        let mut ring = Ring::new(depth, stall_timeout).map_err(|source| failed("io_uring_setup", source))?;
         if !memory.is_empty()
             && let Err(error) = ring.register(memory)
         {
             tracing::debug!(%error, "memory could not be registered; transfers pin it one by one");
         }
-        Ok(Self { ring, ready: VecDeque::new(), depth, alignment, stall_deadline })
+        Ok(Self { ring, ready: VecDeque::new(), depth, alignment, stall_timeout })
     }
 
     fn start(&mut self, buffer: Buffer, descriptor: Arc<crate::sys::Descriptor>, moving: Moving) {
@@ -96,15 +96,15 @@ impl Queue for UringQueue {
             self.ready.push_back(Completion { token, buffer, result });
             return;
         }
-        let end = deadline_after(self.stall_deadline);
+        let deadline = deadline_after(self.stall_timeout);
         loop {
             self.reap();
             if self.ring.in_flight() < self.depth {
                 break;
             }
-            let left = end.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let result = Err(full(self.ring.in_flight(), self.stall_deadline));
+                let result = Err(full(self.ring.in_flight(), self.stall_timeout));
                 self.ready.push_back(Completion { token, buffer, result });
                 return;
             }
@@ -121,7 +121,7 @@ impl Queue for UringQueue {
     }
 
     fn complete(&mut self, timeout: Duration) -> Option<Completion> {
-        let deadline = Instant::now().checked_add(timeout);
+        let deadline = deadline_after(timeout);
         let mut expired = false;
         loop {
             if self.ready.is_empty() {
@@ -133,7 +133,7 @@ impl Queue for UringQueue {
             if expired || !self.ring.is_here() || self.ring.in_flight() == 0 {
                 return None;
             }
-            let left = deadline.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
+            let left = deadline.saturating_duration_since(Instant::now());
             expired = left.is_zero();
             self.enter(Some(left));
         }
@@ -147,7 +147,7 @@ impl Queue for UringQueue {
 
 /// Checks that this memory can be registered, all at once.
 pub fn try_register(memory: Vec<Arc<Mapping>>) -> Result<()> {
-    let mut ring = Ring::<()>::new(1, STALL_DEADLINE).map_err(|source| failed("io_uring_setup", source))?;
+    let mut ring = Ring::<()>::new(1, STALL_TIMEOUT).map_err(|source| failed("io_uring_setup", source))?;
     ring.register(memory).map_err(|source| failed("io_uring_register", source))
 }
 
@@ -165,7 +165,7 @@ mod tests {
     #[test]
     fn a_stuck_full_ring_returns_the_buffer_with_a_timeout() {
         let timeout = Duration::from_millis(50);
-        let mut queue = match UringQueue::with_stall_deadline(1, 1, Vec::new(), timeout) {
+        let mut queue = match UringQueue::with_stall_timeout(1, 1, Vec::new(), timeout) {
             Ok(queue) => queue,
             Err(error) => return absent("uring", &error),
         };

@@ -24,7 +24,7 @@ use super::destination::Started;
 use super::file_set::FileSet;
 use super::options::{LoadOptions, LoadStats};
 use super::schedule::{Schedule, ScheduledRead};
-use crate::deadline::deadline_after;
+use crate::deadline::StallTimer;
 use crate::io::{Completion, Disk, File, Queue, Transfer};
 use crate::sys::{Buffer, Staged};
 use crate::{Error, Result};
@@ -152,7 +152,7 @@ pub(super) fn run<S: Sink>(
         most_held: 0,
         working: 0,
         done: 0,
-        last_progress: Instant::now(),
+        timer: StallTimer::new(options.stall_timeout),
         stats: LoadStats::default(),
     };
     let result = reader.drive(progress);
@@ -186,7 +186,8 @@ struct Reader<'a, S> {
     working: usize,
     /// Bytes that workers have finished.
     done: u64,
-    last_progress: Instant,
+    /// Its progress: reads that have started, reads in flight, jobs that workers have.
+    timer: StallTimer<(u64, usize, usize)>,
     stats: LoadStats,
 }
 
@@ -225,7 +226,6 @@ impl<S: Sink> Reader<'_, S> {
                     POLL_INTERVAL
                 };
                 if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(wait)) {
-                    self.last_progress = Instant::now();
                     self.completed(completion)?;
                 }
             } else if self.working > 0 {
@@ -296,10 +296,6 @@ impl<S: Sink> Reader<'_, S> {
             self.queue = Some(self.disk.queue_for_reads(self.depth)?);
         }
         if let Some(queue) = &mut self.queue {
-            if queue.in_flight() == 0 && self.working == 0 {
-                // The stall timeout starts with the first wait.
-                self.last_progress = Instant::now();
-            }
             queue.submit(Transfer::Read, &planned.file, offset, len, buffer, planned.number as u64);
             self.stats.reads += 1;
         }
@@ -349,7 +345,6 @@ impl<S: Sink> Reader<'_, S> {
     }
 
     fn handle_report(&mut self, event: WorkerReport) -> Result<()> {
-        self.last_progress = Instant::now();
         self.working = self.working.saturating_sub(1);
         match event {
             WorkerReport::Done { bytes, buffer } => {
@@ -373,42 +368,36 @@ impl<S: Sink> Reader<'_, S> {
         }
     }
 
-    fn check_stall(&self) -> Result<()> {
-        let waited = self.last_progress.elapsed();
-        if waited < self.shared.stall_timeout {
+    fn check_stall(&mut self) -> Result<()> {
+        let progress = (self.stats.reads, self.in_flight(), self.working);
+        if !self.timer.left(progress).is_zero() {
             return Ok(());
         }
         let waited_for = match self.in_flight() {
             0 => format!("{} pieces that are being checked and copied", self.working),
             reads => format!("the disk to answer {reads} reads below {}", self.files.dir().display()),
         };
-        Err(Error::Timeout { waited_for, seconds: waited.as_secs_f64() })
+        Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() })
     }
 
-    /// Collects reads, workers and buffers, also after an error. Leaks the ones that miss the
-    /// deadline.
+    /// Collects reads, workers and buffers, also after an error. Leaks them after the stall timeout.
     fn finish(&mut self, workers: Workers) -> Result<()> {
         self.shared.over.store(true, Ordering::Release);
         self.jobs = None;
         let mut ended = Ok(());
-        if let Some(mut queue) = self.queue.take() {
-            let deadline = deadline_after(self.shared.stall_timeout);
-            while queue.in_flight() > 0 && Instant::now() < deadline && self.check_stall().is_ok() {
-                if let Some(completion) = queue.complete(POLL_INTERVAL) {
-                    self.last_progress = Instant::now();
-                    self.free.push(completion.buffer);
-                }
+        while self.in_flight() > 0 && self.check_stall().is_ok() {
+            if let Some(completion) = self.queue.as_mut().and_then(|queue| queue.complete(POLL_INTERVAL)) {
+                self.free.push(completion.buffer);
             }
-            if queue.in_flight() > 0 {
-                // Dropping the queue would wait for the disk. This leaks the queue and its memory,
-                // which the disk may still write to.
-                std::mem::forget(queue);
-            }
+        }
+        if self.in_flight() > 0 {
+            // Dropping the queue would wait for the disk. This leaks the queue and its memory,
+            // which the disk may still write to.
+            std::mem::forget(self.queue.take());
         }
         while self.working > 0 {
             match self.events.recv_timeout(POLL_INTERVAL) {
                 Ok(WorkerReport::Done { buffer, .. } | WorkerReport::Failed { buffer, .. }) => {
-                    self.last_progress = Instant::now();
                     self.working -= 1;
                     self.take_back(buffer);
                 }

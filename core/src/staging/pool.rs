@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::helpers::{Helpers, Task};
 use super::lease::{Lease, SharedPool};
 use super::slot::{Free, Slot};
+use crate::deadline::StallTimer;
 use crate::sync::{Condvar, Mutex};
 use crate::sys::{Birth, Mapping};
 use crate::{Error, Result};
@@ -185,8 +186,7 @@ impl StagingPool {
         state.next_ticket += 1;
         state.queue.push_back(ticket);
         let started = Instant::now();
-        let mut releases = state.releases;
-        let mut since = started;
+        let mut timer = StallTimer::new(stall);
         let mut waited = false;
         let outcome = loop {
             if let Some(error) = cancelled() {
@@ -198,10 +198,7 @@ impl StagingPool {
             {
                 break Ok(buffer);
             }
-            if state.releases != releases {
-                (releases, since) = (state.releases, Instant::now());
-            }
-            let left = stall.saturating_sub(since.elapsed());
+            let left = timer.left(state.releases);
             if left.is_zero() {
                 break Err(Error::Timeout {
                     waited_for: format!(

@@ -17,12 +17,13 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use io_uring::{IoUring, opcode, squeue, types};
 
 use super::fork::{self, Birth};
 use super::{Buffer, Descriptor, Mapping};
+use crate::deadline::StallTimer;
 
 /// The kernel refuses to register more in one buffer.
 const MAX_REGISTERED_BYTES: usize = 1 << 30;
@@ -60,12 +61,12 @@ pub struct Ring<T> {
     registered: Vec<(usize, usize)>,
     /// Keeps the pinned memory mapped while it is registered.
     memory: Vec<Arc<Mapping>>,
-    drop_deadline: Duration,
+    drop_timeout: Duration,
 }
 
 impl<T> Ring<T> {
     /// Creates a ring for `depth` flights.
-    pub fn new(depth: usize, drop_deadline: Duration) -> io::Result<Self> {
+    pub fn new(depth: usize, drop_timeout: Duration) -> io::Result<Self> {
         let depth = depth.clamp(1, 4096);
         let birth = Birth::now();
         let ring = build(depth as u32)?;
@@ -82,7 +83,7 @@ impl<T> Ring<T> {
             free: (0..depth).collect(),
             registered: Vec::new(),
             memory: Vec::new(),
-            drop_deadline,
+            drop_timeout,
         })
     }
 
@@ -226,16 +227,15 @@ impl<T> Ring<T> {
         }
     }
 
-    /// Waits for all flights, as long as one completes every `drop_deadline`. True if all
+    /// Waits for all flights, as long as one completes every `drop_timeout`. True if all
     /// completed.
     fn drain(&mut self) -> bool {
-        let mut deadline = Instant::now() + self.drop_deadline;
+        let mut timer = StallTimer::new(self.drop_timeout);
         while self.in_flight() > 0 {
             if self.take_finished().is_some() {
-                deadline = Instant::now() + self.drop_deadline;
                 continue;
             }
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = timer.left(self.in_flight());
             if left.is_zero() || self.enter(Some(left)).is_err() {
                 // Completed flights are not leaked.
                 while self.take_finished().is_some() {}
@@ -261,7 +261,7 @@ impl<T> Drop for Ring<T> {
             tracing::error!(
                 transfers = self.in_flight(),
                 bytes,
-                seconds = self.drop_deadline.as_secs_f64(),
+                seconds = self.drop_timeout.as_secs_f64(),
                 "the kernel does not return; this ring and its memory are left to it"
             );
             std::mem::forget(std::mem::take(&mut self.flights));
@@ -300,12 +300,13 @@ fn windows(mapping: &Mapping) -> impl Iterator<Item = (usize, usize)> {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::time::Instant;
 
     use super::super::testing::absent;
     use super::*;
 
-    fn ring(deadline: Duration) -> Option<Ring<u32>> {
-        Ring::new(2, deadline).map_err(|error| absent("uring", &error)).ok()
+    fn ring(timeout: Duration) -> Option<Ring<u32>> {
+        Ring::new(2, timeout).map_err(|error| absent("uring", &error)).ok()
     }
 
     /// Returns a read of a pipe, which lasts until something is written to it.

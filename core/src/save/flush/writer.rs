@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::FlushParts;
+use crate::deadline::StallTimer;
 use crate::format::index::Within;
 use crate::format::{block, footer};
 use crate::io::{
@@ -57,7 +58,7 @@ pub(super) fn write(
         received: 0,
         over: false,
         done_with: None,
-        moved: Instant::now(),
+        timer: StallTimer::new(parts.options.stall_timeout),
     };
     let outcome = writer.run();
     parts.progress.written_since(started);
@@ -247,8 +248,8 @@ struct FlushWriter<'a> {
     over: bool,
     /// The capture's windows, kept to be dropped here.
     done_with: Option<Box<Windows>>,
-    /// When something last moved.
-    moved: Instant,
+    /// Its progress: windows that have arrived, submitted writes, writes in flight.
+    timer: StallTimer<(usize, u64, usize)>,
 }
 
 impl FlushWriter<'_> {
@@ -307,7 +308,6 @@ impl FlushWriter<'_> {
             }
         };
         self.received += 1;
-        self.moved = Instant::now();
         if let Some(plan) = self.parts.windows.get(window) {
             self.pending.push_back(Ready {
                 content: WriteContent::Window { window, summed: false },
@@ -339,7 +339,6 @@ impl FlushWriter<'_> {
     }
 
     fn land(&mut self, completion: Completion) -> Result<()> {
-        self.moved = Instant::now();
         let Completion { token, buffer, result } = completion;
         let place = self.in_flight.iter().position(|flight| flight.token == token);
         let flight = place.map(|place| self.in_flight.swap_remove(place));
@@ -458,10 +457,14 @@ impl FlushWriter<'_> {
         Ok(WriteBuffer::Own(buffer))
     }
 
-    /// Nothing to do but to wait for a completion or a window.
+    /// Returns the time until the stall timeout.
+    fn time_left(&mut self) -> Duration {
+        self.timer.left((self.received, self.next_token, self.in_flight.len()))
+    }
+
+    /// Waits for a completion or a window.
     fn wait(&mut self) -> Result<()> {
-        let stall = self.parts.options.stall_timeout;
-        let left = stall.saturating_sub(self.moved.elapsed());
+        let left = self.time_left();
         if left.is_zero() {
             let waited_for = if self.in_flight.is_empty() {
                 format!(
@@ -472,7 +475,8 @@ impl FlushWriter<'_> {
             } else {
                 format!("{} writes to complete", self.in_flight.len())
             };
-            return Err(Error::Timeout { waited_for, seconds: self.moved.elapsed().as_secs_f64() });
+            let seconds = self.parts.options.stall_timeout.as_secs_f64();
+            return Err(Error::Timeout { waited_for, seconds });
         }
         if self.in_flight.is_empty() {
             match self.parts.receiver.recv_timeout(left.min(IDLE_POLL_INTERVAL)) {
@@ -495,9 +499,9 @@ impl FlushWriter<'_> {
     fn abandon(mut self) {
         self.pending.clear();
         self.written.clear();
-        self.moved = Instant::now();
+        self.timer = StallTimer::new(self.parts.options.stall_timeout);
         while self.queue.in_flight() > 0 {
-            let left = self.parts.options.stall_timeout.saturating_sub(self.moved.elapsed());
+            let left = self.time_left();
             if left.is_zero() {
                 tracing::error!(
                     writes = self.in_flight.len(),
