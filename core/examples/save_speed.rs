@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use stepwell_core::Result;
-use stepwell_core::io::{Disk, Engine, open_disk};
+use stepwell_core::io::{Disk, Engine, NoReclaimer, open_disk};
 use stepwell_core::save::{SaveStats, prepare};
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::Buffer;
@@ -56,7 +56,7 @@ fn main() -> Result<()> {
             let (capture, flush) = prepare(items, &pool, options)?;
             let progress = flush.progress();
             let time = std::thread::scope(|scope| -> Result<_> {
-                let flushed = scope.spawn(|| flush.run(&*disk, &disk.open_dir(&root)?));
+                let flushed = scope.spawn(|| flush.run(&*disk, &disk.open_dir(&root)?, &mut NoReclaimer));
                 let captured = Instant::now();
                 capture.run()?;
                 let captured = captured.elapsed().as_secs_f64();

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::ChunkRegion;
-use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, OperationKind, SimDisk};
+use stepwell_core::io::{Disk, NoReclaimer};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::region::Region;
@@ -235,7 +235,7 @@ fn save(trouble: Trouble) {
                 drop(flush);
                 None
             } else {
-                Some(flush.run(&disk, &dir))
+                Some(flush.run(&disk, &dir, &mut NoReclaimer))
             }
         })
     };

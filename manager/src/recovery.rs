@@ -27,8 +27,6 @@ pub struct Recovered {
     pub trash: Vec<String>,
     /// Temporaries of dead owners, by their old names.
     pub abandoned: Vec<String>,
-    /// Steps whose missing `.lease` was created.
-    pub leases: Vec<String>,
 }
 
 /// Retires temporaries of dead owners, and finds all trash. `session` is the caller's.
@@ -106,11 +104,10 @@ fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Rec
 /// Finishes thinnings, and creates missing leases. A step that cannot be mended stays as it is,
 /// with a warning. Without locks, files that were thinned away within `grace` stay. This uses the
 /// clock of this process: a wrong one costs a reader its step, but no data.
-pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, recovered: &mut Recovered) {
+pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration) {
     for found in listing.steps.values() {
-        let mended = (|| -> stepwell_core::Result<bool> {
-            let missing = root.stat(&format!("{}/{LEASE}", found.name))?.is_none();
-            if missing {
+        let mended = (|| -> stepwell_core::Result<()> {
+            if root.stat(&format!("{}/{LEASE}", found.name))?.is_none() {
                 let step = root.open_dir(&found.name)?;
                 step.write_file(LEASE, &[])?;
                 step.sync()?;
@@ -121,14 +118,10 @@ pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration, re
             if !found.manifest.dropped.is_empty() || begun()?.is_some() {
                 finish_thinning(&root.open_dir(&found.name)?, found, unix_ns, grace)?;
             }
-            Ok(missing)
+            Ok(())
         })();
-        match mended {
-            Ok(true) => recovered.leases.push(found.name.clone()),
-            Ok(false) => {}
-            Err(error) => {
-                tracing::warn!(step = %found.name, %error, "mending a step failed. It stays as it is");
-            }
+        if let Err(error) = mended {
+            tracing::warn!(step = %found.name, %error, "mending a step failed. It stays as it is");
         }
     }
 }

@@ -184,10 +184,10 @@ impl Root {
         }
         writer_heartbeat::forget_others(&**root, session)?;
         self.info = Some(make_info(&**root, environment, names, &options.root_metadata)?);
-        let mut recovered = recovery::sweep(&**root, session, environment)?;
+        let recovered = recovery::sweep(&**root, session, environment)?;
         let listing = self.discovery.list(&**root, names)?;
         self.findings.get_mut().unwrap_or_else(PoisonError::into_inner).populated = !listing.steps.is_empty();
-        recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace, &mut recovered);
+        recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace);
         match metrics::reclaim(&**root, names, &recorded, &listing) {
             Ok(0) => {}
             Ok(files) => tracing::info!(files, "removed later metrics of deleted steps"),

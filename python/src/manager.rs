@@ -312,10 +312,6 @@ impl Manager {
         self.query(py, Engined::next_step)
     }
 
-    fn pending(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
-        py.detach(|| self.inner.pending()).map_err(|error| raise_manager(py, &error))
-    }
-
     fn reload(&self, py: Python<'_>) -> PyResult<()> {
         self.query(py, Engined::reload)
     }

@@ -93,7 +93,8 @@ fn crates_depend_one_way_core_reshard_manager_python() {
 #[test]
 fn sys_imports_nothing_above_it() {
     // The vocabulary: errors, timeouts, and descriptions of regions and copies.
-    let may = ["sys::", "sys)", "deadline::", "region::", "read_plan::", "{Error, Result}", "Error", "Result"];
+    let may =
+        ["sys::", "sys)", "deadline::", "region::", "read_plan::", "{Error, Result}", "Error", "Result"];
     let mut imports = 0;
     for (place, code) in product_code("core/src/sys") {
         for path in code.split("crate::").skip(1) {

@@ -25,7 +25,7 @@ mod threaded;
 mod transfer;
 mod uring;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -338,9 +338,4 @@ pub fn is_component(name: &str) -> bool {
 /// True if `name` is a relative path of plain components, as a [`Dir`] takes it.
 pub fn is_relative(name: &str) -> bool {
     name.split('/').all(is_component)
-}
-
-/// Joins a path for messages.
-pub fn join(dir: &Path, name: &str) -> PathBuf {
-    dir.join(name)
 }

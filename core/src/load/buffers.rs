@@ -56,18 +56,6 @@ impl ReadBuffers {
         SHARED.get_or_init(Self::default)
     }
 
-    /// Returns the bytes of the idle buffers.
-    #[cfg(test)]
-    pub(super) fn idle_bytes(&self) -> usize {
-        self.idle
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .here()
-            .iter()
-            .map(|buffer| buffer.len())
-            .sum()
-    }
-
     /// Returns a buffer of at least `len` bytes: the idle one that was used last, or a new one.
     pub(super) fn take(&self, len: usize) -> Result<Buffer> {
         let len = Self::size(len);
@@ -118,6 +106,13 @@ impl ReadBuffers {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    impl ReadBuffers {
+        /// Returns the bytes of the idle buffers.
+        pub(in crate::load) fn idle_bytes(&self) -> usize {
+            self.idle.lock().unwrap().here().iter().map(|buffer| buffer.len()).sum()
+        }
+    }
 
     #[test]
     fn a_buffer_is_used_again_and_no_more_than_the_limit_is_kept() {

@@ -45,13 +45,6 @@ pub struct VerifyReport {
     pub unguarded_bytes: u64,
 }
 
-impl VerifyReport {
-    /// True if nothing is damaged.
-    pub fn is_clean(&self) -> bool {
-        self.damages.is_empty()
-    }
-}
-
 /// The progress of a verification, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VerifyProgress {

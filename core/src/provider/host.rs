@@ -34,11 +34,6 @@ impl<O: Send + Sync> HostProvider<O> {
         self.lazy = lazy;
         self
     }
-
-    /// The array.
-    pub fn source(&self) -> &HostSource {
-        &self.source
-    }
 }
 
 impl<O: Send + Sync> StateProvider for HostProvider<O> {

@@ -11,7 +11,7 @@ use super::progress::Progress;
 use super::windows::Window;
 use super::{SaveOptions, WrittenItem};
 use crate::format::index::Index;
-use crate::io::{Dir, Disk, NoReclaimer, SpaceReclaimer};
+use crate::io::{Dir, Disk, SpaceReclaimer};
 use crate::staging::StagingPool;
 use crate::sync::Receiver;
 use crate::{Error, Result};
@@ -59,12 +59,7 @@ impl Flush {
     /// Writes the data files below `step_dir`, and returns when each is complete and synced. The
     /// caller makes them findable (directories, indexes, manifest). Returns the capture's error if
     /// it failed, and [`Error::Cancelled`] if it was dropped.
-    pub fn run(self, disk: &dyn Disk, step_dir: &Arc<dyn Dir>) -> Result<Vec<WrittenItem>> {
-        self.run_with_reclaimer(disk, step_dir, &mut NoReclaimer)
-    }
-
-    /// Like [`Flush::run`], with a reclaimer of disk space.
-    pub fn run_with_reclaimer(
+    pub fn run(
         mut self,
         disk: &dyn Disk,
         step_dir: &Arc<dyn Dir>,

@@ -15,7 +15,7 @@ use crate::Result;
 use crate::dtype::Dtype;
 use crate::format::index::ChunkRegion;
 use crate::io::simulated::SimDisk;
-use crate::io::{Dir, Disk};
+use crate::io::{Dir, Disk, NoReclaimer};
 use crate::leaf_path::Component;
 use crate::provider::{HostProvider, StateProvider};
 use crate::region::Region;
@@ -91,7 +91,7 @@ fn step_dir(disk: &SimDisk) -> Arc<dyn Dir> {
 fn run_both((capture, flush): (Capture, Flush), disk: &SimDisk) -> (Result<()>, Result<Vec<WrittenItem>>) {
     let dir = step_dir(disk);
     std::thread::scope(|scope| {
-        let flushed = scope.spawn(move || flush.run(disk, &dir));
+        let flushed = scope.spawn(move || flush.run(disk, &dir, &mut NoReclaimer));
         let captured = capture.run();
         (captured, flushed.join().unwrap())
     })

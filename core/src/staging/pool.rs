@@ -90,17 +90,6 @@ impl StagingPool {
         Ok(Arc::new(pool))
     }
 
-    /// A ring of exactly so many slots: [`StagingPool::new`] rounds up to whole huge pages.
-    #[cfg(any(test, feature = "test-support"))]
-    pub fn of_slots(slots: usize, slot_bytes: usize) -> Result<Arc<Self>> {
-        let pool = Self::new(slots * slot_bytes, slot_bytes)?;
-        let mut state = pool.shared.lock();
-        state.free.truncate(slots);
-        state.total = slots;
-        drop(state);
-        Ok(pool)
-    }
-
     fn empty(slot_bytes: usize) -> Self {
         Self {
             slot_bytes,
@@ -142,11 +131,6 @@ impl StagingPool {
     /// Bytes of one slot.
     pub fn slot_bytes(&self) -> usize {
         self.slot_bytes
-    }
-
-    /// Slots that nobody holds.
-    pub fn free_slots(&self) -> usize {
-        self.shared.lock().free.len()
     }
 
     /// Its memory, for registration with an engine.
@@ -238,5 +222,7 @@ impl StagingPool {
     }
 }
 
+#[cfg(any(test, feature = "test-support"))]
+mod testing;
 #[cfg(test)]
 mod tests;

@@ -70,11 +70,6 @@ impl HostSource {
         Ok(source)
     }
 
-    /// Returns the memory, if the value owns it.
-    pub fn memory(&self) -> Option<&[u8]> {
-        self.owned.as_deref().map(Vec::as_slice)
-    }
-
     /// Returns the extent of each dimension, in elements.
     pub fn shape(&self) -> &[u64] {
         self.memory.shape()

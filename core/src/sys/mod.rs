@@ -39,4 +39,4 @@ pub use scatter::geometry::CopyDim;
 pub(crate) use scatter::geometry::{Strided, walk};
 pub(crate) use scatter::{Elsewhere, Scatter, ScatterTarget, ScatterWindow};
 pub use thread::{both, cores, each, spawn};
-pub use uring::{Flight, Ring, leaked_bytes};
+pub use uring::{Flight, Ring};

@@ -32,11 +32,6 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// True if the step is committed.
-    pub fn is_committed(&self) -> bool {
-        matches!(self, Self::Committed)
-    }
-
     /// Returns the reason why it is not committed.
     pub fn error(&self) -> Option<&Arc<Error>> {
         match self {

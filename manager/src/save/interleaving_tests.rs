@@ -68,7 +68,7 @@ fn every_waiter_hears_the_one_outcome() {
                 let save = save.clone();
                 thread::spawn(move || {
                     save.wait_captured(timeout).unwrap();
-                    save.wait(timeout).unwrap().unwrap().is_committed()
+                    save.wait(timeout).unwrap().unwrap().error().is_none()
                 })
             })
             .into();
@@ -84,7 +84,7 @@ fn every_waiter_hears_the_one_outcome() {
             .map(|outcome| {
                 let save = save.clone();
                 thread::spawn(move || {
-                    save.set_captured(outcome.is_committed());
+                    save.set_captured(outcome.error().is_none());
                     let callbacks = save.settle(outcome);
                     save.call(callbacks);
                 })
@@ -93,7 +93,7 @@ fn every_waiter_hears_the_one_outcome() {
         let heard: Vec<bool> = waiting.into_iter().map(|thread| thread.join().unwrap()).collect();
         join(ending);
         join([listening]);
-        let ended = save.outcome().unwrap().is_committed();
+        let ended = save.outcome().unwrap().error().is_none();
         assert!(heard.iter().all(|&heard| heard == ended), "one outcome for all");
         assert_eq!(called.load(Ordering::SeqCst), 1);
     });
@@ -229,7 +229,7 @@ fn save(trouble: Trouble) {
     join([persister]);
     join(canceller);
     let stands = disk.image().get("/step/manifest.json").is_some();
-    assert_eq!(outcome.is_committed(), stands, "the outcome says what stands on the disk: {outcome:?}");
+    assert_eq!(outcome.error().is_none(), stands, "the outcome says what stands on the disk: {outcome:?}");
     match (&captured, trouble) {
         (Ok(_), Trouble::Nothing | Trouble::Cancel) => assert!(stands, "{outcome:?}"),
         (Ok(_), Trouble::Disk) | (Err(_), Trouble::Source | Trouble::Cancel) => assert!(!stands),

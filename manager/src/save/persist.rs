@@ -115,11 +115,7 @@ fn commit(
         };
         team.record_missed(counter, missing);
     }
-    let files = save.stats().files;
-    save.set_stats(|stats| {
-        stats.commit_seconds = result.commit.as_secs_f64();
-        stats.files = files;
-    });
+    save.set_stats(|stats| stats.commit_seconds = result.commit.as_secs_f64());
     let step = save.step();
     match result.verdict {
         Verdict::Committed { replaced } => SaveEnd { outcome: Outcome::Committed, replaced },
@@ -181,7 +177,7 @@ impl World for SaveWorld<'_> {
             .ok_or_else(|| stepwell_core::Error::internal("data that is still to be written", "none"))?;
         let disk = Arc::clone(&self.environment.disk);
         let mut reclaimer = SaveReclaimer { deleter: self.deleter, temporary: &self.temporary };
-        let written = flush.run_with_reclaimer(&*disk, temporary, &mut reclaimer);
+        let written = flush.run(&*disk, temporary, &mut reclaimer);
         let synced = if written.is_ok() { self.deleter.spares().sync() } else { Ok(()) };
         // Give up the unused spares now: the next save would not use them either. Not before the
         // sync: a deleted directory cannot be synced.

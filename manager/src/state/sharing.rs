@@ -38,11 +38,6 @@ pub(crate) struct Writing<'a> {
 }
 
 impl Writing<'_> {
-    /// One process.
-    #[cfg(test)]
-    pub(crate) const ALONE: Self =
-        Self { rank: 0, world_size: 1, nodes: &[0], limit: None, compares: false, census: None };
-
     /// Returns the directory of an item. One process numbers items. Several ranks derive it from
     /// the item's name, since their states may differ.
     pub(super) fn dir(&self, number: usize, name: &str) -> String {

@@ -4,6 +4,10 @@ use stepwell_core::staging::{Filling, Slot};
 
 use super::*;
 
+/// One process.
+const ALONE: Writing<'static> =
+    Writing { rank: 0, world_size: 1, nodes: &[0], limit: None, compares: false, census: None };
+
 struct Nothing;
 
 impl StateProvider for Nothing {
@@ -40,12 +44,9 @@ fn state(leaves: Vec<LeafSource>) -> StateSource {
 
 #[test]
 fn containers_are_items_and_loose_leaves_share_one() {
-    let items = items(
-        &state(vec![tensor(), tensor(), tensor(), tensor()]),
-        &subchunk::SubchunkOptions::HOST,
-        &Writing::ALONE,
-    )
-    .unwrap();
+    let items =
+        items(&state(vec![tensor(), tensor(), tensor(), tensor()]), &subchunk::SubchunkOptions::HOST, &ALONE)
+            .unwrap();
     assert_eq!(names(&items), ["a", ".", "b"]);
     let positions: Vec<Vec<u64>> =
         items.drafts.iter().map(|item| item.top_level.iter().map(|entry| entry.position).collect()).collect();
@@ -58,7 +59,7 @@ fn containers_are_items_and_loose_leaves_share_one() {
 #[test]
 fn a_tie_is_stored_once_per_item() {
     let leaves = vec![tensor(), tensor(), LeafSource::Alias(0), LeafSource::Alias(1)];
-    let items = items(&state(leaves), &subchunk::SubchunkOptions::HOST, &Writing::ALONE).unwrap();
+    let items = items(&state(leaves), &subchunk::SubchunkOptions::HOST, &ALONE).unwrap();
     assert!(matches!(items.plans[1].leaves[1], LeafPlan::Alias { of: 0 }));
     assert!(matches!(items.plans[2].leaves[0], LeafPlan::Tensor { .. }));
     assert_eq!(items.tensor_bytes, 12);
@@ -75,8 +76,7 @@ fn many_containers_or_other_keys_make_one_item() {
             tree.push_leaf(Some(parent), key("w"));
         }
         let leaves = (0..count).map(|_| tensor()).collect();
-        let items =
-            items(&StateSource { tree, leaves }, &subchunk::SubchunkOptions::HOST, &Writing::ALONE).unwrap();
+        let items = items(&StateSource { tree, leaves }, &subchunk::SubchunkOptions::HOST, &ALONE).unwrap();
         assert_eq!(items.drafts.len(), expected, "{count} {integer}");
     }
 }
@@ -85,19 +85,14 @@ fn many_containers_or_other_keys_make_one_item() {
 fn a_state_that_is_one_leaf_or_an_empty_container_is_one_item() {
     let mut tree = Tree::new();
     tree.push_leaf(None, None);
-    let one = items(
-        &StateSource { tree, leaves: vec![tensor()] },
-        &subchunk::SubchunkOptions::HOST,
-        &Writing::ALONE,
-    )
-    .unwrap();
+    let one = items(&StateSource { tree, leaves: vec![tensor()] }, &subchunk::SubchunkOptions::HOST, &ALONE)
+        .unwrap();
     assert_eq!(names(&one), ["."]);
     assert_eq!(one.plans[0].leaves.len(), 1);
     let mut tree = Tree::new();
     tree.push_container(None, None, ContainerKind::Dict);
     let empty =
-        items(&StateSource { tree, leaves: vec![] }, &subchunk::SubchunkOptions::HOST, &Writing::ALONE)
-            .unwrap();
+        items(&StateSource { tree, leaves: vec![] }, &subchunk::SubchunkOptions::HOST, &ALONE).unwrap();
     assert_eq!(names(&empty), ["."]);
 }
 
@@ -110,14 +105,14 @@ fn colliding_entries_and_bad_ties_are_refused_by_path() {
     let error = items(
         &StateSource { tree, leaves: vec![tensor(), tensor()] },
         &subchunk::SubchunkOptions::HOST,
-        &Writing::ALONE,
+        &ALONE,
     )
     .err()
     .unwrap();
     assert_eq!(error.kind(), "unsupported_leaf");
     assert!(error.to_string().contains("`x`"), "{error}");
     let leaves = vec![tensor(), LeafSource::Alias(2), LeafSource::Alias(1), tensor()];
-    assert!(items(&state(leaves), &subchunk::SubchunkOptions::HOST, &Writing::ALONE).is_err());
+    assert!(items(&state(leaves), &subchunk::SubchunkOptions::HOST, &ALONE).is_err());
 }
 
 #[test]
@@ -130,11 +125,7 @@ fn one_process_is_told_of_a_hole_in_what_it_holds() {
             parts: regions.iter().map(part).collect(),
             provider: Arc::new(Nothing),
         };
-        items(
-            &state(vec![tensor(), tensor(), source, tensor()]),
-            &subchunk::SubchunkOptions::HOST,
-            &Writing::ALONE,
-        )
+        items(&state(vec![tensor(), tensor(), source, tensor()]), &subchunk::SubchunkOptions::HOST, &ALONE)
     };
     let region = |offset: [u64; 2], extent: [u64; 2]| Region {
         offset: offset.as_slice().into(),
@@ -161,13 +152,10 @@ fn one_process_is_told_of_a_hole_in_what_it_holds() {
 #[test]
 fn a_shape_that_is_larger_than_any_memory_is_refused_by_path() {
     let vast = LeafSource::whole(Dtype::Int16, vec![u64::MAX; 3], Arc::new(Nothing));
-    let error = items(
-        &state(vec![tensor(), vast, tensor(), tensor()]),
-        &subchunk::SubchunkOptions::HOST,
-        &Writing::ALONE,
-    )
-    .err()
-    .unwrap();
+    let error =
+        items(&state(vec![tensor(), vast, tensor(), tensor()]), &subchunk::SubchunkOptions::HOST, &ALONE)
+            .err()
+            .unwrap();
     assert_eq!(error.kind(), "unsupported_leaf");
     assert!(error.to_string().contains("`one`"), "{error}");
 }
@@ -182,8 +170,7 @@ fn too_many_chunks_are_refused_by_path() {
         // By neither alone.
         (whole(&[10]), whole(&[MAX_CHUNKS - 5]), "`two`"),
     ] {
-        let error =
-            items(&state(vec![tensor(), first, tensor(), second]), &one, &Writing::ALONE).err().unwrap();
+        let error = items(&state(vec![tensor(), first, tensor(), second]), &one, &ALONE).err().unwrap();
         assert_eq!(error.kind(), "unsupported_leaf");
         let text = error.to_string();
         assert!(text.contains(path) && text.contains("larger Options.chunk_bytes"), "{text}");
@@ -192,8 +179,7 @@ fn too_many_chunks_are_refused_by_path() {
 
 #[test]
 fn the_plan_hash_tells_structures_apart_and_not_values() {
-    let hash =
-        |leaves| items(&state(leaves), &subchunk::SubchunkOptions::HOST, &Writing::ALONE).unwrap().plan_hash;
+    let hash = |leaves| items(&state(leaves), &subchunk::SubchunkOptions::HOST, &ALONE).unwrap().plan_hash;
     let base = hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(1))]);
     assert_eq!(base, hash(vec![tensor(), tensor(), tensor(), LeafSource::Object(Value::Int(2))]));
     assert_ne!(base, hash(vec![tensor(), tensor(), tensor(), tensor()]));

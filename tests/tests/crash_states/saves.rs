@@ -40,7 +40,7 @@ fn saves_that_wait_for_one_another() {
         })
         .collect();
     for save in saves {
-        assert!(save.wait(None).unwrap().unwrap().is_committed());
+        assert!(save.wait(None).unwrap().unwrap().error().is_none());
         run.mark(&format!("committed {} a", save.step()));
     }
     close(&manager).unwrap();

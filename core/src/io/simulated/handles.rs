@@ -9,7 +9,7 @@ use super::context::{Context, failed};
 use super::faults::{Action, OperationKind};
 use super::log::Op;
 use super::world::World;
-use crate::io::{Dir, Entry, File, Lock, LockKind, Rename, SECTION_ALIGNMENT, Stat, join};
+use crate::io::{Dir, Entry, File, Lock, LockKind, Rename, SECTION_ALIGNMENT, Stat};
 use crate::{Error, Result};
 
 /// The device number that every simulated inode shows.
@@ -47,7 +47,7 @@ impl SimDir {
     }
 
     fn join(&self, name: &str) -> PathBuf {
-        join(&self.0.path, name)
+        self.0.path.join(name)
     }
 
     fn open_as(&self, name: &str, access: Access) -> Result<Arc<SimFile>> {

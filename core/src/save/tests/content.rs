@@ -362,7 +362,7 @@ fn every_engine_writes_the_same_file() {
             let dir = disk.open_dir(root.path()).unwrap().create_dir(step).unwrap();
             let (capture, flush) = prepare(items(), &ring, options(1)).unwrap();
             let written = std::thread::scope(|scope| {
-                let flushed = scope.spawn(|| flush.run(&*disk, &dir));
+                let flushed = scope.spawn(|| flush.run(&*disk, &dir, &mut NoReclaimer));
                 capture.run().unwrap();
                 flushed.join().unwrap().unwrap()
             });

@@ -152,7 +152,7 @@ fn a_capture_whose_flush_never_starts_ends_by_the_stall_timeout() {
         "{error}"
     );
     let disk = SimDisk::new();
-    let failed = flush.run(&disk, &step_dir(&disk)).expect_err("the capture is gone");
+    let failed = flush.run(&disk, &step_dir(&disk), &mut NoReclaimer).expect_err("the capture is gone");
     assert_eq!(failed.to_string(), error.to_string(), "both halves tell the same");
     assert_idle(&ring);
 }
@@ -163,7 +163,7 @@ fn a_flush_whose_capture_never_starts_ends_by_the_stall_timeout() {
     let options = SaveOptions { stall_timeout: Duration::from_millis(100), ..options(2) };
     let (capture, flush) = prepare(big(), &ring, options).unwrap();
     let disk = SimDisk::new();
-    let error = flush.run(&disk, &step_dir(&disk)).expect_err("nothing arrives");
+    let error = flush.run(&disk, &step_dir(&disk), &mut NoReclaimer).expect_err("nothing arrives");
     assert!(matches!(&error, Error::Timeout { waited_for, .. } if waited_for.contains("capture")), "{error}");
     assert!(matches!(capture.run(), Err(Error::Cancelled(_))));
     assert_idle(&ring);
@@ -181,7 +181,7 @@ fn a_dropped_half_cancels_the_other() {
     let (capture, flush) = prepare(big(), &ring, options(2)).unwrap();
     let disk = SimDisk::new();
     std::thread::scope(|scope| {
-        let flushed = scope.spawn(|| flush.run(&disk, &step_dir(&disk)));
+        let flushed = scope.spawn(|| flush.run(&disk, &step_dir(&disk), &mut NoReclaimer));
         std::thread::sleep(Duration::from_millis(20));
         drop(capture);
         let error = flushed.join().unwrap().expect_err("its capture is gone");
@@ -284,7 +284,7 @@ fn providers_are_kept_from_capture_to_flush() {
         let (capture, flush) = prepare(vec![item("i0", vec![leaf])], &pool(4, BLOCK), options).unwrap();
         let dir = step_dir(&disk);
         std::thread::scope(|scope| {
-            let flushed = scope.spawn(|| flush.run(&disk, &dir));
+            let flushed = scope.spawn(|| flush.run(&disk, &dir, &mut NoReclaimer));
             assert_eq!(capture.run().is_err(), fails);
             over.store(true, Ordering::SeqCst);
             assert_eq!(flushed.join().unwrap().is_err(), fails);

@@ -25,7 +25,7 @@ fn caller_and_thread_share_the_copies_of_one_file() {
         assert!(capture.has_eager());
         let dir = step_dir(&disk);
         std::thread::scope(|scope| {
-            let flushed = scope.spawn(|| flush.run(&disk, &dir));
+            let flushed = scope.spawn(|| flush.run(&disk, &dir, &mut NoReclaimer));
             let rest = capture.run_eager().unwrap().expect("most of it can wait");
             // The windows of the other leaf, the first in the file: its own bytes and those beside
             // them.
@@ -68,7 +68,7 @@ fn a_rest_that_is_dropped_or_cancelled_ends_its_flush() {
         let disk = SimDisk::new();
         let dir = step_dir(&disk);
         std::thread::scope(|scope| {
-            let flushed = scope.spawn(|| flush.run(&disk, &dir));
+            let flushed = scope.spawn(|| flush.run(&disk, &dir, &mut NoReclaimer));
             let rest = capture.run_eager().unwrap().unwrap();
             if cancelled {
                 cancel.store(true, Ordering::Release);
