@@ -186,8 +186,9 @@ struct Reader<'a, S> {
     working: usize,
     /// Bytes that workers have finished.
     done: u64,
-    /// Its progress: reads that have started, reads in flight, jobs that workers have.
-    timer: StallTimer<(u64, usize, usize)>,
+    /// Its progress: reads that have started, reads in flight, jobs that workers have, bytes that
+    /// they have finished.
+    timer: StallTimer<(u64, usize, usize, u64)>,
     stats: LoadStats,
 }
 
@@ -369,7 +370,7 @@ impl<S: Sink> Reader<'_, S> {
     }
 
     fn check_stall(&mut self) -> Result<()> {
-        let progress = (self.stats.reads, self.in_flight(), self.working);
+        let progress = (self.stats.reads, self.in_flight(), self.working, self.done);
         if !self.timer.left(progress).is_zero() {
             return Ok(());
         }
@@ -380,7 +381,8 @@ impl<S: Sink> Reader<'_, S> {
         Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() })
     }
 
-    /// Collects reads, workers and buffers, also after an error. Leaks them after the stall timeout.
+    /// Collects reads, workers and buffers, also after an error. After the stall timeout it leaks
+    /// them.
     fn finish(&mut self, workers: Workers) -> Result<()> {
         self.shared.over.store(true, Ordering::Release);
         self.jobs = None;

@@ -1,4 +1,4 @@
-//! What tests ask of a pool.
+//! Questions of tests about a pool.
 
 use std::sync::Arc;
 
