@@ -84,7 +84,8 @@ impl Run {
         let opened = self.opened.load(Ordering::Relaxed);
         Self {
             disk: self.disk.process(),
-            patience: self.patience,
+            // Nothing hangs for it, so that only the machine may be slow.
+            patience: PATIENCE,
             elements: self.elements,
             staging: self.staging.clone(),
             opened: AtomicU64::new(opened + 1000),
