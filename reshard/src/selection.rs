@@ -2,10 +2,8 @@
 //! stored paths, then renames from stored to wanted. Used by [`crate::matching`]; the dialect of
 //! the globs is that of [`crate::glob`].
 
-use stepwell_core::leaf_path::LeafPath;
-
 pub use crate::glob::escape;
-use crate::glob::{Glob, GlobList, PathText, Wildcard, render};
+use crate::glob::{Glob, GlobList, Wildcard, render};
 use crate::{Error, Result};
 
 /// Include and exclude. A leaf is selected when an include matches it or a subtree above it (or
@@ -31,11 +29,6 @@ impl Selection {
     /// True if it leaves nothing out.
     pub fn is_all(&self) -> bool {
         self.include.is_none() && self.exclude.is_empty()
-    }
-
-    /// True if a leaf is selected.
-    pub fn selects(&self, path: &LeafPath) -> bool {
-        self.selects_text(PathText::new(path).as_bytes())
     }
 
     /// True if everything at and below a path is excluded.
@@ -120,12 +113,7 @@ impl Renames {
         Some((self.globs().get(number)?.as_str(), &self.to.get(number)?.given))
     }
 
-    /// The new name of a path, rendered; `None` where no rule applies.
-    pub fn apply(&self, path: &LeafPath) -> Option<String> {
-        self.apply_text(PathText::new(path).as_bytes()).map(|(_, text)| render(&text))
-    }
-
-    /// The same for a path that is given by its rendering.
+    /// The new name of a path, both as renderings; `None` where no rule applies.
     pub fn apply_rendered(&self, path: &str) -> Result<Option<String>> {
         let glob = Glob::new(&escape(path))?;
         Ok(glob.literal().and_then(|text| self.apply_text(text)).map(|(_, text)| render(&text)))

@@ -46,9 +46,7 @@ impl Matching<'_> {
         }
         let idle = options.renames.globs().iter().zip(applied).filter(|(_, applied)| !**applied);
         // Those that an earlier rule leaves nothing to are no mistake.
-        for (glob, _) in
-            idle.filter(|(glob, _)| !stored.iter().any(|text| glob.match_leading(text).is_some()))
-        {
+        for (glob, _) in idle.filter(|(glob, _)| !stored.iter().any(|text| glob.selects(text))) {
             if self.dropped(glob).is_none() {
                 found.push(suggest("rename", glob, &stored, true));
             }

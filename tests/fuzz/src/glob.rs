@@ -41,12 +41,12 @@ pub fn run(input: &[u8]) {
         let matched = globs.iter().any(|glob| glob.selects(text.as_bytes()));
         assert_eq!(list.globs().len(), globs.len());
         if let Ok(selection) = &selection
-            && selection.selects(path)
+            && selection.selects_text(text.as_bytes())
         {
             assert!(matched, "a glob selects each selected path or a subtree above it");
         }
         if let Ok(Some(renames)) = &renames {
-            let _ = renames.apply(path);
+            let _ = renames.apply_rendered(&path.to_string());
         }
         if path.0.is_empty() {
             continue;
