@@ -503,7 +503,7 @@ class Checkpoint(Mapping[Key, Any]):
         if checked.fill:
             lifecycle.wait_captured()
         with as_rank(coordinators.initialised_rank()):
-            return restoring.run(self._open(), checked)
+            return restoring.run(self._open(), checked).answer(options)
 
     @spelled_out
     def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:

@@ -96,12 +96,40 @@ def flat_pieces(
 ) -> list[tuple[list[int], list[int], int, list[int]]] | None: ...
 def first_globs(globs: Sequence[str], paths: Sequence[str]) -> list[int | None]: ...
 def renamed(rules: Sequence[tuple[str, str]], paths: Sequence[str]) -> list[str | None]: ...
+
+class _Matched(TypedDict):
+    """The answer of :func:`match_state`. Numbers are those of wanted rows and of stored leaves."""
+
+    #: The report in words.
+    text: str
+    ok: bool
+    #: Wanted row, stored leaf, the leaf that holds its bytes, and the number of the conversion
+    #: (``None`` for an object).
+    matches: list[tuple[int, int, int, int | None]]
+    #: Stored and wanted dtype, stored and wanted shape, whether the rest keeps the caller's values.
+    conversions: list[tuple[str, str, tuple[int, ...], tuple[int, ...], bool]]
+    #: Wanted rows.
+    kept: list[int]
+    #: Stored leaves.
+    ignored: list[int]
+    left_out: list[int]
+    unexpected_leaves: list[int]
+    # The rows of ``RestoreReport``, as tuples.
+    missing: list[tuple[str, str, list[str]]]
+    unexpected: list[tuple[str, str | None, list[str]]]
+    wrong_shape: list[tuple[str, list[int], list[int]]]
+    wrong_dtype: list[tuple[str, str, str, str]]
+    wrong_kind: list[tuple[str, str, str]]
+    collisions: list[tuple[str, list[str]]]
+    unmatched: list[tuple[str, str, list[str], bool]]
+    idle_renames: list[tuple[str, str]]
+
 def match_state(
     checkpoint: Checkpoint,
     rows: Sequence[tuple[Sequence[tuple[str, str | int]], str, str | None, Sequence[int] | None, bool]],
     top_level: Sequence[tuple[str, str | int]],
     given: dict[str, object],
-) -> dict[str, Any]: ...
+) -> _Matched: ...
 
 @final
 class State:

@@ -23,6 +23,7 @@ from ._restore.fallback import newest_intact
 from ._restore.options import ChoiceKeywords, RestoreKeywords, RestoreOptions, ResumeKeywords, spelled_out
 from ._restore.plan import RestorePlan
 from ._restore.report import RestoreReport
+from ._restore.restore import Restored
 from ._retention import RetentionDecision, decisions
 from ._save_result import Save
 from ._state.specs import as_rank
@@ -129,7 +130,7 @@ class Reading:
         """
         core = self._open()
         number = self._best(best, step) if best is not None else given_step(step)
-        return self._restore(core, number, flag(fallback, "fallback"), options)
+        return self._restore(core, number, flag(fallback, "fallback"), options).answer(options)
 
     @spelled_out
     def resume(
@@ -157,7 +158,8 @@ class Reading:
                 raise MisuseError(f"resume() fills the state that it is given; {name}= goes with restore()")
         if self.latest_step() is not None:
             given = cast(RestoreKeywords, {**options, "into": state})
-            state = self._restore(self._open(), None, flag(fallback, "fallback"), given, resuming=True)
+            restored = self._restore(self._open(), None, flag(fallback, "fallback"), given, resuming=True)
+            state = cast(_T, restored.state)
             if fallback and not self._read_only:
                 self._set_newer_aside(self.next_step() - 1)
         return state, self.next_step()
@@ -237,7 +239,8 @@ class Reading:
         from ._background import Restore  # costs the import of concurrent.futures
 
         restoring = Restore(
-            f"a restore of {self._root}", lambda: self._restore(core, number, flagged, options)
+            f"a restore of {self._root}",
+            lambda: self._restore(core, number, flagged, options).answer(options),
         )
         self._restoring = restoring
         return restoring
@@ -384,7 +387,7 @@ class Reading:
         fallback: bool,
         options: RestoreKeywords,
         resuming: bool = False,
-    ) -> Any:  # as `restore`
+    ) -> Restored:
         """Restores a step (``None``: the newest; with ``fallback`` the newest that is intact)."""
         if not fallback:
             try:
@@ -396,23 +399,22 @@ class Reading:
         if step is not None:
             raise MisuseError("fallback= looks for the newest intact step: pass no step and no best= with it")
         alone = core.ranks()[1] == 1
-        answer, passed = newest_intact(
+        restored, passed = newest_intact(
             self._root,
             lambda one: self._restore_one(
                 core, core.latest_step() if alone and one is None else one, options
             ),
             core.all_steps,
-            lambda: json.loads(core.report()),
+            lambda: steps(core.report()),
             lambda mine: alone or Together(core).same(f"pass over: {mine}"),
             resuming,
         )
-        if options.get("return_report"):
-            answer[1].passed_over = passed
-        return answer
+        restored.report.passed_over = passed
+        return restored
 
     def _restore_one(
         self, core: _core.Manager, number: int | None, options: RestoreKeywords
-    ) -> tuple[object, int]:
+    ) -> tuple[Restored, int]:
         """Restores one step, and returns its number too."""
         alone = core.ranks()[1] == 1
         with telling_restore(self._on_event, self._root, number) as told:
@@ -430,11 +432,11 @@ class Reading:
                 with self._open_step(core, number) as checkpoint:
                     told.opened(checkpoint.step)
                     if together is None:
-                        answer = restoring.run(checkpoint._open(), checked)
+                        restored = restoring.run(checkpoint._open(), checked)
                     else:
-                        answer = self._restored_by_all(core, checkpoint._open(), checked, together)
+                        restored = self._restored_by_all(core, checkpoint._open(), checked, together)
                     core.restored(checkpoint.step)
-                    return answer, checkpoint.step
+                    return restored, checkpoint.step
             except BaseException as failure:
                 if isinstance(failure, StepwellError) and failure.step is None:
                     failure.step = told.step if number is None else number
@@ -444,7 +446,7 @@ class Reading:
 
     def _restored_by_all(
         self, manager: _core.Manager, core: _core.Checkpoint, options: RestoreOptions, together: Together
-    ) -> object:
+    ) -> Restored:
         """Restores this rank's part, in two steps: no rank writes anything before all match, and
         none continues if another could not read."""
         together.how = f"broadcast={options.broadcast!r}"
@@ -453,6 +455,6 @@ class Reading:
             if options.broadcast:
                 transport = transports.find(self._coordinator, self._stall)
                 exchange = Exchange(core, transport, together, options.broadcast == "gather")
-            answer = restoring.run(core, options, together, exchange)
+            restored = restoring.run(core, options, together, exchange)
             together.end()
-            return answer
+            return restored

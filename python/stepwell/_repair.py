@@ -7,7 +7,6 @@ verified before the damaged index is deleted.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -112,7 +111,7 @@ def _directory(path: str, step: int | None) -> tuple[str, _PassedOver]:
     if not is_directory(path):
         raise StepNotFound(f"{path} is no checkpoint: {explain(path)}")
     rows = inspect(path)
-    steps = {row.step: row.name for row in rows if row.step is not None}
+    steps = {row.step: row for row in rows if row.step is not None}
     wanted = max(steps, default=None) if step is None else step
     if wanted not in steps:
         which = "no step with a manifest" if step is None else f"no step {step} with a manifest"
@@ -123,12 +122,6 @@ def _directory(path: str, step: int | None) -> tuple[str, _PassedOver]:
     passed_over = tuple(
         (row.name, row.damage or "")
         for row in rows
-        if step is None and row.step is None and _number(row.name) > _number(steps[wanted])
+        if step is None and row.step is None and row.number > steps[wanted].number
     )
-    return os.path.join(path, steps[wanted]), passed_over
-
-
-def _number(name: str) -> int:
-    """The number at the end of a step's name."""
-    digits = re.search(r"[0-9]*$", name)
-    return int(digits[0]) if digits is not None and digits[0] else -1
+    return os.path.join(path, steps[wanted].name), passed_over

@@ -3,7 +3,6 @@ from outside."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -52,10 +51,12 @@ from ._restore.options import (
     spelled_out,
 )
 from ._restore.report import RestoreReport
+from ._restore.restore import Restored
 from ._retention import keep_all
 from ._save_result import Save
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
+from ._steps import steps
 from ._timeouts import seconds, stall_seconds
 from ._types import Metrics
 from .errors import CoordinationTimeout, MisuseError, StalledError, StepNotFound, StepwellError
@@ -314,24 +315,23 @@ def restore(
     """
     step = given_step(step)
     if not flag(fallback, "fallback"):
-        return _restore(path, step, options)[0]
+        return _restore(path, step, options)[0].answer(options)
     where = readable(path)
     if step is not None or os.path.isfile(os.path.join(where, MANIFEST)):
         raise MisuseError("fallback= looks for the newest intact step: pass a root, and no step")
     manager = _core.Manager(where, reader_json())
     try:
-        answer, passed = newest_intact(
+        restored, passed = newest_intact(
             where,
             lambda one: _restore(path, manager.latest_step() if one is None else one, options),
             manager.all_steps,
-            lambda: json.loads(manager.report()),
+            lambda: steps(manager.report()),
             lambda mine: mine,
         )
     finally:
         manager.close(None)
-    if options.get("return_report"):
-        answer[1].passed_over = passed
-    return answer
+    restored.report.passed_over = passed
+    return restored.answer(options)
 
 
 @overload
@@ -387,8 +387,7 @@ def restore_async(
     return Restore(f"the restore of {where}", lambda: call(where, number, fallback=flagged, **options))
 
 
-# The restored value is of the type that the caller's structure has.
-def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[object, int]:
+def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Restored, int]:
     """Restores one checkpoint, and returns its step too."""
     checked = RestoreOptions.of(options).reading_alone()
     if checked.fill:

@@ -48,6 +48,14 @@ class StepInfo:
     #: Why it cannot be restored, or ``None``. Only :func:`stepwell.verify` reads every byte.
     damage: str | None
 
+    @property
+    def number(self) -> int:
+        """The number that its name ends with, also if it is not a step. -1 without one."""
+        if self.step is not None:
+            return self.step
+        digits = self.name[len(self.name.rstrip("0123456789")) :]
+        return int(digits) if digits else -1
+
 
 def utc(unix_ns: int) -> datetime.datetime:
     """Returns a time of a manifest."""

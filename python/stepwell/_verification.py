@@ -9,7 +9,6 @@ damage like any other.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -48,7 +47,7 @@ def _of_root(
     rows = inspect(path)
     # A step wins over an invalid directory with the same number.
     rows.sort(key=lambda row: row.step is not None)
-    by_number = {int(found.group()): row for row in rows if (found := re.search(r"[0-9]+$", row.name))}
+    by_number = {row.number: row for row in rows if row.number >= 0}
     if step is None:
         step = max(by_number, default=None)
     row = None if step is None else by_number.get(step)

@@ -9,7 +9,21 @@ from ._holds import Hold, Rewound
 from ._manifest import Manifest
 from ._repair import RepairedIndex, RepairReport
 from ._restore.plan import ItemPlan, RestorePlan
-from ._restore.report import RestoreReport
+from ._restore.report import (
+    CastLeaf,
+    Collision,
+    IdleRename,
+    MissingLeaf,
+    PassedOver,
+    RenamedLeaf,
+    ResizedLeaf,
+    RestoreReport,
+    UnexpectedLeaf,
+    UnmatchedPattern,
+    WrongDtype,
+    WrongKind,
+    WrongShape,
+)
 from ._retention import RetentionDecision
 from ._save_result import Save, SaveStats
 from ._steps import ItemInfo, StepInfo
@@ -17,15 +31,22 @@ from ._steps import ItemInfo, StepInfo
 __all__ = [
     "Array",
     "Attached",
+    "CastLeaf",
     "Checkpoint",
+    "Collision",
     "Damage",
     "Hold",
+    "IdleRename",
     "ItemInfo",
     "ItemPlan",
     "Manifest",
     "Metadata",
+    "MissingLeaf",
+    "PassedOver",
+    "RenamedLeaf",
     "RepairReport",
     "RepairedIndex",
+    "ResizedLeaf",
     "Restore",
     "RestorePlan",
     "RestoreReport",
@@ -37,7 +58,12 @@ __all__ = [
     "StoredChunk",
     "StoredNode",
     "Subtree",
+    "UnexpectedLeaf",
+    "UnmatchedPattern",
     "VerifyReport",
+    "WrongDtype",
+    "WrongKind",
+    "WrongShape",
 ]
 
 for _name in __all__:

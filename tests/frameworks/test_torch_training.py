@@ -845,7 +845,9 @@ def test_an_explicit_cast_decides_for_new_slots(root: Path) -> None:
     assert slots["exp_avg_sq"].dtype == torch.float64
     assert slots["exp_avg"].dtype == torch.float32
     assert slots["step"].dtype == torch.float32
-    assert ("train/optimizer/state/0.weight/exp_avg_sq", "bfloat16", "float64") in report.cast
+    assert (
+        sw.results.CastLeaf("train/optimizer/state/0.weight/exp_avg_sq", "bfloat16", "float64") in report.cast
+    )
 
 
 KEEPING: dict[str, Any] = {"all": "keep", "a pattern": {"train/optimizer/**": "keep"}}
@@ -999,7 +1001,7 @@ def test_a_renamed_parameter_takes_its_slots_along(root: Path, several: str | No
         for slot, value in before.state[was].items():
             assert torch.equal(value, after.state[now][slot])
     assert after.param_groups[0]["lr"] == 1e-2
-    assert ("train/model/body.bias", "train/model/trunk.bias") in report.renamed
+    assert sw.results.RenamedLeaf("train/model/body.bias", "train/model/trunk.bias") in report.renamed
 
 
 def test_a_new_layer_keeps_its_values_and_gets_fresh_slots(root: Path) -> None:

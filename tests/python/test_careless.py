@@ -55,7 +55,7 @@ def test_a_pattern_that_matches_nothing_is_told_with_near_names(
         sw.restore(path, **{option: value})  # type: ignore[misc]
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "missing (" not in str(caught.value)
-    assert caught.value.report.unmatched[0][0] == option
+    assert caught.value.report.unmatched[0].option == option
 
 
 def test_a_useless_rename_fails_or_is_reported(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -63,7 +63,7 @@ def test_a_useless_rename_fails_or_is_reported(path: Path, caplog: pytest.LogCap
     with pytest.raises(sw.MismatchError, match="rename: `parms`; near it is `params`"):
         sw.restore(path, like=like, rename={"parms": "model"})
     _, report = sw.restore(path, like=like, rename={"params/w": "model/w"}, return_report=True)
-    assert report.idle_renames == [("params/w", "model/w")]
+    assert report.idle_renames == [sw.results.IdleRename("params/w", "model/w")]
     assert "params/w → model/w" in caplog.text
     with pytest.raises(sw.MisuseError, match="without like= or into="):
         sw.restore(path, rename={"params": "model"})
@@ -106,7 +106,7 @@ def test_what_was_thinned_away_is_said_to_have_been(root: Path) -> None:
                 sw.MismatchError, match="item `optimizer` was dropped from this step by thinning, 20"
             ) as caught:
                 manager.restore(2, like=like)
-            assert caught.value.report.missing[0][1] == "dropped by thinning"
+            assert caught.value.report.missing[0].why == "dropped by thinning"
         with pytest.raises(sw.MismatchError, match="the loose leaves were dropped"):
             manager.restore(2, like={"step": 0})
         with pytest.raises(sw.MismatchError, match=r"include: `optimizer.*was dropped from this step"):

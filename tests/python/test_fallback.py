@@ -75,7 +75,7 @@ def test_a_restore_falls_back_to_the_newest_intact_step(
     assert found["w"] is into["w"]
     assert (found["w"] == 2).all()
     assert found["name"] == "step 2"
-    assert [step for step, _ in report.passed_over] == [3]
+    assert [one.step for one in report.passed_over] == [3]
 
 
 def test_the_error_of_a_damaged_newest_step_names_fallback(root: Path) -> None:
@@ -207,7 +207,7 @@ def test_ranks_fall_back_together(tmp_path: Path, root: Path) -> None:
     with open_manager(read_only=True) as manager:
         wanted = ["w"] if RANK else ["name"]
         found, report = manager.restore(include=wanted, fallback=True, return_report=True)
-        print(found, report.passed_over[0][0], report.passed_over[0][1][:20])
+        print(found, report.passed_over[0].step, report.passed_over[0].why[:20])
     """
     first, second = run_ranks(tmp_path, script, 2, root)
     assert "step 2" in first

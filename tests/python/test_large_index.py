@@ -66,7 +66,7 @@ def test_what_no_rank_wants_is_named_and_nothing_else(root: Path) -> None:
 
     together(2, root, restore)
     for error in said:
-        assert [path for path, *_ in error.report.unexpected] == ["model/c"]
+        assert [one.path for one in error.report.unexpected] == ["model/c"]
         assert "model/c" in str(error)
         assert not any(f"model/{name}" in str(error) for name in "abd"), error
 

@@ -1074,7 +1074,7 @@ def test_leaves_of_other_stages_are_not_unexpected(root: Path) -> None:
         with pytest.raises((sw.MismatchError, sw.RankFailed)) as failure:
             manager.restore(into=target)
         if isinstance(failure.value, sw.MismatchError):
-            assert [path for path, *_ in failure.value.report.unexpected] == ["params/layer0"]
+            assert [one.path for one in failure.value.report.unexpected] == ["params/layer0"]
         manager.restore(into=target, unexpected="ignore")
 
     together(2, root, restores)

@@ -90,9 +90,12 @@ def test_a_plan_lists_leaves_by_what_happens_to_them(path: Path) -> None:
     report = plan.report
     assert (plan.step, list(plan.items)) == (20, ["params", "optimizer"])
     assert report.restored == ["model/w", "model/b", "optimizer/m", "optimizer/name"]
-    assert report.cast == [("model/b", "float32", "float64")]
-    assert report.resized == [("model/b", (4, 5), (6, 5))]
-    assert report.renamed == [("params/w", "model/w"), ("params/b", "model/b")]
+    assert report.cast == [sw.results.CastLeaf("model/b", "float32", "float64")]
+    assert report.resized == [sw.results.ResizedLeaf("model/b", (4, 5), (6, 5))]
+    assert [(one.stored, one.wanted) for one in report.renamed] == [
+        ("params/w", "model/w"),
+        ("params/b", "model/b"),
+    ]
     assert report.kept == ["model/lora"]
     assert {"params/c", "params/tied", "step"} <= set(plan.not_wanted)
     assert plan.items["optimizer"].leaves == 2

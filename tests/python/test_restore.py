@@ -135,7 +135,7 @@ def test_specs_types_and_markers_say_what_is_wanted(path: Path) -> None:
 def test_a_type_is_a_demand(path: Path) -> None:
     with pytest.raises(sw.MismatchError) as caught:
         sw.restore(path, like={"step": str})
-    assert caught.value.report.wrong_kind[0][0] == "step"
+    assert caught.value.report.wrong_kind[0].path == "step"
     assert sw.restore(path, like={"step": float})["step"] == 5.0
 
 
@@ -159,12 +159,13 @@ def test_one_report_lists_everything(path: Path) -> None:
     with pytest.raises(sw.MismatchError) as caught:
         sw.restore(path, like=like)
     report = caught.value.report
-    assert [path for path, _, _ in report.missing] == ["params/bias", "new"]
-    assert report.missing[0][2][0] == "params/b"
-    assert [path for path, _, _ in report.unexpected] == ["params/b"]
-    assert report.wrong_shape == [("params/w", (3, 4), (3, 5))]
-    assert report.wrong_dtype[0][:3] == ("params/layers[0]", "int64", "int8")
-    assert report.wrong_kind[0][0] == "params/layers[1]"
+    assert [one.path for one in report.missing] == ["params/bias", "new"]
+    assert report.missing[0].near[0] == "params/b"
+    assert [one.path for one in report.unexpected] == ["params/b"]
+    assert report.wrong_shape == [sw.results.WrongShape("params/w", (3, 4), (3, 5))]
+    dtype = report.wrong_dtype[0]
+    assert (dtype.path, dtype.stored, dtype.wanted) == ("params/layers[0]", "int64", "int8")
+    assert report.wrong_kind[0].path == "params/layers[1]"
     for name in ("params/bias", "params/b", "params/w", "params/layers[0]", "params/layers[1]"):
         assert name in str(caught.value)
 
@@ -243,7 +244,7 @@ def test_lossless_casts_happen_and_are_told(path: Path) -> None:
     like = {"params": {"w": sw.ArraySpec((3, 4), "float64")}}
     back, report = sw.restore(path, like=like, unexpected="ignore", return_report=True)
     assert same(back["params"]["w"], STATE["params"]["w"].astype(np.float64))
-    assert report.cast == [("params/w", "float32", "float64")]
+    assert report.cast == [sw.results.CastLeaf("params/w", "float32", "float64")]
 
 
 def test_lossy_casts_need_to_be_asked_for(path: Path) -> None:

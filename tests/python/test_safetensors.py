@@ -97,7 +97,7 @@ def test_a_part_restores_in_place_and_cast(model: Path) -> None:
     restored, report = sw.restore(model, into=target, return_report=True)
     assert restored["half"] is memory
     assert memory.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert report.cast == [("half", "bfloat16", "float32")]
+    assert report.cast == [sw.results.CastLeaf("half", "bfloat16", "float32")]
     plan = sw.open(model).plan(include="odd")
     assert plan.nbytes == 3
 

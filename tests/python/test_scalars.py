@@ -38,7 +38,7 @@ def test_scalars_of_one_kind_convert_in_every_direction(kind: str, tmp_path: Pat
                     assert found["x"].shape == ()
                     assert how == "like" or found["x"] is target["x"]
                 if isinstance(wanted, np.ndarray) is not isinstance(stored, np.ndarray):
-                    assert [path for path, *_ in report.cast] == ["x"], (stored, wanted)
+                    assert [one.path for one in report.cast] == ["x"], (stored, wanted)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_value_takes_the_place_of_one_of_its_kind(how: str, tmp_path: Path) ->
             continue
         with pytest.raises(sw.MismatchError, match=f"leaf `{stored}`: stored is .*, wanted is") as caught:
             sw.restore(tmp_path / "c", **{how: wanted})
-        assert [path for path, *_ in caught.value.report.wrong_kind] == [stored]
+        assert [one.path for one in caught.value.report.wrong_kind] == [stored]
     for name, value in PLAIN.items():
         assert sw.restore(tmp_path / "c", **{how: {name: None}})[name] == value
         assert sw.restore(tmp_path / "c", **{how: {"nothing": value}})["nothing"] is None

@@ -13,19 +13,23 @@ from .command import command
 from .output import FINE, PROBLEMS, Output, safe
 from .targets import TARGET, Target
 
-#: Rows of a report, and the names of their parts.
-_ROWS = {
-    "cast": ("path", "stored", "wanted"),
-    "resized": ("path", "stored", "wanted"),
-    "renamed": ("stored", "wanted"),
-    "missing": ("path", "why", "near"),
-    "unexpected": ("path", "wanted", "near"),
-    "wrong_shape": ("path", "stored", "wanted"),
-    "wrong_dtype": ("path", "stored", "wanted", "why"),
-    "wrong_kind": ("path", "stored", "wanted"),
-    "collisions": ("path", "stored"),
-    "unmatched": ("option", "pattern", "near", "fails"),
-}
+#: The parts of a report that are no figure and no text.
+_PARTS = (
+    "restored",
+    "kept",
+    "ignored",
+    "left_out",
+    "cast",
+    "resized",
+    "renamed",
+    "missing",
+    "unexpected",
+    "wrong_shape",
+    "wrong_dtype",
+    "wrong_kind",
+    "collisions",
+    "unmatched",
+)
 
 
 @command("plan")
@@ -99,9 +103,5 @@ def _pair(text: str, wanted: str) -> tuple[str, str]:
 
 
 def _report(report: sw.RestoreReport) -> dict[str, object]:
-    """A restore's report. Every part of a row has a name."""
-    rows = {
-        key: [dict(zip(names, row, strict=True)) for row in getattr(report, key)]
-        for key, names in _ROWS.items()
-    }
-    return {**{key: getattr(report, key) for key in ("restored", "kept", "ignored", "left_out")}, **rows}
+    """A restore's report."""
+    return {name: getattr(report, name) for name in _PARTS}

@@ -41,7 +41,7 @@ def show(out: Output, path: Target, form: str, depth: int | None) -> int:
     head["warnings"] = [
         f"{row.name} is newer and cannot be restored: {row.damage}"
         for row in rows or []
-        if row.damage is not None and _number(row.name) > head["step"]
+        if row.damage is not None and row.number > head["step"]
     ]
     if out.as_json:
         out.document({**head, **_document(nodes, values, form == "layout")})
@@ -49,11 +49,6 @@ def show(out: Output, path: Target, form: str, depth: int | None) -> int:
     out.lines(_head_lines(out, head))
     out.lines(_layout(out, nodes, head) if form == "layout" else drawn(out, nodes, values, depth))
     return FINE
-
-
-def _number(name: str) -> int:
-    digits = name[len(name.rstrip("0123456789")) :]
-    return int(digits) if digits else -1
 
 
 class File(TypedDict):

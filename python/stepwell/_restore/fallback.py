@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
-import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from operator import attrgetter
+from typing import TypeVar
 
 from .. import _lifecycle as lifecycle
+from .._steps import StepInfo
 from ..errors import (
     CorruptCheckpoint,
     FormatError,
@@ -17,7 +18,9 @@ from ..errors import (
     StepwellError,
     StorageError,
 )
+from .report import PassedOver
 
+_T = TypeVar("_T")
 #: Errors of one step that another step may not have.
 _DAMAGE = (CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone)
 
@@ -35,25 +38,25 @@ def _damaged_step(failure: Exception) -> int | None:
 
 def newest_intact(
     root: str,
-    attempt: Callable[[int | None], tuple[object, int]],
+    attempt: Callable[[int | None], tuple[_T, int]],
     steps: Callable[[], Iterable[int]],
-    invalid: Callable[[], Iterable[dict[str, Any]]],
+    inspected: Callable[[], Iterable[StepInfo]],
     agreed: Callable[[bool], bool],
     resuming: bool = False,
-) -> tuple[Any, list[tuple[int, str]]]:
+) -> tuple[_T, list[PassedOver]]:
     """Returns the value of the newest step that can be restored, and the newer steps that were
-    passed over, newest first, each with the reason.
+    passed over, newest first.
 
     Args:
         root: for messages.
         attempt: restores a step (``None``: the newest) and returns its value and number. Its errors
             have the number as ``step``.
         steps: the committed steps.
-        invalid: rows of everything in the root that has a step's name, see ``report``.
+        inspected: facts about everything in the root that has a step's name.
         agreed: takes whether this process wants to pass over a step, and returns whether all do.
         resuming: the caller sets the newer steps aside itself.
     """
-    passed: list[tuple[int, str]] = []
+    passed: list[PassedOver] = []
     step: int | None = None
     while True:
         try:
@@ -62,38 +65,30 @@ def newest_intact(
             damaged = _damaged_step(failure)
             if not agreed(damaged is not None) or damaged is None:
                 raise
-            passed.append((damaged, str(failure)))
+            passed.append(PassedOver(damaged, str(failure)))
             older = [one for one in steps() if one < damaged]
             if not older:
                 _say_what_was_tried(failure, passed)
                 raise
             step = max(older)
             continue
-        known = {number for number, _ in passed}
-        for row in invalid():
-            number = _number(row)
-            if row["damage"] is not None and number is not None and restored < number not in known:
-                passed.append((number, row["damage"]))
-        passed.sort(reverse=True)
+        known = {one.step for one in passed}
+        for info in inspected():
+            if info.damage is not None and restored < info.number not in known:
+                passed.append(PassedOver(info.number, info.damage))
+        passed.sort(key=attrgetter("step"), reverse=True)
         advice = "" if resuming else f". To save newer steps again, rewind to step {restored} first"
-        for number, why in passed:
+        for one in passed:
             lifecycle.log(
                 _WARNING,
                 "stepwell.restore",
-                f"restored step {restored} of {root}, not step {number}: {why}{advice}",
+                f"restored step {restored} of {root}, not step {one.step}: {one.why}{advice}",
             )
         return value, passed
 
 
-def _number(row: dict[str, Any]) -> int | None:
-    """Returns the step's number of a row: an invalid directory has it in its name."""
-    found = re.search(r"[0-9]+$", row["name"])
-    number: int | None = row["step"]
-    return number if number is not None or found is None else int(found.group())
-
-
-def _say_what_was_tried(failure: Exception, passed: list[tuple[int, str]]) -> None:
+def _say_what_was_tried(failure: Exception, passed: list[PassedOver]) -> None:
     """Adds to the error of the oldest step that all newer ones are damaged too."""
-    newer = ", ".join(str(number) for number, _ in passed[:-1])
+    newer = ", ".join(str(one.step) for one in passed[:-1])
     if newer:
         failure.args = (f"{failure}. No step of this root can be restored; tried before: {newer}",)

@@ -102,9 +102,9 @@ class RestorePlan:
                 f"{_reads(item.blocks, item.reads, len(item.files))}"
             )
         listed: Sequence[tuple[str, Sequence[str]]] = (
-            ("cast", [f"{path} {stored} → {dtype}" for path, stored, dtype in report.cast]),
-            ("resized", [f"{path} {stored} → {shape}" for path, stored, shape in report.resized]),
-            ("renamed", [f"{stored} → {path}" for stored, path in report.renamed]),
+            ("cast", [f"{one.path} {one.stored} → {one.wanted}" for one in report.cast]),
+            ("resized", [f"{one.path} {one.stored} → {one.wanted}" for one in report.resized]),
+            ("renamed", [f"{one.stored} → {one.wanted}" for one in report.renamed]),
             ("kept as they are", report.kept),
             ("not wanted", self.not_wanted),
         )

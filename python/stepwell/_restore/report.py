@@ -4,9 +4,165 @@ it."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
 
 from .._public import public
 from ..errors import MismatchError
+
+if TYPE_CHECKING:
+    from .. import _core
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MissingLeaf:
+    """A wanted leaf that is not stored."""
+
+    #: Its path.
+    path: str
+    #: Why it is missing.
+    why: str
+    #: Stored paths that may be it under another name, the nearest first.
+    near: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnexpectedLeaf:
+    """A stored leaf, inside a wanted entry, that is not wanted."""
+
+    #: Its stored path.
+    path: str
+    #: The path that a rename gave it, or ``None``.
+    wanted: str | None
+    #: Missing leaves that it may be, the nearest first.
+    near: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WrongShape:
+    """A leaf that is stored in another shape than the wanted one."""
+
+    #: Its path.
+    path: str
+    #: The stored shape.
+    stored: tuple[int, ...]
+    #: The wanted shape.
+    wanted: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WrongDtype:
+    """A leaf that is stored in another dtype than the wanted one, where the cast is not allowed."""
+
+    #: Its path.
+    path: str
+    #: The stored dtype.
+    stored: str
+    #: The wanted dtype.
+    wanted: str
+    #: What is wrong with the cast.
+    why: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WrongKind:
+    """A leaf that is stored as another kind of value than the wanted one."""
+
+    #: Its path.
+    path: str
+    #: What is stored.
+    stored: str
+    #: What is wanted.
+    wanted: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Collision:
+    """A wanted path that renames gave to several stored leaves."""
+
+    #: The wanted path.
+    path: str
+    #: The paths of the stored leaves.
+    stored: tuple[str, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CastLeaf:
+    """A leaf that is restored in another dtype."""
+
+    #: Its path.
+    path: str
+    #: The stored dtype, or the type of a stored scalar.
+    stored: str
+    #: The wanted one.
+    wanted: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ResizedLeaf:
+    """A leaf that is restored in another shape."""
+
+    #: Its path.
+    path: str
+    #: The stored shape.
+    stored: tuple[int, ...]
+    #: The wanted shape.
+    wanted: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RenamedLeaf:
+    """A leaf, or a whole subtree, that is restored under another name."""
+
+    #: Its stored path.
+    stored: str
+    #: Its wanted path.
+    wanted: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class UnmatchedPattern:
+    """A pattern of an option that matches nothing, and may be misspelt."""
+
+    #: The option.
+    option: str
+    #: The pattern.
+    pattern: str
+    #: Paths that it may mean.
+    near: tuple[str, ...]
+    #: True if the restore fails for it.
+    fails: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class IdleRename:
+    """An entry of ``rename=`` that gives names in top-level entries that are not wanted."""
+
+    #: The pattern of stored paths.
+    stored: str
+    #: The pattern of wanted paths.
+    wanted: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A step that ``fallback=True`` passed over."""
+
+    #: Its number.
+    step: int
+    #: Why it cannot be restored.
+    why: str
 
 
 @public
@@ -17,39 +173,37 @@ class RestoreReport:
 
     #: Leaves that were restored.
     restored: list[str] = field(default_factory=list)
-    #: Wanted, not stored: path, why, and stored paths that it may be called.
-    missing: list[tuple[str, str, list[str]]] = field(default_factory=list)
-    #: Stored inside a wanted entry, not wanted: stored path, its wanted name where a rename gave
-    #: one, missing leaves that it may be.
-    unexpected: list[tuple[str, str | None, list[str]]] = field(default_factory=list)
-    #: Path, stored and wanted shape.
-    wrong_shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    #: Path, stored and wanted dtype, what is wrong with the cast.
-    wrong_dtype: list[tuple[str, str, str, str]] = field(default_factory=list)
-    #: Path, what is stored, what is wanted.
-    wrong_kind: list[tuple[str, str, str]] = field(default_factory=list)
-    #: Path, and the stored leaves that renames gave that one name.
-    collisions: list[tuple[str, list[str]]] = field(default_factory=list)
+    #: Wanted, not stored.
+    missing: list[MissingLeaf] = field(default_factory=list)
+    #: Stored inside a wanted entry, not wanted.
+    unexpected: list[UnexpectedLeaf] = field(default_factory=list)
+    #: Stored in another shape, which ``resize=`` does not allow.
+    wrong_shape: list[WrongShape] = field(default_factory=list)
+    #: Stored in another dtype, which ``cast=`` does not allow.
+    wrong_dtype: list[WrongDtype] = field(default_factory=list)
+    #: Stored as another kind of value.
+    wrong_kind: list[WrongKind] = field(default_factory=list)
+    #: Wanted paths that renames gave to several stored leaves.
+    collisions: list[Collision] = field(default_factory=list)
     #: Not restored: the caller's own value stayed.
     kept: list[str] = field(default_factory=list)
-    #: Restored in another dtype: path, stored and wanted dtype.
-    cast: list[tuple[str, str, str]] = field(default_factory=list)
-    #: Restored in another shape: path, stored and wanted shape.
-    resized: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    #: Restored in another dtype.
+    cast: list[CastLeaf] = field(default_factory=list)
+    #: Restored in another shape.
+    resized: list[ResizedLeaf] = field(default_factory=list)
     #: Stored paths that were not read: unexpected and ignored.
     ignored: list[str] = field(default_factory=list)
     #: Stored paths that were not read: other top-level entries, ``...``, ``include`` and
     #: ``exclude``.
     left_out: list[str] = field(default_factory=list)
-    #: Patterns that apply to nothing: the option, the pattern, what it may have meant, and whether
-    #: that made the restore fail.
-    unmatched: list[tuple[str, str, list[str], bool]] = field(default_factory=list)
+    #: Patterns that match nothing.
+    unmatched: list[UnmatchedPattern] = field(default_factory=list)
     #: Renames to top-level entries that are not wanted.
-    idle_renames: list[tuple[str, str]] = field(default_factory=list)
-    #: Restored under another name: stored and wanted path (of a whole subtree: its own).
-    renamed: list[tuple[str, str]] = field(default_factory=list)
-    #: Newer steps that ``fallback=True`` passed over, newest first, each with the reason.
-    passed_over: list[tuple[int, str]] = field(default_factory=list)
+    idle_renames: list[IdleRename] = field(default_factory=list)
+    #: Restored under another name.
+    renamed: list[RenamedLeaf] = field(default_factory=list)
+    #: Newer steps that ``fallback=True`` passed over, newest first.
+    passed_over: list[PassedOver] = field(default_factory=list)
     #: Bytes of arrays that were read, on this rank.
     nbytes: int = 0
     #: Bytes of arrays that other ranks have read for this one (``broadcast=``).
@@ -67,7 +221,7 @@ class RestoreReport:
             or self.wrong_dtype
             or self.wrong_kind
             or self.collisions
-            or any(fails for *_, fails in self.unmatched)
+            or any(one.fails for one in self.unmatched)
         )
 
     def __str__(self) -> str:
@@ -78,3 +232,23 @@ class RestoreReport:
         error = MismatchError(self.text if text is None else text)
         error.report = self
         return error
+
+
+def add_match(report: RestoreReport, answer: _core._Matched) -> None:
+    """Adds what the engine found out about the wanted leaves."""
+    report.text = answer["text"]
+    report.missing = [MissingLeaf(path, why, tuple(near)) for path, why, near in answer["missing"]]
+    report.unexpected = [
+        UnexpectedLeaf(path, wanted, tuple(near)) for path, wanted, near in answer["unexpected"]
+    ]
+    report.wrong_shape = [
+        WrongShape(path, tuple(stored), tuple(wanted)) for path, stored, wanted in answer["wrong_shape"]
+    ]
+    report.wrong_dtype = [WrongDtype(*row) for row in answer["wrong_dtype"]]
+    report.wrong_kind = [WrongKind(*row) for row in answer["wrong_kind"]]
+    report.collisions = [Collision(path, tuple(stored)) for path, stored in answer["collisions"]]
+    report.unmatched = [
+        UnmatchedPattern(option, pattern, tuple(near), fails)
+        for option, pattern, near, fails in answer["unmatched"]
+    ]
+    report.idle_renames = [IdleRename(*row) for row in answer["idle_renames"]]

@@ -12,6 +12,7 @@ import datetime
 import difflib
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
@@ -31,8 +32,8 @@ from ..errors import MismatchError
 from . import collector as collecting
 from . import scalars, template
 from .array_reads import ArrayReads, Conversion, Job, telling
-from .options import CASTS, RestoreOptions
-from .report import RestoreReport
+from .options import CASTS, RestoreKeywords, RestoreOptions
+from .report import CastLeaf, RenamedLeaf, ResizedLeaf, RestoreReport, add_match
 from .structure import Structure
 from .template import Branch, Leaf, Part, naming
 from .wanted import Moves, Wanted, source_of
@@ -41,12 +42,24 @@ _WARNING = 30
 _SHOWN = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restored state, and the report of its restore."""
+
+    state: object
+    report: RestoreReport
+
+    def answer(self, keywords: RestoreKeywords) -> object:
+        """Returns what ``restore`` with these keywords returns."""
+        return (self.state, self.report) if keywords.get("return_report") else self.state
+
+
 class Restore:
     """One restore from an open checkpoint of the engine."""
 
     def __init__(
         self,
-        core: Any,
+        core: _core.Checkpoint,
         options: RestoreOptions,
         structure: Structure | None = None,
         together: Together | Unasked | None = None,
@@ -71,10 +84,9 @@ class Restore:
     @cached_property
     def _paths(self) -> list[str]:
         """Rendered paths of the stored leaves."""
-        found: list[str] = self.core.leaf_paths()
-        return found
+        return self.core.leaf_paths()
 
-    def run(self, part: Part, fill: bool) -> Any:
+    def run(self, part: Part, fill: bool) -> object:
         """The caller's structure with the stored values; in place where ``fill`` says so and it can
         be."""
         wanted, reads = self.prepare(part, fill)
@@ -153,9 +165,9 @@ class Restore:
     def _settle_children(self, branches: list[Branch]) -> None:
         rows = self.core.leaves()
 
-        def spec(leaf: int) -> Any:
+        def spec(leaf: int) -> object:
             _, dtype, shape, _ = rows[leaf]
-            return AS_STORED if dtype is None else ArraySpec(tuple(shape), dtype)
+            return AS_STORED if dtype is None or shape is None else ArraySpec(tuple(shape), dtype)
 
         for branch in branches:
             if branch.settle is None:
@@ -231,20 +243,19 @@ class Restore:
 
     def _settle_scalars(self, leaves: list[Leaf]) -> None:
         """Marks scalars that are stored as arrays without dimensions, and the other way round."""
-        rows: Any = None
+        rows: list[_core._LeafRow] | None = None
         for leaf in leaves:
             wants_array = leaf.what == "array" and leaf.spec is not None and leaf.spec.shape == ()
             wants_scalar = leaf.what == "object" and scalars.kind_of_value(leaf.value) is not None
             if not wants_array and not wants_scalar:
                 continue
             source = source_of(self._moves, leaf.components)
-            node = None if source is None else self.structure.find(source)
-            if node is None or self.structure.is_container(node):
+            number = None if source is None else self.structure.leaf_at(source)
+            if number is None:
                 continue
             rows = self.core.leaves() if rows is None else rows
-            number = self.structure.nodes[node][2]
             _, dtype, shape, _ = rows[number]
-            if wants_scalar and dtype is not None and tuple(shape) == ():
+            if wants_scalar and dtype is not None and not shape:
                 if scalars.kind_of_dtype(dtype) == scalars.kind_of_value(leaf.value):
                     leaf.converts = "array"
             elif wants_array and dtype is None and leaf.spec is not None and leaf.spec.dtype is not None:
@@ -259,10 +270,9 @@ class Restore:
             if branch.first is None:
                 continue
             component, check = branch.first
-            node = self.structure.find((*branch.components, component))
-            if node is None or self.structure.is_container(node):
+            leaf = self.structure.leaf_at((*branch.components, component))
+            if leaf is None:
                 continue
-            leaf = self.structure.nodes[node][2]
             why = check(self.core.objects([leaf], Reviver())[0])
             if why is not None:
                 error = MismatchError(f"{named(branch.path)}: {why}")
@@ -304,7 +314,7 @@ class Restore:
                 found.update(leaf for child in others for leaf in structure.leaves_below(child))
         return found
 
-    def _match(self, wanted: Wanted, elsewhere: set[int]) -> dict[str, Any]:
+    def _match(self, wanted: Wanted, elsewhere: set[int]) -> _core._Matched:
         """Returns the engine's answer. Raises where something does not match. ``elsewhere``: leaves
         that are other ranks'."""
         given = {
@@ -322,20 +332,7 @@ class Restore:
             if len(of_none) < len(mine):
                 answer = _core.match_state(self.core, wanted.rows, wanted.top_level, given)
         report = self.report
-        for name in (
-            "missing",
-            "unexpected",
-            "wrong_dtype",
-            "wrong_kind",
-            "collisions",
-            "unmatched",
-            "idle_renames",
-            "text",
-        ):
-            setattr(report, name, answer[name])
-        report.wrong_shape = [
-            (path, tuple(stored), tuple(asked)) for path, stored, asked in answer["wrong_shape"]
-        ]
+        add_match(report, answer)
         report.kept = [wanted.places[number].path for number in answer["kept"]]
         report.ignored = [self._paths[leaf] for leaf in answer["ignored"]]
         report.left_out = [self._paths[leaf] for leaf in answer["left_out"]]
@@ -346,7 +343,7 @@ class Restore:
             lifecycle.log(_WARNING, "stepwell.restore", f"restore of {self.core.path()}: {report.text}")
         return answer
 
-    def _reads(self, wanted: Wanted, answer: dict[str, Any], fill: bool) -> ArrayReads:
+    def _reads(self, wanted: Wanted, answer: _core._Matched, fill: bool) -> ArrayReads:
         """Makes the reads of what has matched: one for each array in memory."""
         objects: dict[int, None] = {}
         jobs: list[Job] = []
@@ -362,7 +359,7 @@ class Restore:
             if renames and (leaf is None or leaf.what != "stored"):
                 path = place.path
                 if path != paths[stored]:
-                    report.renamed.append((paths[stored], path))
+                    report.renamed.append(RenamedLeaf(paths[stored], path))
             report.restored.append(path)
             if which is None:
                 objects[source] = None
@@ -394,9 +391,9 @@ class Restore:
             report.nbytes += job.nbytes
             conversion = job.conversion
             if not conversion.exact:
-                report.cast.append((job.path, conversion.stored_dtype.name, conversion.dtype.name))
+                report.cast.append(CastLeaf(job.path, conversion.stored_dtype.name, conversion.dtype.name))
             if conversion.stored_shape != conversion.shape:
-                report.resized.append((job.path, conversion.stored_shape, conversion.shape))
+                report.resized.append(ResizedLeaf(job.path, conversion.stored_shape, conversion.shape))
         kept = [wanted.places[number] for number in wanted.kept] if fill else []
         arrays = [(one.path, one.array) for one in kept if isinstance(one, Leaf) and one.array is not None]
         return ArrayReads(self.core, jobs, report, arrays)
@@ -445,10 +442,16 @@ class Restore:
         return self._empty_there
 
 
-def _misfits(answer: dict[str, Any]) -> bool:
+def _misfits(answer: _core._Matched) -> bool:
     """True if something does not match, beside what is stored and not wanted."""
-    names = ("missing", "wrong_dtype", "wrong_kind", "wrong_shape", "collisions")
-    return any(answer[name] for name in names) or any(one[3] for one in answer["unmatched"])
+    return bool(
+        answer["missing"]
+        or answer["wrong_dtype"]
+        or answer["wrong_kind"]
+        or answer["wrong_shape"]
+        or answer["collisions"]
+        or any(fails for *_, fails in answer["unmatched"])
+    )
 
 
 def _when(unix_ns: int) -> str:
@@ -462,15 +465,13 @@ def _when(unix_ns: int) -> str:
 # A dozen objects for each leaf are made, which are all there until it returns.
 @collecting.paused()
 def run(
-    core: object,
+    core: _core.Checkpoint,
     options: RestoreOptions,
     together: Together | None = None,
     exchange: Exchange | None = None,
-) -> Any:
-    """A whole restore, with its report where that is asked for. Without ``like`` and ``into``:
-    everything, as it is stored. ``together``: where other ranks restore too; ``exchange``: and get
-    from each other what several want."""
+) -> Restored:
+    """A whole restore. Without ``like`` and ``into``: everything, as it is stored. ``together``:
+    where other ranks restore too; ``exchange``: and get from each other what several want."""
     job = Restore(core, options, together=together, exchange=exchange)
     target = AS_STORED if options.target is None else options.target
-    value = job.run(template.parse(target), options.fill)
-    return (value, job.report) if options.return_report else value
+    return Restored(job.run(template.parse(target), options.fill), job.report)

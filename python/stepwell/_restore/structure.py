@@ -103,6 +103,12 @@ class Structure:
         """True if a node is a container."""
         return not isinstance(self.nodes[node][2], int)
 
+    def leaf_at(self, components: Sequence[Component]) -> int | None:
+        """The number of the leaf at a path, or ``None``."""
+        node = self.find(components)
+        found = None if node is None else self.nodes[node][2]
+        return found if isinstance(found, int) else None
+
     def object_of(self, leaf: int) -> int | None:
         """The node of the innermost stateful object around a leaf."""
         node = self.leaf_nodes[leaf]
@@ -158,7 +164,7 @@ class Structure:
                 built[at] = revive(at, built[at])
         return built.get(node, ...)
 
-    def outline(self, node: int, value: Callable[[int], Any]) -> Any:
+    def outline(self, node: int, value: Callable[[int], object]) -> object:
         """Plain dicts, lists and tuples as they are stored, with ``value`` of each leaf. Any other
         container is ``AS_STORED``; a stateful object is an ``OrderedDict`` of its state."""
         kind = self.nodes[node][2]

@@ -18,7 +18,7 @@ from ..errors import MismatchError, UnsupportedLeaf
 from . import scalars
 from .array_reads import Job
 from .nested import Nested, try_on
-from .report import RestoreReport
+from .report import CastLeaf, RestoreReport, WrongKind
 from .structure import Structure, library, protocol_name
 from .template import Branch, Leaf
 
@@ -167,7 +167,7 @@ class Wanted:
     def check_types(self, objects: Objects) -> None:
         """A type in ``like`` is a demand on the stored object. An instance asks for a value of its
         kind."""
-        wrong: list[tuple[str, str, str]] = []
+        wrong: list[WrongKind] = []
         for leaf in self.leaves:
             if leaf.what != "object" or leaf.converts is not None or isinstance(leaf.value, ObjectSpec):
                 continue
@@ -181,11 +181,11 @@ class Wanted:
                     fits = scalars.are_alike(leaf.value, value)
                 if not fits:
                     stored = f"{type(value).__qualname__} {value!r:.60}"
-                    wrong.append((leaf.path, stored, asked.__qualname__))
+                    wrong.append(WrongKind(leaf.path, stored, asked.__qualname__))
         if wrong:
             self._report.wrong_kind = wrong
             self._report.text = "\n".join(
-                f"{named(path)}: stored is {stored}, wanted is {asked}" for path, stored, asked in wrong
+                f"{named(one.path)}: stored is {one.stored}, wanted is {one.wanted}" for one in wrong
             )
             raise self._report.mismatch()
 
@@ -216,10 +216,10 @@ class Wanted:
             if leaf.converts == "array":
                 self._made[leaf] = scalars.as_scalar(leaf.path, value, leaf.value)
                 asked = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
-                self._report.cast.append((leaf.path, value.dtype.name, asked.__name__))
+                self._report.cast.append(CastLeaf(leaf.path, value.dtype.name, asked.__name__))
             elif leaf.spec is not None and leaf.spec.dtype is not None:
                 self._made[leaf] = scalars.as_array(leaf.path, value, leaf.spec.dtype)
-                self._report.cast.append((leaf.path, type(value).__name__, leaf.spec.dtype.name))
+                self._report.cast.append(CastLeaf(leaf.path, type(value).__name__, leaf.spec.dtype.name))
 
     def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
         """Arrays of a stored subtree as those of the framework that they are to be of: for an
