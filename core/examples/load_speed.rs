@@ -197,6 +197,7 @@ fn copies(index: &Index) -> Vec<BoxCopy> {
             dst: number,
             dst_offset: 0,
             dst_strides: vec![1].into(),
+            inverted: 0,
         });
     }
     copies

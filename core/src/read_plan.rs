@@ -29,4 +29,7 @@ pub struct BoxCopy {
     pub dst_offset: u64,
     /// Distance in the destination between neighbours along each dimension.
     pub dst_strides: CopyDims<i64>,
+    /// Bits that are inverted in every byte: `0x80` where a sign is stored the other way round.
+    /// Only copies to host memory may invert bits.
+    pub inverted: u8,
 }

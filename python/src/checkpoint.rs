@@ -12,10 +12,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use stepwell_core::format::index::{
-    ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
+    ChunkRecord, ChunkRegion, Codec, ElementLayout, Extent, FileRecord, Index, Integrity, LeafRecord,
+    NegatedParts, Source, TensorRecord,
 };
 use stepwell_core::io::{Engine, Purpose};
-use stepwell_core::leaf_path::Component;
+use stepwell_core::leaf_path::{Component, named};
 use stepwell_core::load::{FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
@@ -24,7 +25,7 @@ use stepwell_manager::{Error, ReadFailure, Reader, copy};
 use stepwell_reshard::read_plan::Request;
 
 use crate::arrays;
-use crate::errors::{closed, raise, raise_manager};
+use crate::errors::{closed, invalid, raise, raise_manager};
 use crate::hooks::{dtype_named, hooks};
 use crate::ingest::{HeldBuffer, streams_of, target_of};
 use crate::matching::component_of;
@@ -171,8 +172,28 @@ type ForeignNode<'py> = (u32, Option<Bound<'py, PyAny>>, Option<String>);
 /// that it is tied to, or else an object.
 type ForeignLeaf = (Option<(String, Vec<u64>, Vec<ForeignChunk>)>, Option<u32>);
 
-/// A chunk: file, offset, bytes, offsets, extents.
-type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>);
+/// A chunk: file, offset, bytes, offsets, extents, and its layout unless its elements are row-major
+/// and little-endian.
+type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>, Option<ForeignLayout>);
+
+/// The layout of a chunk's elements: strides in bytes, big-endian, negated parts.
+type ForeignLayout = (Vec<u64>, bool, String);
+
+fn codec_of(layout: Option<ForeignLayout>) -> PyResult<Codec> {
+    let Some((strides, big_endian, negated)) = layout else { return Ok(Codec::Raw) };
+    let negated = match &*negated {
+        "" => NegatedParts::None,
+        "all" => NegatedParts::All,
+        "imaginary" => NegatedParts::Imaginary,
+        other => return Err(PyValueError::new_err(format!("negated parts {other:?}"))),
+    };
+    Ok(Codec::Elements(Box::new(ElementLayout { strides: strides.into(), big_endian, negated })))
+}
+
+/// True if numbers of a chunk are stored with the opposite sign.
+fn is_negated(chunk: &ChunkRecord) -> bool {
+    matches!(&chunk.codec, Codec::Elements(layout) if layout.negated != NegatedParts::None)
+}
 
 fn foreign_tree(nodes: Vec<ForeignNode<'_>>) -> PyResult<Tree> {
     let mut tree = Tree::new();
@@ -204,17 +225,19 @@ fn foreign_leaf((tensor, of): ForeignLeaf) -> PyResult<LeafRecord> {
         (None, None) => LeafRecord::Object(extent(Source::Pulled(0), 0, 0)),
         (None, Some(of)) => LeafRecord::Alias { of },
         (Some((dtype, shape, chunks)), _) => {
-            let chunk = |(file, offset, length, start, size): ForeignChunk| ChunkRecord {
-                region: ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
-                extent: extent(Source::Range(file), offset, length),
-                codec: Codec::Raw,
+            let chunk = |(file, offset, length, start, size, layout): ForeignChunk| {
+                Ok::<_, PyErr>(ChunkRecord {
+                    region: ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
+                    extent: extent(Source::Range(file), offset, length),
+                    codec: codec_of(layout)?,
+                })
             };
             LeafRecord::Tensor(TensorRecord {
                 dtype: dtype_named(&dtype)?,
                 shape: shape.into(),
                 view: None,
                 rank_key: None,
-                chunks: chunks.into_iter().map(chunk).collect(),
+                chunks: chunks.into_iter().map(chunk).collect::<PyResult<_>>()?,
             })
         }
     })
@@ -388,7 +411,14 @@ impl Checkpoint {
             }
             let itemsize = target.itemsize() as u64;
             match inner.outline().resolve(leaf) {
-                Some((_, LeafRecord::Tensor(tensor))) if tensor.dtype.size() as u64 == itemsize => {}
+                Some((_, LeafRecord::Tensor(tensor))) if tensor.dtype.size() as u64 == itemsize => {
+                    if target.device().is_some() && tensor.chunks.iter().any(is_negated) {
+                        let path = named(&inner.tree().leaf_path(leaf).to_string());
+                        let what = "the file has its values with the opposite sign, which only a read into \
+                                    host memory changes; restore it there, then move it to the device";
+                        return Err(invalid(py, &format!("{path}: {what}")));
+                    }
+                }
                 _ => {
                     return Err(PyValueError::new_err(format!(
                         "leaf {leaf} has no elements of {itemsize} bytes"

@@ -273,8 +273,12 @@ class PathTurn:
 
 #: A node of a foreign checkpoint: parent, component, kind (without one a leaf).
 _ForeignNode = tuple[int, Component | None, str | None]
-#: Dtype, shape, and chunks: file, offset, bytes, offsets, extents.
-_ForeignTensor = tuple[str, Sequence[int], Sequence[tuple[int, int, int, Sequence[int], Sequence[int]]]]
+#: The layout of elements: strides in bytes, big-endian, negated parts.
+_ForeignLayout = tuple[Sequence[int], bool, str]
+#: A chunk: file, offset, bytes, offsets, extents, layout.
+_ForeignChunk = tuple[int, int, int, Sequence[int], Sequence[int], _ForeignLayout | None]
+#: Dtype, shape, and chunks.
+_ForeignTensor = tuple[str, Sequence[int], Sequence[_ForeignChunk]]
 #: A tensor, or the leaf that it is tied to, or else an object.
 _ForeignLeaf = tuple[_ForeignTensor | None, int | None]
 

@@ -324,6 +324,7 @@ fn check_chunk(
             return Err(format!("has {} bytes, its region has {expected:?}", chunk.extent.length));
         }
         Codec::Raw => {}
+        Codec::Elements(_) => return Err("has a layout that only other libraries' files have".to_owned()),
     }
     check_extent(index, &chunk.extent, bounds)
 }

@@ -123,11 +123,52 @@ pub enum ChunkRegion {
 }
 
 /// How a chunk's bytes are encoded.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Codec {
-    /// As they are.
+    /// The elements of its region, row-major.
     #[default]
     Raw,
+    /// The elements of its box in another order or form. Only other libraries write such chunks.
+    Elements(Box<ElementLayout>),
+}
+
+/// The layout of a box of elements in another library's file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ElementLayout {
+    /// Bytes between neighbours along each dimension. Zero repeats an element.
+    pub strides: Dims,
+    /// True if the most significant byte of each number is the first one.
+    pub big_endian: bool,
+    /// The numbers whose sign is stored the other way round.
+    pub negated: NegatedParts,
+}
+
+/// The numbers of an element whose sign is stored the other way round.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NegatedParts {
+    /// None of them.
+    #[default]
+    None,
+    /// The element, or both parts of a complex one.
+    All,
+    /// The imaginary part.
+    Imaginary,
+}
+
+impl ElementLayout {
+    /// Returns the bytes from the first element to the end of the last one. `None` if the strides
+    /// do not have the box's dimensions, or if 64 bits cannot count the bytes.
+    pub fn span(&self, extent: &[u64], itemsize: u64) -> Option<u64> {
+        if self.strides.len() != extent.len() {
+            return None;
+        }
+        if extent.contains(&0) {
+            return Some(0);
+        }
+        extent.iter().zip(&self.strides).try_fold(itemsize, |span, (&n, &stride)| {
+            (n - 1).checked_mul(stride).and_then(|reach| span.checked_add(reach))
+        })
+    }
 }
 
 /// A region of a logical tensor that is stored contiguously.

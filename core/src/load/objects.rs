@@ -89,6 +89,7 @@ pub fn copies_of_objects(files: &FileSet, index: &Index, leaves: &[u32]) -> Resu
             dst: number as u32,
             dst_offset: 0,
             dst_strides: vec![1].into(),
+            inverted: 0,
         });
     }
     Ok(copies)

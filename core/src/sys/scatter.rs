@@ -123,6 +123,12 @@ impl Scatter {
                 Error::Misuse(format!("a copy to destination {} of {}", copy.dst, targets.len()))
             })?;
             let len = target.len();
+            if copy.inverted != 0 && matches!(target, ScatterTarget::Elsewhere(_)) {
+                return Err(Error::Misuse(format!(
+                    "a copy inverts bits on its way to destination {}, which is no host memory",
+                    copy.dst
+                )));
+            }
             if copy.dst_span.end > len {
                 return Err(Error::Misuse(format!(
                     "a copy ends at byte {} of destination {}, which has {len}",
@@ -249,7 +255,12 @@ impl Scatter {
                     // claimed, no other window has these bytes of the file, and copies that may
                     // overlap share a lock.
                     unsafe {
-                        copy_tile(address.as_ptr().add(tile.dst as usize), bytes.as_ptr().add(from), &tile);
+                        let (to, from) = (address.as_ptr().add(tile.dst as usize), bytes.as_ptr().add(from));
+                        if copy.inverted == 0 {
+                            copy_tile(to, from, &tile);
+                        } else {
+                            invert_tile(to, from, &tile, copy.inverted);
+                        }
                     };
                     moved += tile.bytes();
                 } else {
@@ -337,6 +348,24 @@ unsafe fn copy_tile(dst: *mut u8, src: *const u8, tile: &Tile) {
                     }
                 }
                 stream::fence();
+            }
+        }
+    }
+}
+
+/// Copies a tile and inverts bits of every byte.
+///
+/// # Safety
+/// As [`copy_tile`].
+unsafe fn invert_tile(dst: *mut u8, src: *const u8, tile: &Tile, inverted: u8) {
+    for row in 0..tile.rows.extent {
+        for col in 0..tile.cols.extent {
+            // SAFETY: units of the tile.
+            unsafe {
+                let (to, from) = at(dst, src, tile, row, col);
+                for byte in 0..tile.unit as usize {
+                    to.add(byte).write(from.add(byte).read() ^ inverted);
+                }
             }
         }
     }

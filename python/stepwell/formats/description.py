@@ -6,24 +6,33 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from .. import _core
 from .._manifest import Manifest
 from .._paths import Component
+from .._state.specs import to_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, stored row-major in one piece."""
+    """A box of a tensor in a file. Unless stated otherwise, its elements are row-major and
+    little-endian."""
 
     #: Path of the file.
     file: str
-    #: Its first byte, and the number of bytes.
+    #: Its first byte, and the number of bytes from there to the end of its last element.
     offset: int
     nbytes: int
     #: First element and number of elements along each dimension.
     start: tuple[int, ...]
     extent: tuple[int, ...]
+    #: Bytes between neighbours along each dimension; ``None``: row-major. Zero repeats an element.
+    strides: tuple[int, ...] | None = None
+    #: True if the most significant byte of a number is the first one.
+    big_endian: bool = False
+    #: The numbers of which the negative is stored: all of them, or imaginary parts.
+    negated: Literal["", "all", "imaginary"] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +161,23 @@ class _Rows:
         else:
             self._seen[id(value)] = leaf
             self.nbytes += sum(one.nbytes for one in value.chunks)
-            chunks = [
-                (
-                    self.files.setdefault(one.file, len(self.files)),
-                    one.offset,
-                    one.nbytes,
-                    one.start,
-                    one.extent,
-                )
-                for one in value.chunks
-            ]
+            chunks = [self._chunk(value, one) for one in value.chunks]
             self.leaves.append(((value.dtype, value.shape, chunks), None))
+
+    def _chunk(self, tensor: Tensor, chunk: Chunk) -> _core._ForeignChunk:
+        file = self.files.setdefault(chunk.file, len(self.files))
+        layout = None
+        if chunk.strides is not None or chunk.big_endian or chunk.negated:
+            strides = chunk.strides
+            if strides is None:
+                strides = row_major(chunk.extent, to_dtype(tensor.dtype).itemsize)
+            layout = (strides, chunk.big_endian, chunk.negated)
+        return file, chunk.offset, chunk.nbytes, chunk.start, chunk.extent, layout
+
+
+def row_major(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Bytes between neighbours along each dimension of a row-major array."""
+    strides = [itemsize] * len(extent)
+    for axis in range(len(extent) - 1, 0, -1):
+        strides[axis - 1] = strides[axis] * extent[axis]
+    return tuple(strides)

@@ -2,9 +2,12 @@
 
 use std::collections::HashMap;
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
-use stepwell_core::format::index::{ChunkRecord, ChunkRegion, Codec, Index, Source, TensorRecord};
+use stepwell_core::dtype::{Dtype, DtypeKind};
+use stepwell_core::format::index::{
+    ChunkRecord, ChunkRegion, Codec, ElementLayout, Index, NegatedParts, Source, TensorRecord,
+};
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::Region;
 
@@ -89,11 +92,25 @@ impl Maker<'_> {
         let chunk = &self.tensor.chunks[stored.chunk as usize];
         let itemsize = self.tensor.dtype.size() as u64;
         let file = self.file(stored.chunk, chunk)?;
-        let elements = match &chunk.region {
-            ChunkRegion::Box(region) => region.volume(),
-            ChunkRegion::Run { len, .. } => Some(*len),
+        let layout = match &chunk.codec {
+            Codec::Raw => None,
+            Codec::Elements(layout) => Some(&**layout),
         };
-        let length = elements.and_then(|n| n.checked_mul(itemsize));
+        let length = match (&chunk.region, layout) {
+            (_, Some(layout)) if !has_signs(self.tensor.dtype) && layout.negated != NegatedParts::None => {
+                let what = format!("{} has no sign that could be inverted", self.tensor.dtype);
+                return Err(self.inconsistent(what));
+            }
+            (ChunkRegion::Box(region), Some(layout)) => layout.span(&region.extent, itemsize),
+            (ChunkRegion::Run { .. }, Some(_)) => {
+                let what = format!("chunk {} has a layout of elements, and no box", stored.chunk);
+                return Err(self.inconsistent(what));
+            }
+            (ChunkRegion::Box(region), None) => {
+                region.volume().and_then(|elements| elements.checked_mul(itemsize))
+            }
+            (ChunkRegion::Run { len, .. }, None) => len.checked_mul(itemsize),
+        };
         if length != Some(chunk.extent.length) {
             let found = length.map_or_else(|| "more than 64 bits can count".to_owned(), |n| n.to_string());
             let (number, stored) = (stored.chunk, chunk.extent.length);
@@ -104,16 +121,17 @@ impl Maker<'_> {
         // From here on, the source side cannot overflow: the box is inside the chunk, and the
         // chunk's bytes fit.
         let ndim = region.ndim();
-        let (mut dims, mut stride) = (SmallVec::with_capacity(ndim), itemsize);
+        let (mut dims, mut row_major) = (SmallVec::with_capacity(ndim), itemsize);
         let mut src_offset = chunk.extent.offset + stored.base * itemsize;
         let mut dst_offset = i128::from(self.request.dst_offset);
         for d in (0..ndim).rev() {
+            let stride = layout.map_or(row_major, |layout| layout.strides[d]);
             src_offset += (region.offset[d] - stored.region.offset[d]) * stride;
             let dst_stride = self.request.dst_strides[d];
             dst_offset +=
                 i128::from(region.offset[d] - self.request.region.offset[d]) * i128::from(dst_stride);
             dims.push(Dim { extent: region.extent[d], src: stride, dst: dst_stride });
-            stride *= stored.region.extent[d];
+            row_major = row_major.wrapping_mul(stored.region.extent[d]);
         }
         let backwards = |dim: &Dim| (i128::from(dim.extent - 1) * i128::from(dim.dst)).min(0);
         let first = dst_offset + dims.iter().map(backwards).sum::<i128>();
@@ -124,7 +142,7 @@ impl Maker<'_> {
             });
         };
         let dims = merge(dims);
-        self.copies.push(BoxCopy {
+        let whole = BoxCopy {
             leaf: self.request.leaf,
             file,
             src_offset,
@@ -134,13 +152,21 @@ impl Maker<'_> {
             dst: self.request.dst,
             dst_offset,
             dst_strides: dims.iter().map(|dim| dim.dst).collect(),
-        });
+            inverted: 0,
+        };
+        match layout {
+            None => self.copies.push(whole),
+            Some(layout) => {
+                for run in byte_runs(self.tensor.dtype, layout) {
+                    self.copies.push(run.of(&whole));
+                }
+            }
+        }
         Ok(())
     }
 
     /// Returns the file of a chunk, after a check that the chunk is inside it.
     fn file(&self, number: u32, chunk: &ChunkRecord) -> Result<u32> {
-        let Codec::Raw = chunk.codec;
         let file = match chunk.extent.source {
             Source::Own(file) | Source::Range(file) => file,
             Source::Pulled(reader) => {
@@ -165,6 +191,80 @@ impl Maker<'_> {
     fn inconsistent(&self, what: String) -> Error {
         Error::Index { leaf: name(self.index, self.request.leaf), what }
     }
+}
+
+/// Bytes of each element that are copied alike.
+#[derive(Clone, Copy)]
+struct ByteRun {
+    /// The first byte in the file, and in the destination, of those of an element.
+    src: u64,
+    dst: u64,
+    /// Number of bytes.
+    len: u64,
+    /// True if they are written in the opposite order: `dst` is then the last one.
+    reversed: bool,
+    /// Bits that are inverted in every byte.
+    inverted: u8,
+}
+
+impl ByteRun {
+    /// The copy of these bytes, out of the copy of whole elements.
+    fn of(self, whole: &BoxCopy) -> BoxCopy {
+        let mut copy = whole.clone();
+        copy.src_offset += self.src;
+        copy.dst_offset += self.dst;
+        copy.inverted = self.inverted;
+        copy.itemsize = self.len as u32;
+        if self.reversed {
+            copy.itemsize = 1;
+            copy.extent.push(self.len);
+            copy.src_strides.push(1);
+            copy.dst_strides.push(-1);
+        }
+        copy
+    }
+}
+
+/// True if the highest bit of a number is its sign and nothing else. Smaller floats have other
+/// meanings for it.
+fn has_signs(dtype: Dtype) -> bool {
+    matches!(dtype.kind(), DtypeKind::Float | DtypeKind::Complex) && dtype.size() > 1
+}
+
+/// The bytes of an element by how they are copied. Its numbers have their sign in the last byte of
+/// the destination, which is little-endian.
+fn byte_runs(dtype: Dtype, layout: &ElementLayout) -> SmallVec<[ByteRun; 4]> {
+    let itemsize = dtype.size() as u64;
+    let numbers = if dtype.kind() == DtypeKind::Complex { 2 } else { 1 };
+    let bytes = itemsize / numbers;
+    let swapped = layout.big_endian && bytes > 1;
+    if !swapped && layout.negated == NegatedParts::None {
+        return smallvec![ByteRun { src: 0, dst: 0, len: itemsize, reversed: false, inverted: 0 }];
+    }
+    let mut runs = SmallVec::new();
+    for number in 0..numbers {
+        let at = number * bytes;
+        let negated = match layout.negated {
+            NegatedParts::None => false,
+            NegatedParts::All => true,
+            NegatedParts::Imaginary => number == 1,
+        };
+        // The sign is the highest bit of the most significant byte.
+        let sign = u64::from(negated);
+        let plain = bytes - sign;
+        if plain > 0 {
+            runs.push(if swapped {
+                ByteRun { src: at + sign, dst: at + plain - 1, len: plain, reversed: true, inverted: 0 }
+            } else {
+                ByteRun { src: at, dst: at, len: plain, reversed: false, inverted: 0 }
+            });
+        }
+        if negated {
+            let src = if swapped { at } else { at + plain };
+            runs.push(ByteRun { src, dst: at + plain, len: 1, reversed: false, inverted: 0x80 });
+        }
+    }
+    runs
 }
 
 struct Dim {

@@ -6,7 +6,9 @@
 
 use proptest::prelude::*;
 use stepwell_core::dtype::Dtype;
-use stepwell_core::format::index::{ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Integrity, Source};
+use stepwell_core::format::index::{
+    ChunkRecord, ChunkRegion, Codec, ElementLayout, Extent, FileRecord, Integrity, NegatedParts, Source,
+};
 use stepwell_core::leaf_path::Component;
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::region::{row_major_strides, volume};
@@ -30,6 +32,51 @@ impl Stored {
         let mut stored = Self { files: vec![vec![0xEE; 8]; files], ..Self::default() };
         stored.index.tree.push_container(None, None, ContainerKind::Dict);
         stored
+    }
+
+    /// Stores the boxes of the last tensor again, as another library may lay them out. Dimensions
+    /// are in the opposite order, and `gap` bytes are between elements.
+    fn lay_out(&mut self, gap: u64, big_endian: bool, negated: NegatedParts) {
+        let Some(LeafRecord::Tensor(tensor)) = self.index.leaves.last_mut() else { panic!("a tensor") };
+        let itemsize = tensor.dtype.size();
+        let numbers = if tensor.dtype == Dtype::Complex64 { 2 } else { 1 };
+        let has_sign = |number: usize| match negated {
+            NegatedParts::None => false,
+            NegatedParts::All => true,
+            NegatedParts::Imaginary => number == 1,
+        };
+        for chunk in &mut tensor.chunks {
+            let ChunkRegion::Box(region) = &chunk.region else { continue };
+            let mut stride = itemsize as u64 + gap;
+            let mut layout = ElementLayout { strides: region.extent.clone(), big_endian, negated };
+            for (stored, n) in layout.strides.iter_mut().zip(&region.extent) {
+                (*stored, stride) = (stride, stride * n.max(&1));
+            }
+            let file = &mut self.files[chunk.extent.source.file().unwrap() as usize];
+            let offset = file.len();
+            chunk.extent.offset = offset as u64;
+            chunk.extent.length = layout.span(&region.extent, itemsize as u64).unwrap();
+            file.resize(offset + chunk.extent.length as usize, 0xEE);
+            let data = self.tensors.last().unwrap();
+            let mut element = 0;
+            for_each_element(&tensor.shape, region, |source| {
+                let (mut rest, mut at) = (element, offset);
+                for d in (0..region.ndim()).rev() {
+                    at += (rest % region.extent[d] * layout.strides[d]) as usize;
+                    rest /= region.extent[d];
+                }
+                let mut bytes = data[source * itemsize..(source + 1) * itemsize].to_vec();
+                for (number, bytes) in bytes.chunks_mut(itemsize / numbers).enumerate() {
+                    *bytes.last_mut().unwrap() ^= if has_sign(number) { 0x80 } else { 0 };
+                    if big_endian {
+                        bytes.reverse();
+                    }
+                }
+                file[at..at + itemsize].copy_from_slice(&bytes);
+                element += 1;
+            });
+            chunk.codec = Codec::Elements(Box::new(layout));
+        }
     }
 
     /// Adds a tensor whose chunk `i` goes to file `i % files`, at the next multiple of `align`.
@@ -124,7 +171,9 @@ fn for_each_copied(copy: &BoxCopy, mut f: impl FnMut(u64, usize)) {
 fn execute(stored: &Stored, copies: &[BoxCopy], destinations: &mut [Vec<u8>]) {
     for copy in copies {
         let bytes = &stored.files[copy.file as usize];
-        for_each_copied(copy, |src, dst| destinations[copy.dst as usize][dst] = bytes[src as usize]);
+        for_each_copied(copy, |src, dst| {
+            destinations[copy.dst as usize][dst] = bytes[src as usize] ^ copy.inverted;
+        });
     }
 }
 
@@ -172,11 +221,18 @@ fn ask() -> impl Strategy<Value = Ask> {
 fn checkpoint() -> impl Strategy<Value = Stored> {
     let dtype = prop_oneof![Just(Dtype::Int8), Just(Dtype::Bfloat16), Just(Dtype::Complex64)];
     let shape = prop::collection::vec(prop_oneof![9 => 1_u64..12, 1 => Just(0)], 0..4);
-    let tensor = (dtype, shape.prop_flat_map(chunks), prop_oneof![Just(1_usize), Just(8), Just(64)]);
+    let align = prop_oneof![Just(1_usize), Just(8), Just(64)];
+    let negated = prop::sample::select(vec![NegatedParts::None, NegatedParts::All, NegatedParts::Imaginary]);
+    let layout = prop::option::of((0_u64..3, any::<bool>(), negated));
+    let tensor = (dtype, shape.prop_flat_map(chunks), align, layout);
     (1_usize..4, prop::collection::vec(tensor, 1..6)).prop_map(|(files, tensors)| {
         let mut stored = Stored::new(files);
-        for (dtype, (shape, chunks), align) in tensors {
+        for (dtype, (shape, chunks), align, layout) in tensors {
             stored.push(dtype, &shape, chunks, align);
+            if let Some((gap, big_endian, negated)) = layout {
+                let negated = if dtype == Dtype::Int8 { NegatedParts::None } else { negated };
+                stored.lay_out(gap, big_endian, negated);
+            }
         }
         stored.finish()
     })
@@ -302,7 +358,11 @@ fn a_tie_is_read_where_it_is_stored_and_an_object_is_refused() {
 #[test]
 fn a_contradictory_index_is_refused() {
     type Damage = fn(&mut TensorRecord);
-    let cases: [(&str, Damage); 8] = [
+    fn layout(strides: &[u64], negated: NegatedParts) -> Codec {
+        let strides = strides.to_vec().into();
+        Codec::Elements(Box::new(ElementLayout { strides, big_endian: false, negated }))
+    }
+    let cases: [(&str, Damage); 12] = [
         ("no chunk holds [0:16, 16:32]", |t| drop(t.chunks.remove(1))),
         ("chunks 0 and 4 both hold", |t| t.chunks[4].region = t.chunks[0].region.clone()),
         ("chunk 2 does not lie in the tensor", |t| {
@@ -314,6 +374,18 @@ fn a_contradictory_index_is_refused() {
         ("of 00000.data, which has", |t| t.chunks[0].extent.offset = u64::MAX - 3),
         ("supplied by reader 5", |t| t.chunks[0].extent.source = Source::Pulled(5)),
         ("does not lie in its shape [64, 63]", |t| t.shape[1] = 63),
+        ("chunk 0 has 256 bytes, but its region has more than 64 bits", |t| {
+            t.chunks[0].codec = layout(&[u64::MAX / 2, 1], NegatedParts::None);
+        }),
+        ("chunk 0 has 256 bytes, but its region has 271", |t| {
+            t.chunks[0].codec = layout(&[17, 1], NegatedParts::None);
+        }),
+        ("chunk 0 has 256 bytes, but its region has more than 64 bits", |t| {
+            t.chunks[0].codec = layout(&[1], NegatedParts::None);
+        }),
+        ("int8 has no sign that could be inverted", |t| {
+            t.chunks[0].codec = layout(&[16, 1], NegatedParts::All);
+        }),
     ];
     for (says, damage) in cases {
         let mut stored = matrix(&[16, 16]);

@@ -37,6 +37,7 @@ pub(super) mod tag {
     pub const RUN: u8 = 2;
 
     pub const RAW: u8 = 0;
+    pub const FOREIGN: u8 = 255;
 
     pub const OWN: u8 = 1;
     pub const RANGE: u8 = 2;

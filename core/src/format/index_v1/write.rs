@@ -187,6 +187,8 @@ impl<'a> PageWriter<'a> {
             }
             columns.chunk_codec.push(match chunk.codec {
                 Codec::Raw => tag::RAW,
+                // The check of the index refuses it, and no reader knows the tag.
+                Codec::Elements(_) => tag::FOREIGN,
             });
             self.bytes += 2 + 8 * (columns.chunk_region.len() - numbers) as u64;
             self.extent(&chunk.extent);

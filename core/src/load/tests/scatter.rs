@@ -73,6 +73,7 @@ fn check<T: Copy + PartialEq + std::fmt::Debug + Default>(case: &Case, from_byte
         dst: 0,
         dst_offset: dot(&case.to, &dst_strides) * item_size,
         dst_strides: dst_strides.iter().map(|&s| (s as u64 * item_size).cast_signed()).collect(),
+        inverted: 0,
     };
     let len: usize = case.target.iter().product();
     let mut into = vec![0_u8; len * item_size as usize];
@@ -104,4 +105,16 @@ proptest! {
         check::<[u8; 3]>(&case, |b| [b[0], b[1], b[2]]);
         check::<u128>(&case, |b| u128::from_le_bytes(b.try_into().unwrap()));
     }
+}
+
+#[test]
+fn a_copy_inverts_bits_of_every_byte() {
+    let item = TestItem::of_tensors(4096, &[10_000]);
+    let mut copy = item.copies(&[0]).remove(0);
+    copy.inverted = 0x80;
+    let mut into = vec![0_u8; 10_000];
+    let targets = [HostTarget::from(into.as_mut_slice())];
+    execute(&item.disk, &item.files(), &item.index, &[copy], targets, &options()).unwrap();
+    let inverted: Vec<u8> = pattern(0, 10_000).iter().map(|byte| byte ^ 0x80).collect();
+    assert!(into == inverted);
 }

@@ -229,6 +229,7 @@ mod tests {
             dst,
             dst_offset: offset.iter().zip(&strides).map(|(o, s)| o * s).sum(),
             dst_strides: strides.iter().map(|&s| s.cast_signed()).collect(),
+            inverted: 0,
         };
         Strided::new(&copy).unwrap().unwrap()
     }

@@ -47,6 +47,8 @@ pub(crate) struct Strided {
     pub(crate) unit: u64,
     /// The other dimensions, outermost (in the file) first.
     pub(crate) dims: SmallVec<[CopyDim; 2]>,
+    /// Bits that are inverted in every byte.
+    pub(crate) inverted: u8,
 }
 
 /// A two-dimensional part of a copy: `rows × cols` units. Every byte is in the window.
@@ -126,6 +128,7 @@ impl Strided {
             dst_offset: copy.dst_offset,
             unit,
             dims,
+            inverted: copy.inverted,
         }))
     }
 
