@@ -65,21 +65,6 @@ impl Drop for Reader {
     }
 }
 
-/// Reads bytes of a foreign file, as far as it has them. Also returns its length.
-pub fn read_foreign(
-    path: &Path,
-    offset: u64,
-    length: usize,
-    environment: &Environment,
-) -> Result<(Vec<u8>, u64)> {
-    let name = path.file_name().and_then(|name| name.to_str());
-    let (Some(parent), Some(name)) = (path.parent(), name) else {
-        return Err(Error::Invalid(format!("{} is no path of a file", path.display())));
-    };
-    let file = environment.disk.open_dir(parent)?.open_file(name)?;
-    Ok((file.read_at(offset, length)?, file.len()?))
-}
-
 /// A failed read, and the targets that it had overwritten.
 #[derive(Debug)]
 pub struct ReadFailure {

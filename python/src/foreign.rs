@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use stepwell_core::Error;
+use stepwell_core::foreign::zip::{ZipMember, ZipMethod};
 use stepwell_core::foreign::{Fault, safetensors};
 use stepwell_core::io::{Engine, Purpose};
 
@@ -63,6 +64,26 @@ pub fn safetensors_header(
     let header = safetensors::parse(header, file_length).map_err(|fault| corrupt(py, &path, &fault))?;
     let row = |one: safetensors::SafetensorsEntry| (one.name, one.dtype, one.shape, one.offset, one.length);
     Ok((header.metadata, header.tensors.into_iter().map(row).collect()))
+}
+
+/// A member of a zip archive: `(name, method, CRC-32, offset of its content, stored bytes, bytes)`.
+type MemberRow = (String, &'static str, u32, u64, u64, u64);
+
+/// The members of a zip archive, in the order of its directory. A method is `stored` or `deflated`.
+#[pyfunction]
+pub fn zip_members(py: Python<'_>, path: PathBuf) -> PyResult<Vec<MemberRow>> {
+    let members = call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+        stepwell_manager::zip_members(&path, &environment)
+    })?;
+    let row = |(one, content): (ZipMember, u64)| {
+        let method = match one.method {
+            ZipMethod::Stored => "stored",
+            ZipMethod::Deflated => "deflated",
+        };
+        (one.name, method, one.crc, content, one.stored_length, one.length)
+    };
+    Ok(members.into_iter().map(row).collect())
 }
 
 fn corrupt(py: Python<'_>, path: &Path, fault: &Fault) -> PyErr {

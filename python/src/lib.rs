@@ -51,7 +51,7 @@ mod _core {
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
-    use crate::foreign::{read_foreign, safetensors_header, safetensors_header_length};
+    use crate::foreign::{read_foreign, safetensors_header, safetensors_header_length, zip_members};
     #[pymodule_export]
     use crate::manager::{Held, Manager, Turn};
     #[pymodule_export]

@@ -45,6 +45,7 @@ __all__ = [
     "safetensors_header",
     "safetensors_header_length",
     "shared_memory",
+    "zip_members",
 ]
 
 VERSION: str
@@ -287,6 +288,11 @@ def safetensors_header_length(path: _Path, start: bytes, file_length: int) -> in
 def safetensors_header(
     path: _Path, header: bytes, file_length: int
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str, list[int], int, int]]]: ...
+
+#: Name, method (``stored`` or ``deflated``), CRC-32, offset of the content, stored bytes, bytes.
+_ZipMember = tuple[str, str, int, int, int, int]
+
+def zip_members(path: _Path) -> list[_ZipMember]: ...
 
 @final
 class Checkpoint:

@@ -230,12 +230,39 @@ fn check(members: &[ZipMember], directory: &ZipDirectory) -> Parsed<()> {
     }
 }
 
-/// The offset of a member's content. `header` are the bytes of its local header: as many as
-/// [`local_header_bytes`] says, or what the file has of them.
-pub fn content(header: &[u8], member: &ZipMember) -> Parsed<u64> {
+/// The offset of each member's content. `headers` has the first bytes of each local header: as many
+/// as [`local_header_bytes`] says, or what the file has of them.
+pub fn contents(headers: &[&[u8]], members: &[ZipMember], directory: &ZipDirectory) -> Parsed<Vec<u64>> {
+    let mut found = Vec::with_capacity(members.len());
+    for (header, member) in headers.iter().zip(members) {
+        found.push(content(header, member)?);
+    }
+    let mut places: Vec<(u64, u64, &ZipMember)> =
+        members.iter().zip(&found).map(|(member, &content)| (member.header, content, member)).collect();
+    places.sort_unstable_by_key(|&(header, ..)| header);
+    let ends = places.iter().skip(1).map(|&(header, ..)| header).chain([directory.offset]);
+    for (&(header, content, member), end) in places.iter().zip(ends) {
+        if content.checked_add(member.stored_length).is_none_or(|last| last > end) {
+            let what = format!("member `{}` reaches into what is behind it", member.name);
+            return Err(Fault::new(header, what));
+        }
+    }
+    Ok(found)
+}
+
+/// The offset of a member's content.
+fn content(header: &[u8], member: &ZipMember) -> Parsed<u64> {
     let fault = |what: &str| Fault::new(member.header, format!("member `{}`: {what}", member.name));
     if !header.starts_with(LOCAL) {
         return Err(fault("its local header was expected"));
+    }
+    let method = match member.method {
+        ZipMethod::Stored => 0,
+        ZipMethod::Deflated => 8,
+    };
+    let flags = word(header, 6, 2).unwrap_or_default();
+    if word(header, 8, 2) != Some(method) || flags & (ENCRYPTED | PATCHED) != 0 {
+        return Err(fault("its local header contradicts the central directory"));
     }
     let (Some(name), Some(extra)) = (word(header, 26, 2), word(header, 28, 2)) else {
         return Err(fault("its local header is too short"));

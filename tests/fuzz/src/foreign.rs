@@ -39,12 +39,19 @@ pub fn zip(input: &[u8]) {
     assert!(directory.offset + directory.length <= length);
     let listed = &input[directory.offset as usize..][..directory.length as usize];
     let Ok(members) = zip::members(listed, &directory) else { return };
-    for member in members {
-        assert!(member.header + zip::local_header_bytes(&member) + member.stored_length <= directory.offset);
-        if let Ok(at) = zip::content(&input[member.header as usize..], &member) {
-            assert!(at > member.header);
-        }
+    for member in &members {
+        assert!(member.header + zip::local_header_bytes(member) + member.stored_length <= directory.offset);
     }
+    let headers: Vec<&[u8]> = members.iter().map(|member| &input[member.header as usize..]).collect();
+    let Ok(contents) = zip::contents(&headers, &members, &directory) else { return };
+    let mut places: Vec<_> = members.iter().zip(contents).collect();
+    places.sort_by_key(|(member, _)| member.header);
+    let mut end = 0;
+    for (member, content) in places {
+        assert!(end <= member.header && member.header < content);
+        end = content + member.stored_length;
+    }
+    assert!(end <= directory.offset);
 }
 
 /// A header: no panic; tensors fill the file and do not overlap.

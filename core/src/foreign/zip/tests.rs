@@ -67,8 +67,10 @@ fn read(bytes: &[u8]) -> Parsed<Vec<(String, Vec<u8>)>> {
     let directory = directory(bytes, bytes.len() as u64)?;
     let listed = &bytes[directory.offset as usize..][..directory.length as usize];
     let mut found = Vec::new();
-    for member in members(listed, &directory)? {
-        let at = content(&bytes[member.header as usize..], &member)? as usize;
+    let members = members(listed, &directory)?;
+    let headers: Vec<&[u8]> = members.iter().map(|member| &bytes[member.header as usize..]).collect();
+    for (member, at) in members.iter().zip(contents(&headers, &members, &directory)?) {
+        let at = at as usize;
         found.push((member.name.clone(), bytes[at..at + member.length as usize].to_vec()));
     }
     Ok(found)
@@ -163,6 +165,10 @@ fn broken_archives_are_refused() {
         (entry + 42, &[0xff, 0xff], "into the central directory"),
         (entry + 46, &[0xff], "no UTF-8"),
         (0, b"XX", "local header was expected"),
+        (6, &[1], "contradicts the central directory"),
+        (8, &[8], "contradicts the central directory"),
+        (28, &[5], "reaches into what is behind it"),
+        (28, &[0xff, 0xff], "reaches into what is behind it"),
     ] {
         let mut broken = sound.clone();
         broken[at..at + bytes.len()].copy_from_slice(bytes);
@@ -185,9 +191,9 @@ proptest! {
                 && let Some(listed) = bytes.get(directory.offset as usize..)
                 && let Ok(members) = members(listed.get(..directory.length as usize).unwrap_or_default(), &directory)
             {
-                for member in members {
-                    let _ = content(bytes.get(member.header as usize..).unwrap_or_default(), &member);
-                }
+                let header = |member: &ZipMember| bytes.get(member.header as usize..).unwrap_or_default();
+                let headers: Vec<&[u8]> = members.iter().map(header).collect();
+                let _ = contents(&headers, &members, &directory);
             }
         }
         let _ = directory(&bytes, length + 1000);
