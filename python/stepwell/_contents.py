@@ -112,5 +112,4 @@ def nodes(core: _core.Checkpoint, structure: Structure, items: Sequence[Manifest
 
 def _container(kind: ContainerKind) -> str:
     """The kind of a container, with the name of its class: ``namedtuple Point``."""
-    named = kind[0] in ("namedtuple", "dataclass", "stateful", "custom")
-    return f"{kind[0]} {kind[1]}" if named else str(kind[0])
+    return kind[0] if len(kind) == 1 or kind[0] == "deque" else f"{kind[0]} {kind[1]}"

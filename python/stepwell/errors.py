@@ -7,8 +7,9 @@ Messages say what happened, where (leaf, file, rank), and what to do; the same f
 from __future__ import annotations
 
 import errno as _errno
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from ._paths import named
 from ._public import public
 
 if TYPE_CHECKING:
@@ -262,6 +263,16 @@ class Cancelled(StepwellError):
     """The other half of the operation ended first; its own error says why."""
 
     kind = "cancelled"
+
+
+_Error = TypeVar("_Error", bound=StepwellError)
+
+
+def at_leaf(kind: type[_Error], path: str, why: str) -> _Error:
+    """Returns an error about the leaf at a rendered path, which its message names."""
+    error = kind(f"{named(path)}: {why}")
+    error.leaf = path
+    return error
 
 
 def _classes() -> list[type[StepwellError]]:

@@ -36,7 +36,7 @@ from .._state import layouts
 from .._state.shards import FlatShard, LocalShard
 from .._state.specs import ArraySpec
 from .._types import Array, Read
-from ..errors import StepwellError, UnsupportedLeaf
+from ..errors import StepwellError, UnsupportedLeaf, at_leaf
 from . import Arranged, Target
 from .torch import from_numpy
 
@@ -145,7 +145,7 @@ class _Arranging:
         made: _Joined | dict[str, object] = _Joined() if isinstance(leaf, ShardedTensor) else {}
         found = there.setdefault(leaf.key, made)
         if type(found) is not type(made):
-            raise _refused(where, "a ShardedTensor and a ShardedObject have this key")
+            raise at_leaf(UnsupportedLeaf, where, "a ShardedTensor and a ShardedObject have this key")
         if isinstance(found, dict):
             shard = leaf.unique_key.removeprefix(f"{leaf.key}/")
             self._places[id(leaf)] = (home, leaf.key, shard)
@@ -160,7 +160,8 @@ class _Arranging:
             other = found.members[0][0]
             one, two = ((one.dtype, tuple(one.global_shape)) for one in (other, leaf))
             if one != two:
-                raise _refused(
+                raise at_leaf(
+                    UnsupportedLeaf,
                     where,
                     f"ShardedTensors of this key say that it is {one[0]} of shape {one[1]}, and {two[0]} of shape {two[1]}",
                 )
@@ -178,14 +179,16 @@ class _Arranging:
                 name = home[0][1]
                 beside = state.get(name, {})
                 if not isinstance(beside, dict):
-                    raise _refused(
+                    raise at_leaf(
+                        UnsupportedLeaf,
                         render(home),
                         "keys of Megatron's go here, and something else stands here; rename that",
                     )
                 there = state[name] = beside.copy()
             for key, leaf in here.items():
                 if key in there:
-                    raise _refused(
+                    raise at_leaf(
+                        UnsupportedLeaf,
                         render((*home, ("k", key))),
                         "an entry of this name stands beside a ShardedTensor or ShardedObject of this key; rename the entry",
                     )
@@ -315,19 +318,13 @@ def _with_tensors(value: _Tree, own: _Tree) -> object:
     return value
 
 
-def _refused(path: str, why: str) -> UnsupportedLeaf:
-    error = UnsupportedLeaf(f"{named(path)}: {why}")
-    error.leaf = path
-    return error
-
-
 @contextmanager
 def _at(path: str) -> Iterator[None]:
     """Has what is wrong with a leaf name it."""
     try:
         yield
     except StepwellError as error:
-        raise _refused(path, str(error)) from error
+        raise at_leaf(UnsupportedLeaf, path, str(error)) from error
 
 
 # ---- the protocol of adapters

@@ -4,13 +4,11 @@ in numpy, before anything of the caller's is touched."""
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from .._paths import named
-from ..errors import MismatchError
+from ..errors import MismatchError, at_leaf
 
 _Array = np.ndarray
 
@@ -22,9 +20,6 @@ def cast_into(source: _Array, target: _Array, path: str) -> None:
     target[...] = _cast(source, target.dtype, path)
 
 
-_named_bounds: Any = ml_dtypes.iinfo
-
-
 @lru_cache(maxsize=256)
 def bounds(dtype: np.dtype) -> tuple[int, int] | None:
     """The least and the greatest value of an integer dtype (truth values are 0 and 1); ``None`` if
@@ -32,7 +27,7 @@ def bounds(dtype: np.dtype) -> tuple[int, int] | None:
     if dtype.kind == "b":
         return 0, 1
     try:
-        info: Any = (np.iinfo if dtype.kind in "iu" else _named_bounds)(dtype)
+        info = np.iinfo(dtype) if dtype.kind in "iu" else ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
     except ValueError:
         return None
     return int(info.min), int(info.max)
@@ -84,9 +79,11 @@ def _refuse(source: _Array, dtype: np.dtype, bad: _Array, path: str) -> None:
     count = int(np.count_nonzero(bad))
     if count:
         first = tuple(int(i) for i in np.argwhere(np.atleast_1d(bad))[0])
-        raise MismatchError(
-            f"{named(path)}: {count} value(s) do not fit {dtype.name} (the first at {first}, "
-            f"{np.atleast_1d(source)[first]!s}); keep {source.dtype.name}, or rescale before you save"
+        raise at_leaf(
+            MismatchError,
+            path,
+            f"{count} value(s) do not fit {dtype.name} (the first at {first}, "
+            f"{np.atleast_1d(source)[first]!s}); keep {source.dtype.name}, or rescale before you save",
         )
 
 

@@ -9,14 +9,12 @@ exist. The caller's objects do not change before :meth:`Nested.load`.
 
 from __future__ import annotations
 
-from typing import Any
-
-from .._paths import Component, extend, named
+from .._paths import Component, extend
 from .._state import stateful
 from .._state.stateful import Protocol
 from . import template
 from .report import RestoreReport
-from .structure import Structure, protocol_name
+from .structure import StatefulKind, Structure, protocol_name
 from .template import Leaf
 
 _BARE: Component = ("f", "state")
@@ -38,13 +36,12 @@ class Nested:
         #: The caller's stateful objects, by node of the stored ones, as far as they were asked for.
         self._live: dict[int, tuple[object, Protocol] | None] = {node: leaf.owner}
         #: Those in the state of one, by place below it.
-        self._inside: dict[int, dict[tuple[Component, ...], tuple[Any, Protocol]]] = {}
+        self._inside: dict[int, dict[tuple[Component, ...], tuple[object, Protocol]]] = {}
 
-    def revive(self, node: int, state: Any) -> Any:
+    def revive(self, node: int, kind: StatefulKind, state: object) -> object:
         """The object for the state that is stored at a node; see :meth:`Structure.build`."""
         if node == self._node and self._leaf.owner is not None:
             return state  # that of the leaf itself
-        kind: Any = self._structure.nodes[node][2]
         if self._leaf.owner is None:
             return stateful.rebuilt(kind[1], protocol_name(kind), state)
         live, path = self._find(node), self._path(node)
@@ -52,12 +49,11 @@ class Nested:
             made = stateful.rebuilt(kind[1], protocol_name(kind), state)
             if made is not state or not self._fill:
                 return made
-            error = self._report.mismatch(
-                f"{named(path)}: stored is the state of a {kind[1]}, and the state of this {type(self._leaf.owner[0]).__qualname__} has no object there "
-                "that could take it; give it one before the restore, or leave it out"
+            raise self._report.mismatch(
+                f"stored is the state of a {kind[1]}, and the state of this {type(self._leaf.owner[0]).__qualname__} has no object there "
+                "that could take it; give it one before the restore, or leave it out",
+                path,
             )
-            error.leaf = path
-            raise error
         owner, protocol = live
         try_on(self._report, path, owner, protocol, state)
         if self._fill:
@@ -86,9 +82,8 @@ class Nested:
         if node in self._live:
             return self._live[node]
         outer = self._structure.nodes[node][0]
-        nodes: Any = self._structure.nodes
-        while outer not in (self._node, 0) and nodes[outer][2][0] != "stateful":
-            outer = nodes[outer][0]
+        while outer not in (self._node, 0) and self._structure.stateful_kind(outer) is None:
+            outer = self._structure.nodes[outer][0]
         above = self._find(outer) if outer != node else None
         found = None
         if above is not None:
@@ -106,12 +101,11 @@ def try_on(report: RestoreReport, path: str, owner: object, protocol: Protocol, 
     try:
         protocol.trial(owner, state)
     except Exception as failure:
-        error = report.mismatch(
-            f"{named(path)}: the stored state does not fit this {protocol.name} "
-            f"({type(failure).__name__}: {failure}); restore it into a generator of the kind that was saved, or leave it out"
-        )
-        error.leaf = path
-        raise error from failure
+        raise report.mismatch(
+            f"the stored state does not fit this {protocol.name} "
+            f"({type(failure).__name__}: {failure}); restore it into a generator of the kind that was saved, or leave it out",
+            path,
+        ) from failure
 
 
 def _objects_in(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 from .._public import public
-from ..errors import MismatchError
+from ..errors import MismatchError, at_leaf
 
 if TYPE_CHECKING:
     from .. import _core
@@ -227,9 +227,10 @@ class RestoreReport:
     def __str__(self) -> str:
         return self.text
 
-    def mismatch(self, text: str | None = None) -> MismatchError:
-        """The error that carries this report."""
-        error = MismatchError(self.text if text is None else text)
+    def mismatch(self, why: str | None = None, leaf: str | None = None) -> MismatchError:
+        """The error that carries this report: of all of it, for another reason, or about a leaf."""
+        why = self.text if why is None else why
+        error = MismatchError(why) if leaf is None else at_leaf(MismatchError, leaf, why)
         error.report = self
         return error
 

@@ -25,10 +25,10 @@ from .. import _lifecycle as lifecycle
 from .._adapters import Box, Target
 from .._distributed.agreement import Together, Unasked
 from .._distributed.exchange import Exchange
-from .._paths import Component, glob_escape, named, render
+from .._paths import Component, glob_escape, render
 from .._state.leaves import Reviver
 from .._state.specs import AS_STORED, ArraySpec, to_dtype
-from ..errors import MismatchError
+from ..errors import MismatchError, at_leaf
 from . import collector as collecting
 from . import scalars, template
 from .array_reads import ArrayReads, Conversion, Job, telling
@@ -275,9 +275,7 @@ class Restore:
                 continue
             why = check(self.core.objects([leaf], Reviver())[0])
             if why is not None:
-                error = MismatchError(f"{named(branch.path)}: {why}")
-                error.leaf = branch.path
-                raise error
+                raise at_leaf(MismatchError, branch.path, why)
 
     def _placed(self, leaves: list[Leaf]) -> None:
         """Has arrays of JAX go where ``shardings=`` says."""
@@ -308,8 +306,8 @@ class Restore:
         structure, found = self.structure, set[int]()
         for branch in branches:
             node = structure.find(branch.components) if branch.per_rank else None
-            if node is not None and structure.is_container(node):
-                own = branch.value.stored_key()
+            if branch.per_rank and node is not None and structure.is_container(node):
+                own = branch.per_rank.stored_key()
                 others = [child for child in structure.children[node] if str(structure.key(child)) != own]
                 found.update(leaf for child in others for leaf in structure.leaves_below(child))
         return found
@@ -420,8 +418,9 @@ class Restore:
                 first + n > size for first, n, size in zip(offset, extent, stored, strict=True)
             ):
                 raise self.report.mismatch(
-                    f"{named(path)}: a part of shape {tuple(extent)} at {tuple(offset)} does not lie in what is stored, which has shape {stored}; "
-                    "pass shape=, the shape of the whole tensor, if what is beyond is padding"
+                    f"a part of shape {tuple(extent)} at {tuple(offset)} does not lie in what is stored, which has shape {stored}; "
+                    "pass shape=, the shape of the whole tensor, if what is beyond is padding",
+                    path,
                 )
 
     def _rest(self, path: str, leaf: Leaf, box: Box | None) -> Any:
@@ -429,7 +428,7 @@ class Restore:
         if box is None:
             return leaf.value
         raise self.report.mismatch(
-            f'{named(path)}: resize="keep" takes whole arrays, or shards in host memory; pass resize="pad"'
+            'resize="keep" takes whole arrays, or shards in host memory; pass resize="pad"', path
         )
 
     def _empty(self, leaf: Leaf | None, fill: bool) -> Any:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from .._paths import named
 from .._state.specs import to_dtype
-from ..errors import MismatchError
+from ..errors import MismatchError, at_leaf
 
 _PYTHON = (bool, int, float, complex)
 _KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
@@ -67,7 +66,7 @@ _FAMILIES: dict[str, tuple[type, ...]] = {
 }
 
 
-def as_array(path: str, value: object, dtype: Any) -> np.ndarray:
+def as_array(path: str, value: object, dtype: object) -> np.ndarray:
     """Converts a stored scalar to an array without dimensions. Raises a :class:`MismatchError` if
     the dtype cannot hold the value."""
     wanted = to_dtype(dtype)
@@ -78,20 +77,16 @@ def as_array(path: str, value: object, dtype: Any) -> np.ndarray:
     except (OverflowError, TypeError, ValueError):
         fits = False
     if not fits:
-        raise _refused(path, f"the stored value {value!r:.60} does not fit {wanted.name}")
+        raise at_leaf(
+            MismatchError,
+            path,
+            f"the stored value {value!r:.60} does not fit {wanted.name}; ask for a wider type, or for the stored one",
+        )
     return made
 
 
-def as_scalar(path: str, array: Any, wanted: Any) -> Any:
-    """Converts a stored array without dimensions to a scalar like ``wanted`` (a value or a
-    type)."""
-    cls: Any = wanted if isinstance(wanted, type) else type(wanted)
-    if not issubclass(cls, np.generic):
-        return cls(np.asarray(array).item())
-    return as_array(path, np.asarray(array).item(), cls)[()]
-
-
-def _refused(path: str, why: str) -> MismatchError:
-    error = MismatchError(f"{named(path)}: {why}; ask for a wider type, or for the stored one")
-    error.leaf = path
-    return error
+def as_scalar(path: str, array: np.ndarray, cls: Callable[[object], object]) -> object:
+    """Converts a stored array without dimensions to a scalar of a type."""
+    value: object = array.item()
+    is_numpy = isinstance(cls, type) and issubclass(cls, np.generic)
+    return as_array(path, value, cls)[()] if is_numpy else cls(value)

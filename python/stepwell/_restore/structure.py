@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Literal, TypeAlias
 
 from .. import _adapters as adapters
 from .._paths import Component, extend
@@ -15,10 +15,19 @@ from .._state.registry import is_namedtuple_class, of_name, synthetic_dataclass,
 from .._state.specs import AS_STORED
 from .._state.stateful import rebuilt
 
-#: ``(kind, ...)``: the kind of a container and what belongs to it.
-ContainerKind: TypeAlias = tuple[Any, ...]
+#: The class of a stateful object, how its state was taken, and the container of the state.
+StatefulKind: TypeAlias = tuple[Literal["stateful"], str, str, "ContainerKind"]
+#: The kind of a container, and what belongs to it: most items of a deque, the name of a class.
+ContainerKind: TypeAlias = (
+    tuple[Literal["dict", "list", "tuple", "OrderedDict", "defaultdict"]]
+    | tuple[Literal["deque"], int | None]
+    | tuple[Literal["namedtuple"], str]
+    | tuple[Literal["dataclass"], str]
+    | tuple[Literal["custom"], str]
+    | StatefulKind
+)
 #: Values of a container's children, by stored key.
-Children: TypeAlias = list[tuple[Any, Any]]
+Children: TypeAlias = list[tuple[str | int, object]]
 #: Number of the parent, how it reaches the node, and the node's leaf number or container kind.
 Node: TypeAlias = tuple[int, Component | None, int | ContainerKind]
 
@@ -113,12 +122,17 @@ class Structure:
         """The node of the innermost stateful object around a leaf."""
         node = self.leaf_nodes[leaf]
         while True:
-            parent, component, kind = self.nodes[node]
-            if not isinstance(kind, int) and kind[0] == "stateful":
+            if self.stateful_kind(node) is not None:
                 return node
+            parent, component, _ = self.nodes[node]
             if component is None:
                 return None
             node = parent
+
+    def stateful_kind(self, node: int) -> StatefulKind | None:
+        """The kind of a stateful object; ``None`` for any other node."""
+        kind = self.nodes[node][2]
+        return kind if not isinstance(kind, int) and kind[0] == "stateful" else None
 
     def components(self, node: int) -> tuple[Component, ...]:
         """The path of a node, as components."""
@@ -135,12 +149,12 @@ class Structure:
         node: int,
         value: Callable[[int], object],
         wanted: set[int] | None = None,
-        revive: Callable[[int, object], object] | None = None,
-    ) -> Any:
+        revive: Callable[[int, StatefulKind, object], object] | None = None,
+    ) -> object:
         """The Python value of a node. ``value`` gives a leaf's; with ``wanted`` only those leaves
         are there: the other keys of a mapping are left out, the other places of a sequence hold
-        ``...``. ``revive`` (node, state) gives a stateful object for its state, those inside it
-        first; without it the state stands for it."""
+        ``...``. ``revive`` (node, kind, state) gives a stateful object for its state, those inside
+        it first; without it the state stands for it."""
         below = [node]
         for at in below:
             below.extend(self.children[at])
@@ -160,8 +174,8 @@ class Structure:
                 built[at] = make(container, [(self.key(child), built[child]) for child in there])
             else:
                 built[at] = make(container, [(self.key(child), built.get(child, ...)) for child in children])
-            if container is not kind and revive is not None:
-                built[at] = revive(at, built[at])
+            if kind[0] == "stateful" and revive is not None:
+                built[at] = revive(at, kind, built[at])
         return built.get(node, ...)
 
     def outline(self, node: int, value: Callable[[int], object]) -> object:
@@ -174,8 +188,10 @@ class Structure:
         if name not in ("dict", "OrderedDict", "list", "tuple"):
             return AS_STORED
         found = [(self.key(child), self.outline(child, value)) for child in self.children[node]]
-        if name in ("list", "tuple"):
-            return make((name,), found)
+        if name == "list":
+            return [value for _, value in found]
+        if name == "tuple":
+            return tuple(value for _, value in found)
         return dict(found) if kind[0] == "dict" else OrderedDict(found)
 
     def key(self, node: int) -> str | int:
@@ -192,46 +208,44 @@ def _place(component: Component) -> tuple[bool, str | int]:
 
 def kind_of(kind: ContainerKind) -> str:
     """The container that a node's children form: of a stateful object, that of its state."""
-    name: str = kind_of(kind[3]) if kind[0] == "stateful" else kind[0]
-    return name
+    return kind_of(kind[3]) if kind[0] == "stateful" else kind[0]
 
 
-def protocol_name(kind: ContainerKind) -> str:
+def protocol_name(kind: StatefulKind) -> str:
     """How the state of a stateful object was taken."""
-    name: str = kind[2].partition("/")[0]
-    return name
+    return kind[2].partition("/")[0]
 
 
-def library(kind: ContainerKind) -> str | None:
+def library(kind: StatefulKind) -> str | None:
     """Returns the library of the arrays in a stateful object's state, unless it is numpy."""
     return kind[2].partition("/")[2] or None
 
 
+_BUILT_IN: dict[str, Callable[[Children], object]] = {
+    "dict": dict,
+    "list": lambda children: [value for _, value in children],
+    "tuple": lambda children: tuple(value for _, value in children),
+    "OrderedDict": OrderedDict,
+    "defaultdict": lambda children: defaultdict(None, children),
+}
+
+
 def make(kind: ContainerKind, children: Children) -> object:
     """A container of a stored kind."""
-    name = kind[0]
-    if name == "dict":
-        return dict(children)
-    if name == "list":
-        return [value for _, value in children]
-    if name == "tuple":
-        return tuple(value for _, value in children)
-    if name == "OrderedDict":
-        return OrderedDict(children)
-    if name == "defaultdict":
-        return defaultdict(None, children)
-    if name == "deque":
+    if kind[0] == "deque":
         return deque((value for _, value in children), kind[1])
-    if name == "namedtuple":
+    if kind[0] == "namedtuple":
         return _namedtuple(kind[1], children)
-    if name == "dataclass":
+    if kind[0] == "dataclass":
         return _dataclass(kind[1], children)
-    if name == "stateful":
+    if kind[0] == "stateful":
         return rebuilt(kind[1], protocol_name(kind), make(kind[3], children))
-    registered = of_name(kind[1])
-    if registered is not None and registered.unflatten is not None:
-        return registered.unflatten(dict(children))
-    return adapters.remake(kind[1], dict(children))
+    if kind[0] == "custom":
+        registered = of_name(kind[1])
+        if registered is not None and registered.unflatten is not None:
+            return registered.unflatten(dict(children))
+        return adapters.remake(kind[1], dict(children))
+    return _BUILT_IN[kind[0]](children)
 
 
 def _namedtuple(name: str, children: Children) -> object:
@@ -240,9 +254,9 @@ def _namedtuple(name: str, children: Children) -> object:
     fields = tuple(str(key) for key, _ in children)
     registered = of_name(name)
     if registered is not None and is_namedtuple_class(registered.cls):
-        cls: Any = registered.cls
-        if set(cls._fields) == set(fields):
-            return cls(**dict(children))
+        value_of = {str(key): value for key, value in children}
+        if set(registered.cls._fields) == set(fields):
+            return registered.cls._make(value_of[field] for field in registered.cls._fields)
     return synthetic_namedtuple(name, fields)(*(value for _, value in children))
 
 
@@ -256,7 +270,7 @@ def _dataclass(name: str, children: Children) -> object:
     return synthetic_dataclass(name, tuple(values))(**values)
 
 
-def fill_dataclass(cls: type, values: dict[str, Any]) -> Any:
+def fill_dataclass(cls: type, values: dict[str, object]) -> object:
     """An instance of a dataclass with these fields, made without running its ``__init__``; ``None``
     if the fields are not these."""
     import dataclasses

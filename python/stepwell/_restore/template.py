@@ -15,7 +15,8 @@ import enum
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,12 +28,17 @@ from .._state.leaves import describe
 from .._state.registry import is_namedtuple_class, of_class, stored_name
 from .._state.shards import FlatShard, LocalShard, Segments
 from .._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated, current_rank
-from ..errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf
+from ..errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf, at_leaf
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 #: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; nothing.
 What: TypeAlias = Literal["array", "object", "stored", "skip"]
-#: Children of a container by the caller's keys, whose types only the caller knows.
-Pairs: TypeAlias = list[tuple[Any, Any]]
+#: Children of a container by the caller's keys; of a wrapper with one child, its key is empty.
+Pairs: TypeAlias = list[tuple[str | int, object]]
+#: Puts a container together from its restored children, in place or as a new one.
+Finish: TypeAlias = Callable[[Pairs, bool], object]
 #: A description of an array: its shape and dtype.
 Described: TypeAlias = "ArraySpec | np.ndarray"
 
@@ -64,7 +70,7 @@ class Leaf:
         self,
         components: tuple[Component, ...],
         what: What,
-        value: Any,
+        value: object,
         spec: Described | None = None,
     ) -> None:
         self.components = components
@@ -115,19 +121,19 @@ class Checked:
 class Branch:
     """A container of the caller's structure."""
 
-    value: Any
+    value: object
     components: tuple[Component, ...]
-    children: list[tuple[Any, Part]]
-    finish: Callable[[Branch, list[tuple[Any, object]], bool], object]
+    children: list[tuple[str | int, Part]]
+    finish: Finish
     #: Why it cannot be filled, where it cannot.
     unfillable: str | None = None
-    #: True if it is what one rank has of a value that differs on all of them.
-    per_rank: bool = False
+    #: The value of this rank, where it differs on all of them.
+    per_rank: PerRank[object] | None = None
     #: The child that is looked at before the rest is matched, and why a stored value of it does not
     #: fit.
     first: tuple[Component, Callable[[object], str | None]] | None = None
     #: Returns the children for the outline of what is stored there; see ``adapters.Opened.settle``.
-    settle: Callable[[object, dict[str, str], adapters.CastOf], list[tuple[object, Part]]] | None = None
+    settle: Callable[[object, dict[str, str], adapters.CastOf], list[tuple[str | int, Part]]] | None = None
     #: The entries that move with others; see ``adapters.Opened.follows``.
     follows: adapters.Follows | None = None
 
@@ -147,11 +153,11 @@ def parse(target: object) -> Part:
         return _part(target, (), ())
     part = _part(arranged.state, (), ())
     assert isinstance(part, Branch)
-    part.finish = lambda _, pairs, fill: arranged.put_back(dict(pairs), fill)
+    part.finish = lambda pairs, fill: arranged.put_back(dict(pairs), fill)
     return part
 
 
-def finish(part: Part, fill: bool) -> Any:
+def finish(part: Part, fill: bool) -> object:
     """Puts the caller's structure together from the leaves' results; ``fill``: in place where that
     is possible."""
     if isinstance(part, Leaf):
@@ -160,10 +166,10 @@ def finish(part: Part, fill: bool) -> Any:
         (key, child.result if isinstance(child, Leaf) else finish(child, fill))
         for key, child in part.children
     ]
-    return part.finish(part, pairs, fill)
+    return part.finish(pairs, fill)
 
 
-def as_state(like: Any) -> Any:
+def as_state(like: object) -> object:
     """A state of the arrays that a ``like`` describes, in place of whose specs stand arrays that
     take no memory."""
     part = parse(like)
@@ -177,13 +183,15 @@ def as_state(like: Any) -> Any:
             if leaf.target is not None and isinstance(leaf.target.value, layouts.Parts):
                 shape = leaf.target.value.local.shape
             if shape is None or dtype is None:
-                raise MisuseError(
-                    f"{named(leaf.path)}: {leaf.spec} does not say how large it is; give shape and dtype"
+                raise at_leaf(
+                    MisuseError,
+                    leaf.path,
+                    f"{leaf.spec} does not say how large it is; give shape and dtype",
                 )
             try:
                 leaf.result = np.broadcast_to(np.zeros((), dtype), shape)
             except ValueError as error:
-                raise MisuseError(f"{named(leaf.path)}: {leaf.spec} is larger than any memory") from error
+                raise at_leaf(MisuseError, leaf.path, f"{leaf.spec} is larger than any memory") from error
     return finish(part, False)
 
 
@@ -227,12 +235,12 @@ def enum_classes(leaves: list[Leaf]) -> dict[str, type]:
     return found
 
 
-def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
+def _collect_enums(value: object, found: dict[str, type], depth: int) -> None:
     if isinstance(value, enum.Enum):
         found[stored_name(type(value))] = type(value)
     elif isinstance(value, type) and issubclass(value, enum.Enum):
         found[stored_name(value)] = value
-    elif type(value) in (list, tuple, set, frozenset, deque) and depth < MAX_DEPTH:
+    elif isinstance(value, (list, tuple, set, frozenset, deque)) and depth < MAX_DEPTH:
         for one in value:
             _collect_enums(one, found, depth + 1)
 
@@ -241,13 +249,14 @@ def _collect_enums(value: Any, found: dict[str, type], depth: int) -> None:
 Above: TypeAlias = tuple[tuple[object, tuple[Component, ...]], ...]
 
 
-def _part(value: Any, at: tuple[Component, ...], above: Above) -> Part:
+def _part(value: object, at: tuple[Component, ...], above: Above) -> Part:
     cls = type(value)
-    if cls is np.ndarray:
+    # The class decides; what follows it is for the type checker.
+    if cls is np.ndarray and isinstance(value, np.ndarray):
         return Leaf(at, "array", value, value)
-    if cls is dict:
-        return _branch(value, at, above, _keys(value.items(), at), _finish_dict)
-    if cls is ArraySpec:
+    if cls is dict and isinstance(value, dict):
+        return _branch(value, at, above, _keys(value.items(), at), partial(_finish_dict, value))
+    if cls is ArraySpec and isinstance(value, ArraySpec):
         return Leaf(at, "array", value, value)
     if value is AS_STORED:
         return Leaf(at, "stored", value)
@@ -257,39 +266,41 @@ def _part(value: Any, at: tuple[Component, ...], above: Above) -> Part:
         return Leaf(at, "object", value)
     if isinstance(value, type):
         return _type_leaf(value, at)
-    if cls is Maybe:
+    if cls is Maybe and isinstance(value, Maybe):
         part = _part(value.value, at, above)
         for leaf in leaves(part):
             leaf.optional = True
             leaf.is_new = value.is_new
         return part
-    if cls is Checked:
+    if cls is Checked and isinstance(value, Checked):
         checked = Leaf(at, "stored", AS_STORED)
         checked.check = value.check
         return checked
-    if cls is list or cls is tuple:
+    if (cls is list or cls is tuple) and isinstance(value, (list, tuple)):
         if value and is_plain(value):
             return Leaf(at, "object", value)
-        return _branch(value, at, above, _places(value), _finish_list if cls is list else _finish_tuple)
+        make = partial(_finish_list, value) if isinstance(value, list) else _finish_tuple
+        return _branch(value, at, above, _places(value), make)
     return _other(value, at, above)
 
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, bytearray, set, frozenset})
 
 
-def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
+def _other(value: object, at: tuple[Component, ...], above: Above) -> Part:
     if isinstance(value, Replicated):
         inner = _part(value.value, at, _inside(value, at, above))
-        return Branch(value, at, [(None, inner)], _finish_wrapper)
+        return Branch(value, at, [("", inner)], _finish_wrapper)
     if isinstance(value, PerRank):
-        branch = _branch(value, at, above, [(("k", value.stored_key()), value.value)], _finish_per_rank)
-        branch.per_rank = True
+        own: list[tuple[Component, object]] = [(("k", value.stored_key()), value.value)]
+        branch = _branch(value, at, above, own, partial(_finish_per_rank, value))
+        branch.per_rank = value
         return branch
     if type(value) is Segments and value.is_named:
         tensors: list[tuple[Component, object]] = [
             (("k", name), parts) for name, parts in value.tensors().items() if name is not None
         ]
-        return _branch(value, at, above, tensors, _finish_segments)
+        return _branch(value, at, above, tensors, partial(_finish_segments, value))
     array = _target(value, at)
     if array is not None:
         return _target_leaf(value, at, array)
@@ -300,10 +311,7 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
     is_custom = registered is not None and registered.flatten is not None
     opened = None if is_custom else adapters.branch(value)
     if opened is not None:
-
-        def close(branch: Branch, pairs: Pairs, fill: bool) -> object:
-            return opened.close(pairs, fill)
-
+        close = opened.close
         branch = _branch(value, at, above, opened.children, close)
         branch.unfillable, branch.first = opened.unfillable, opened.first
         branch.follows = opened.follows
@@ -317,27 +325,28 @@ def _other(value: Any, at: tuple[Component, ...], above: Above) -> Part:
         leaf = Leaf(at, "stored", value)
         leaf.owner = (value, protocol)
         return leaf
-    description: Any
     try:
         description = describe(value)
     except Exception as failure:
         failure.add_note(f"while the {type(value).__name__} at {named(render(at))} was taken apart")
         raise
-    tag = description[0]
-    if tag == "mapping":
-        return _branch(value, at, above, _keys(description[2], at), _finish_mapping)
-    if tag == "deque":
+    if description[0] == "mapping" and isinstance(value, (OrderedDict, defaultdict)):
+        return _branch(value, at, above, _keys(description[2], at), partial(_finish_mapping, value))
+    if description[0] == "deque" and isinstance(value, deque):
         if value and is_plain(description[2]):
             return Leaf(at, "object", value)
-        return _branch(value, at, above, _places(value), _finish_deque)
-    if tag == "fields":
-        fields: list[tuple[Component, object]] = [(("f", name), v) for name, v in description[3]]
-        make = _finish_namedtuple if isinstance(value, tuple) else _finish_dataclass
-        return _branch(value, at, above, fields, make)
-    if tag == "custom":
-        return _branch(value, at, above, _keys(description[2], at), _finish_custom)
-    if tag == "refuse":
-        raise _refused(at, str(description[1]))
+        return _branch(value, at, above, _places(value), partial(_finish_deque, value))
+    if description[0] == "fields":
+        fields: list[tuple[Component, object]] = [(("f", str(name)), one) for name, one in description[3]]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _branch(value, at, above, fields, partial(_finish_dataclass, value))
+        return _branch(value, at, above, fields, partial(_finish_namedtuple, type(value)))
+    if description[0] == "custom" and registered is not None and registered.unflatten is not None:
+        unflatten = registered.unflatten
+        make_custom = lambda pairs, _fill: unflatten(dict(pairs))  # noqa: E731
+        return _branch(value, at, above, _keys(description[2], at), make_custom)
+    if description[0] == "refuse":
+        raise _refused(at, description[1])
     return Leaf(at, "object", value)
 
 
@@ -361,9 +370,7 @@ def _inside(value: object, at: tuple[Component, ...], above: Above) -> Above:
 
 
 def _refused(at: tuple[Component, ...], why: str) -> UnsupportedLeaf:
-    error = UnsupportedLeaf(f"{named(render(at))}: {why}")
-    error.leaf = render(at)
-    return error
+    return at_leaf(UnsupportedLeaf, render(at), why)
 
 
 def _branch(
@@ -371,7 +378,7 @@ def _branch(
     at: tuple[Component, ...],
     above: Above,
     children: list[tuple[Component, object]],
-    make: Callable[[Branch, list[tuple[object, object]], bool], object],
+    make: Finish,
 ) -> Branch:
     above = _inside(value, at, above)
     parts = [(component[1], _part(child, (*at, component), above)) for component, child in children]
@@ -396,13 +403,13 @@ def _places(values: Iterable[object]) -> list[tuple[Component, object]]:
     return [(("x", number), value) for number, value in enumerate(values)]
 
 
-def _target(value: Any, at: tuple[Component, ...]) -> adapters.Target | None:
+def _target(value: object, at: tuple[Component, ...]) -> adapters.Target | None:
     """Returns the target of a framework's array. Refuses an unsuitable tensor by path."""
     try:
         with naming(at, "its sharding does not fit it"):
-            if type(value) is layouts.Parts:
+            if isinstance(value, layouts.Parts):
                 return layouts.target(value)
-            if type(value) in (LocalShard, FlatShard, Segments):
+            if isinstance(value, (LocalShard, FlatShard, Segments)):
                 return layouts.target(value.parts())
             return providers.target(value) if providers.is_provider(value) else adapters.target(value)
     except UnsupportedLeaf as error:
@@ -428,9 +435,7 @@ class naming:
         if isinstance(failure, StepwellError):
             failure.leaf = failure.leaf or path
         elif isinstance(failure, ValueError):
-            wrong = MismatchError(f"{named(path)}: {self._what}: {failure}")
-            wrong.leaf = path
-            raise wrong from failure
+            raise at_leaf(MismatchError, path, f"{self._what}: {failure}") from failure
 
 
 def _type_leaf(value: type, at: tuple[Component, ...]) -> Leaf:
@@ -441,114 +446,114 @@ def _type_leaf(value: type, at: tuple[Component, ...]) -> Leaf:
         return _target_leaf(value, at, array)
     if value in _SCALARS or issubclass(value, (np.generic, enum.Enum)) or value is type(None):
         return Leaf(at, "object", value)
-    raise MisuseError(
-        f"{named(render(at))}: a like= takes the types numpy.ndarray, torch.Tensor, jax.Array, int, float, complex, bool, str, bytes and enums, "
-        f"not {value.__qualname__}; pass an ArraySpec, an instance, or sw.AS_STORED"
+    raise at_leaf(
+        MisuseError,
+        render(at),
+        f"a like= takes the types numpy.ndarray, torch.Tensor, jax.Array, int, float, complex, bool, str, bytes and enums, "
+        f"not {value.__qualname__}; pass an ArraySpec, an instance, or sw.AS_STORED",
     )
 
 
-def _finish_dict(branch: Branch, pairs: Pairs, fill: bool) -> object:
+def _finish_dict(own: dict[str | int, object], pairs: Pairs, fill: bool) -> object:
     if fill:
-        branch.value.update(pairs)
-        return branch.value
+        own.update(pairs)
+        return own
     return dict(pairs)
 
 
-def _finish_mapping(branch: Branch, pairs: Pairs, fill: bool) -> object:
+def _finish_mapping(
+    own: OrderedDict[str | int, object] | defaultdict[str | int, object], pairs: Pairs, fill: bool
+) -> object:
     if fill:
-        branch.value.update(pairs)
-        return branch.value
-    if isinstance(branch.value, defaultdict):
-        return defaultdict(branch.value.default_factory, pairs)
+        own.update(pairs)
+        return own
+    if isinstance(own, defaultdict):
+        return defaultdict(own.default_factory, pairs)
     return OrderedDict(pairs)
 
 
-def _finish_list(branch: Branch, pairs: Pairs, fill: bool) -> object:
+def _finish_list(own: list[object], pairs: Pairs, fill: bool) -> object:
     values = [value for _, value in pairs]
     if fill:
-        branch.value[:] = values
-        return branch.value
+        own[:] = values
+        return own
     return values
 
 
-def _finish_tuple(branch: Branch, pairs: Pairs, fill: bool) -> object:
+def _finish_tuple(pairs: Pairs, _fill: bool) -> object:
     return tuple(value for _, value in pairs)
 
 
-def _finish_deque(branch: Branch, pairs: Pairs, fill: bool) -> object:
+def _finish_deque(own: deque[object], pairs: Pairs, fill: bool) -> object:
     values = [value for _, value in pairs]
     if fill:
-        branch.value.clear()
-        branch.value.extend(values)
-        return branch.value
-    return deque(values, branch.value.maxlen)
+        own.clear()
+        own.extend(values)
+        return own
+    return deque(values, own.maxlen)
 
 
-def _finish_namedtuple(branch: Branch, pairs: Pairs, fill: bool) -> object:
-    cls: Any = type(branch.value)
+def _finish_namedtuple(cls: type, pairs: Pairs, _fill: bool) -> object:
     assert is_namedtuple_class(cls)
     return cls._make(value for _, value in pairs)
 
 
-def _finish_dataclass(branch: Branch, pairs: Pairs, fill: bool) -> object:
-    frozen = type(branch.value).__dataclass_params__.frozen
-    target = branch.value if fill and not frozen else copy.copy(branch.value)
+def _finish_dataclass(own: DataclassInstance, pairs: Pairs, fill: bool) -> object:
+    frozen = type(own).__dataclass_params__.frozen  # type: ignore[attr-defined]  # of typeshed
+    target = own if fill and not frozen else copy.copy(own)
     known = {field.name for field in dataclasses.fields(target)}
     for name, value in pairs:
         if name in known:
-            object.__setattr__(target, name, value)
+            object.__setattr__(target, str(name), value)
     return target
-
-
-def _finish_custom(branch: Branch, pairs: Pairs, fill: bool) -> object:
-    registered = of_class(type(branch.value))
-    if registered is None or registered.unflatten is None:
-        raise MisuseError(f"`{branch.path}`: {type(branch.value).__qualname__} is no longer registered")
-    return registered.unflatten(dict(pairs))
 
 
 def check_ranks(branch: Branch, stored: list[str]) -> None:
     """Settles which of the stored values a rank gets: that of its own key; that of its rank, where
     as many ranks saved; else what ``resize`` makes of all of them."""
     rank, world = current_rank.get()
-    value = branch.value
-    if value.stored_key() in stored and (value.key is not None or len(stored) == world):
+    value = branch.per_rank
+    if value is None or (value.stored_key() in stored and (value.key is not None or len(stored) == world)):
         return
-    if value.resize is None:
+    resize = value.resize
+    if resize is None:
         count = len(stored)
         saved = f"saved by {count} ranks" if all(map(str.isdigit, stored)) else f"stored under {count} keys"
-        raise MismatchError(
-            f"{named(branch.path)}: {saved} ({', '.join(stored[:8])}{', …' if len(stored) > 8 else ''}), and wanted by {world}, this one as "
-            f"{value.stored_key()!r}: which value is whose? Pass PerRank(…, resize=fn), where fn(values, rank, world_size) gives this rank its own, or leave it out (...)"
+        raise at_leaf(
+            MismatchError,
+            branch.path,
+            f"{saved} ({', '.join(stored[:8])}{', …' if len(stored) > 8 else ''}), and wanted by {world}, this one as "
+            f"{value.stored_key()!r}: which value is whose? Pass PerRank(…, resize=fn), where fn(values, rank, world_size) gives this rank its own, or leave it out (...)",
         )
-    branch.children = [(None, Leaf(branch.components, "stored", AS_STORED))]
+    branch.children = [("", Leaf(branch.components, "stored", AS_STORED))]
 
-    def finish_resized(branch: Branch, pairs: Pairs, fill: bool) -> object:
+    def finish_resized(pairs: Pairs, fill: bool) -> object:
         there = pairs[0][1]
-        found = value.resize([there[key] for key in sorted(there, key=_by_number)], rank, world)
+        assert isinstance(there, dict)
+        found = resize([there[key] for key in sorted(there, key=_by_number)], rank, world)
         protocol = stateful.protocol_of(value.value)
         if fill and protocol is not None:
             # A stored generator comes as one.
             state = protocol.get(found) if type(found) is type(value.value) else found
             stateful.give(branch.path, value.value, protocol, state)
             return value
-        return PerRank(found, value.key, value.resize)
+        return PerRank(found, value.key, resize)
 
     branch.finish = finish_resized
 
 
-def _by_number(key: Any) -> tuple[int, int, str]:
+def _by_number(key: str | int) -> tuple[int, int, str]:
     """Ranks by their numbers, other keys as text."""
     return (0, int(key), "") if str(key).isdigit() else (1, 0, str(key))
 
 
-def _finish_per_rank(branch: Branch, pairs: Pairs, fill: bool) -> object:
-    return PerRank(pairs[0][1], branch.value.key, branch.value.resize)
+def _finish_per_rank(own: PerRank[object], pairs: Pairs, _fill: bool) -> object:
+    return PerRank(pairs[0][1], own.key, own.resize)
 
 
-def _finish_segments(branch: Branch, pairs: Pairs, fill: bool) -> object:
-    return branch.value.put_together(dict(pairs), fill)
+def _finish_segments(own: Segments, pairs: Pairs, fill: bool) -> object:
+    return own.put_together({str(name): value for name, value in pairs}, fill)
 
 
-def _finish_wrapper(branch: Branch, pairs: Pairs, fill: bool) -> object:
+def _finish_wrapper(pairs: Pairs, _fill: bool) -> object:
     return Replicated(pairs[0][1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -14,7 +15,7 @@ from .. import _core
 from .._paths import Component, named
 from .._state.specs import AS_STORED, ObjectSpec, native_name
 from .._state.stateful import give, name_of
-from ..errors import MismatchError, UnsupportedLeaf
+from ..errors import MismatchError, UnsupportedLeaf, at_leaf
 from . import scalars
 from .array_reads import Job
 from .nested import Nested, try_on
@@ -84,7 +85,7 @@ class Wanted:
         #: Paths of the caller's objects that were given their states.
         self.given: list[str] = []
         #: The values of stored subtrees and of converted scalars, by the leaf that wants them.
-        self._made: dict[Leaf, Any] = {}
+        self._made: dict[Leaf, object] = {}
         #: Stateful objects inside the states of others.
         self._nested: list[Nested] = []
         #: The leaves of the template, in order.
@@ -137,11 +138,11 @@ class Wanted:
             spec = leaf.spec
             dtype = None if spec.dtype is None else native_name(spec.dtype)
             if dtype is not None and dtype not in _DTYPES:
-                error = UnsupportedLeaf(
-                    f"{named(leaf.path)}: arrays of dtype {spec.dtype} are never stored; ask for what the checkpoint holds"
+                raise at_leaf(
+                    UnsupportedLeaf,
+                    leaf.path,
+                    f"arrays of dtype {spec.dtype} are never stored; ask for what the checkpoint holds",
                 )
-                error.leaf = leaf.path
-                raise error
             leaf.number = self._add(leaf, "tensor", dtype, spec.shape, leaf.has_array)
             return
         if leaf.what == "stored" or _is_sequence(leaf.value):
@@ -214,8 +215,8 @@ class Wanted:
         for match in self._matches(leaf):
             value = _value(match, objects)
             if leaf.converts == "array":
-                self._made[leaf] = scalars.as_scalar(leaf.path, value, leaf.value)
-                asked = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
+                asked: type = leaf.value if isinstance(leaf.value, type) else type(leaf.value)
+                self._made[leaf] = scalars.as_scalar(leaf.path, value, asked)
                 self._report.cast.append(CastLeaf(leaf.path, value.dtype.name, asked.__name__))
             elif leaf.spec is not None and leaf.spec.dtype is not None:
                 self._made[leaf] = scalars.as_array(leaf.path, value, leaf.spec.dtype)
@@ -245,7 +246,7 @@ class Wanted:
                         name, unique, self._place([paths[id(one)] for one in unique], unique)
                     )
             except adapters.DoesNotFit as failure:
-                raise _does_not_fit(paths[id(unique[failure.number])], failure) from None
+                raise at_leaf(MismatchError, paths[id(unique[failure.number])], str(failure)) from None
             array_of = {id(one): array for one, array in zip(unique, made, strict=True)}
             for number in numbers:
                 values[number] = array_of[id(values[number])]
@@ -265,9 +266,11 @@ class Wanted:
             return self._to
         structure, owner = self._structure, leaf.owner[0]
         node = structure.object_of(stored)
-        kind: Any = None if node is None else structure.nodes[node][2]
-        found = None if kind is None else library(kind)
-        is_own = node is not None and (node != structure.find(leaf.components) or kind[1] == name_of(owner))
+        kind = None if node is None else structure.stateful_kind(node)
+        if kind is None:
+            return adapters.library_of(owner)
+        found = library(kind)
+        is_own = node != structure.find(leaf.components) or kind[1] == name_of(owner)
         return found if found is not None or is_own else adapters.library_of(owner)
 
     def _try(self, leaf: Leaf, state: object) -> None:
@@ -276,15 +279,13 @@ class Wanted:
             try_on(self._report, leaf.path, owner, protocol, state)
         why = None if leaf.check is None else leaf.check(state)
         if why is not None:
-            error = self._report.mismatch(f"{named(leaf.path)}: {why}")
-            error.leaf = leaf.path
-            raise error
+            raise self._report.mismatch(why, leaf.path)
 
     def fill_results(self, objects: Objects, fill: bool) -> None:
         """Gives every leaf of the template its value."""
         for branch, number in self._empty:
             for match in self.matches[number]:
-                branch.finish = _finish_replaced(_value(match, objects))
+                branch.finish = partial(_finish_replaced, branch.value, _value(match, objects))
         for nested in self._nested:
             nested.load(self.given)
         made: dict[Any, list[tuple[Leaf, adapters.Target, object]]] = {}
@@ -316,12 +317,12 @@ class Wanted:
             try:
                 results = finish([(target, value) for _, target, value in unique], fill)
             except adapters.DoesNotFit as failure:
-                raise _does_not_fit(unique[failure.number][0].path, failure) from None
+                raise at_leaf(MismatchError, unique[failure.number][0].path, str(failure)) from None
             result_of = dict(zip(once, results, strict=True))
             for leaf, target, value in found:
                 leaf.result = result_of[id(leaf.value), id(target.placement), id(value)]
 
-    def _give(self, leaf: Leaf, state: Any, fill: bool) -> Any:
+    def _give(self, leaf: Leaf, state: object, fill: bool) -> object:
         """A stored state → the stateful object that it belongs to."""
         assert leaf.owner is not None
         owner, protocol = leaf.owner
@@ -331,7 +332,7 @@ class Wanted:
         give(leaf.path, owner, protocol, state)
         return owner
 
-    def _subtree(self, leaf: Leaf, values: dict[int, Any], fill: bool) -> Any:
+    def _subtree(self, leaf: Leaf, values: Mapping[int, object], fill: bool) -> object:
         """The stored containers around the leaves of a subtree: those below its own path, or where
         a rename took it from."""
         structure = self._structure
@@ -347,17 +348,11 @@ class Wanted:
 
     def _build(
         self, leaf: Leaf, node: int, value: Callable[[int], object], wanted: set[int] | None, fill: bool
-    ) -> Any:
+    ) -> object:
         """The value of a stored subtree, with the stateful objects in it."""
         nested = Nested(self._structure, self._report, leaf, node, fill)
         self._nested.append(nested)
         return self._structure.build(node, value, wanted, nested.revive)
-
-
-def _does_not_fit(path: str, why: Exception) -> MismatchError:
-    error = MismatchError(f"{named(path)}: {why}")
-    error.leaf = path
-    return error
 
 
 def _nothing(_: int) -> NoReturn:
@@ -383,12 +378,8 @@ def _of_owner(structure: Structure, node: int, leaf: Leaf) -> int:
         for one in _ancestors(structure, node)
         if len(structure.leaves_below(one)) == len(structure.leaves_below(node))
     ]
-    kinds: list[tuple[int, Any]] = [
-        (one, structure.nodes[one][2]) for one in alone if structure.is_container(one)
-    ]
-    like = [
-        (one, kind) for one, kind in kinds if kind[0] == "stateful" and protocol_name(kind) == protocol.name
-    ]
+    kinds = [(one, structure.stateful_kind(one)) for one in alone]
+    like = [(one, kind) for one, kind in kinds if kind is not None and protocol_name(kind) == protocol.name]
     exactly = [one for one, kind in like if kind[1] == name_of(owner)]
     return next(iter([*exactly, *(one for one, _ in like), node]))
 
@@ -398,14 +389,11 @@ def _is_sequence(value: object) -> bool:
     return type(value) in (list, tuple, deque)
 
 
-def _finish_replaced(value: Any) -> Any:
-    def finish(branch: Branch, _pairs: object, fill: bool) -> object:
-        if fill and isinstance(branch.value, list) and isinstance(value, list):
-            branch.value[:] = value
-            return branch.value
-        return value
-
-    return finish
+def _finish_replaced(own: object, value: object, _pairs: object, fill: bool) -> object:
+    if fill and isinstance(own, list) and isinstance(value, list):
+        own[:] = value
+        return own
+    return value
 
 
 def _as_asked(asked: object, value: object) -> object:
@@ -420,7 +408,7 @@ def _as_asked(asked: object, value: object) -> object:
     return value
 
 
-def _filled(leaf: Leaf, value: np.ndarray, fill: bool) -> object:
+def _filled(leaf: Leaf, value: object, fill: bool) -> object:
     """The caller's own array with a converted scalar, or the new array."""
     if not fill or not isinstance(leaf.value, np.ndarray):
         return value

@@ -17,8 +17,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
-from .._paths import named
-from ..errors import LoadFailed, StepwellError
+from ..errors import LoadFailed, StepwellError, at_leaf
 from .registry import type_name
 
 #: A state, of a file or of an object. Its parts have no types before the object takes it.
@@ -167,12 +166,12 @@ def give(path: str, owner: object, protocol: Protocol, state: object) -> None:
         error.leaf = error.leaf or path
         raise
     except Exception as failure:
-        failed = LoadFailed(
-            f"{named(path)}: this {type(owner).__qualname__} did not take what is stored ({type(failure).__name__}: {failure}); "
-            "restore into one like the one that was saved, or leave it out"
-        )
-        failed.leaf = path
-        raise failed from failure
+        raise at_leaf(
+            LoadFailed,
+            path,
+            f"this {type(owner).__qualname__} did not take what is stored ({type(failure).__name__}: {failure}); "
+            "restore into one like the one that was saved, or leave it out",
+        ) from failure
 
 
 def protocol_of(obj: object) -> Protocol | None:

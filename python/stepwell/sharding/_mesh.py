@@ -17,6 +17,7 @@ from .._paths import named
 from .._restore import template
 from .._state.shards import LocalShard
 from .._state.specs import AS_STORED, ArraySpec, ObjectSpec
+from .._types import Array
 from ..errors import MismatchError, MisuseError
 
 if TYPE_CHECKING:
@@ -184,9 +185,9 @@ class Rules:
         part = template.parse(state)
         for leaf in template.leaves(part):
             leaf.result = leaf.value
-            array = leaf.value
-            if leaf.what != "array" or not hasattr(array, "shape") or isinstance(array, ArraySpec):
+            if leaf.what != "array" or not hasattr(leaf.value, "shape") or isinstance(leaf.value, ArraySpec):
                 continue
+            array = cast(Array, leaf.value)
             axes = self._axes_of(leaf.path, len(array.shape))
             given = shapes(leaf.path) if callable(shapes) else (shapes or {}).get(leaf.path)
             if given is not None:
