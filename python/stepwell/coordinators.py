@@ -16,10 +16,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 from . import _core
 from ._checks import shown, whole
@@ -432,7 +432,7 @@ def find(coordinator: object, read_only: bool = False, what: str = "uses the man
             raise MisuseError(
                 f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {coordinator!r}'
             )
-        return _initialised(read_only, what)
+        return _automatic(read_only, what)
     if not isinstance(coordinator, (SharedDirectory, Board)):
         raise MisuseError(
             f'coordinator is "auto", None, or one of sw.coordinators.SharedDirectory, TorchStore, JaxService and MPI, not {shown(coordinator)}'
@@ -440,15 +440,10 @@ def find(coordinator: object, read_only: bool = False, what: str = "uses the man
     return coordinator if coordinator.world_size > 1 else None
 
 
-def _initialised(read_only: bool, what: str) -> Coordinator | None:
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchStore()
-    client = _jax_client()
-    if client is not None:
-        service = JaxService()
-        if service.world_size > 1:
-            return service
+def _automatic(read_only: bool, what: str) -> Coordinator | None:
+    for framework, _, world_size in _initialised():
+        if world_size > 1:
+            return TorchStore() if framework == "torch" else JaxService()
     for name in () if read_only else _SIZES:
         size = os.environ.get(name, "")
         if size.isdigit() and int(size) > 1:
@@ -463,29 +458,24 @@ def _initialised(read_only: bool, what: str) -> Coordinator | None:
 def initialised_rank() -> tuple[int, int]:
     """The rank and the number of ranks of ``torch.distributed`` or JAX, if one of them is
     initialised; else those of one process."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    if _jax_client() is not None:
-        import jax
-
-        return jax.process_index(), jax.process_count()
-    return 0, 1
+    return next(((rank, world_size) for _, rank, world_size in _initialised()), (0, 1))
 
 
 def initialised_framework(rank: int, world_size: int) -> str | None:
     """``"torch"`` or ``"jax"``, where it is initialised over these ranks, numbered alike; ``None``:
     neither is."""
-    here = (rank, world_size)
+    return next((name for name, *here in _initialised() if here == [rank, world_size]), None)
+
+
+def _initialised() -> Iterator[tuple[Literal["torch", "jax"], int, int]]:
+    """Yields the initialised frameworks, each with this process's rank and the number of ranks."""
     dist = sys.modules.get("torch.distributed")
-    is_torch = dist is not None and dist.is_available() and dist.is_initialized()
-    if dist is not None and is_torch and (dist.get_rank(), dist.get_world_size()) == here:
-        return "torch"
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        yield "torch", dist.get_rank(), dist.get_world_size()
     if _jax_client() is not None:
         import jax
 
-        return "jax" if (jax.process_index(), jax.process_count()) == here else None
-    return None
+        yield "jax", jax.process_index(), jax.process_count()
 
 
 def _jax_client() -> Any:  # an object of jaxlib, which declares no type

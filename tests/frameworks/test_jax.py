@@ -333,6 +333,8 @@ def test_shardings_may_be_one_for_all_a_tree_or_a_function(root: Path) -> None:
             == rows
         )
     assert sw.restore(root, to="jax", device=jax.devices()[3])["params"]["b"].sharding == one
+    with pytest.raises(sw.MisuseError, match="device='gpu'"):
+        sw.restore(root, to="jax", device="gpu")
     with pytest.raises(sw.MisuseError, match="shardings"):
         sw.restore(root, shardings=rows)
     with pytest.raises(sw.MismatchError, match="params/w") as caught:

@@ -338,6 +338,9 @@ def test_to_and_device_are_checked(root: Path) -> None:
         sw.restore(root, device="cpu")
     with pytest.raises(sw.MisuseError, match="to="):
         sw.restore(root, like={"x": torch.zeros(2)}, to="torch")
+    for device in ("gpu", "meta", 3.5):
+        with pytest.raises(sw.MisuseError, match=f"device={device!r} cannot hold arrays of torch: .*Pass"):
+            sw.restore(root, to="torch", device=device)
     assert sw.restore(root, to="torch", device="cpu")["x"].device.type == "cpu"
 
 

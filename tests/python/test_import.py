@@ -95,3 +95,31 @@ def test_a_name_of_a_namespace_is_found_from_the_flat_one() -> None:
         sw.SharedDirectory  # noqa: B018
     with pytest.raises(AttributeError, match=r"It is sw\.errors\.StepGone"):
         sw.StepGone  # noqa: B018
+
+
+def test_a_missing_framework_is_named_before_a_read(tmp_path: Path) -> None:
+    code = f"""
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "jax"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}")
+
+sys.meta_path.insert(0, Absent())
+import stepwell as sw
+
+path = {str(tmp_path / "c")!r}
+sw.save(path, {{}})
+for keywords in ({{"to": "torch"}}, {{"to": "jax"}}, {{"to": "torch", "device": "cpu"}}, {{"like": {{}}, "shardings": print}}):
+    try:
+        sw.restore(path, **keywords)
+    except sw.MisuseError as error:
+        print(error)
+"""
+    lines = run(code).splitlines()
+    wanted = [('to="torch"', "torch"), ('to="jax"', "jax"), ('to="torch"', "torch"), ("shardings=", "jax")]
+    assert len(lines) == len(wanted)
+    for line, (option, name) in zip(lines, wanted, strict=True):
+        assert line.startswith(f"{option} needs {name}, which cannot be imported (No module named '{name}')")
+        assert f"Install {name}, or leave" in line

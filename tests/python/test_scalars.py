@@ -71,6 +71,19 @@ def test_a_tensor_without_dimensions_takes_a_stored_number(tmp_path: Path) -> No
     assert [found[name].item() for name in target] == [3, 0.5, True]
 
 
+def test_a_scalar_of_another_kind_is_shown_with_its_path(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"n": {"step": 3}, "w": np.zeros(2)})
+    target = {"n": {"step": np.ones(())}, "w": np.ones(2)}
+    with pytest.raises(
+        sw.MismatchError, match="n/step: stored is the int 3, wanted is an array of float64\n"
+    ) as caught:
+        sw.restore(tmp_path / "c", into=target)
+    assert caught.value.report.wrong_kind == [
+        sw.results.WrongKind("n/step", "the int 3", "an array of float64")
+    ]
+    assert target["w"].all(), "nothing was written"
+
+
 PLAIN: dict[str, Any] = {
     "text": "abc",
     "number": 3,

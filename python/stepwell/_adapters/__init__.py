@@ -13,6 +13,7 @@ A framework module has those of these that it needs:
 * ``owns(obj)``: whether an object with a state of its own is one of its own, so that it takes its
   arrays and no others;
 * ``arrays(values, placement)``: numpy arrays that nobody else has, as arrays of its own;
+* ``check_device(device)``: raises a ``ValueError`` where its arrays cannot be on that device;
 * ``empty_on(placement)``: what makes new arrays there that the engine fills, or ``None``;
 * ``TAKES_OVER``: whether those take over the memory of what they are made of, for good: nobody else
   may write to it then (not there: no);
@@ -44,6 +45,7 @@ import numpy as np
 from .._paths import Component
 from .._state.specs import ArraySpec
 from .._types import Array, Read
+from ..errors import MisuseError
 
 if TYPE_CHECKING:
     from .._state.leaves import Description
@@ -230,6 +232,31 @@ def library_of(obj: object) -> str | None:
 def is_known(package: str) -> bool:
     """True if there is an adapter for a framework."""
     return package in _FRAMEWORKS
+
+
+def named_by(option: str, package: str) -> ModuleType:
+    """Returns the adapter of a framework that an option names.
+
+    Raises:
+        MisuseError: the framework is not installed.
+    """
+    try:
+        return _module(_FRAMEWORKS[package])
+    except ImportError as failure:
+        raise MisuseError(
+            f"{option} needs {package}, which cannot be imported ({failure}). Install {package}, or leave "
+            "the option out for arrays of numpy"
+        ) from failure
+
+
+def check_device(package: str, device: object) -> None:
+    """Raises a :class:`MisuseError` if ``to=`` names a framework that is not installed, or
+    ``device=`` one that is not a device of it here."""
+    adapter = named_by(f'to="{package}"', package)
+    try:
+        adapter.check_device(device)
+    except ValueError as failure:
+        raise MisuseError(f"device={device!r} cannot hold arrays of {package}: {failure}") from failure
 
 
 def check_fits(package: str, placement: object, shape: tuple[int, ...]) -> None:

@@ -380,6 +380,12 @@ def placed(one: Target, sharding: object) -> Target:
 _ABSTRACT: type | tuple[()] = getattr(jax.sharding, "AbstractMesh", ())
 
 
+def check_device(device: object) -> None:
+    """Raises a ``ValueError`` where no array can be on a device."""
+    if device is not None and not isinstance(device, (jax.Device, jax.sharding.Sharding)):
+        raise ValueError("it is no device of jax. Pass one of jax.devices()")
+
+
 def check_fits(sharding: object, shape: tuple[int, ...] | None) -> None:
     """Raises a ``ValueError`` where no array of that shape can be there."""
     if not isinstance(sharding, jax.sharding.Sharding):

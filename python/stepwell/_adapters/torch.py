@@ -456,6 +456,17 @@ def _made(value: Read) -> Array:
     return from_numpy(value)
 
 
+def check_device(device: Device) -> None:
+    """Raises a ``ValueError`` where no tensor with values can be on a device."""
+    try:
+        is_meta = torch.empty(0, device=device).is_meta
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as failure:
+        why = str(failure).partition("\n")[0]
+        raise ValueError(f'{why}. Pass "cpu", or a torch.device of this machine') from failure
+    if is_meta:
+        raise ValueError('a meta tensor has no memory. Pass "cpu", or a torch.device of this machine')
+
+
 def empty_on(placement: Device) -> Callable[[tuple[int, ...], np.dtype], torch.Tensor | None] | None:
     """Returns a function that makes tensors on a CUDA device for the engine to fill."""
     if placement is None or torch.device(placement).type != "cuda" or _core.cuda()[1] is not None:

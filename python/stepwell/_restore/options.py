@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, final
 
 import numpy as np
 
+from .. import _adapters as adapters
 from .._checks import RESTORE_WORDS, flag, meant, one_of, shown
 from .._state.leaves import storable_name
 from .._state.specs import ArraySpec, to_dtype
@@ -127,6 +128,8 @@ class RestoreOptions:
             raise MisuseError(
                 'device= goes with to="torch" or to="jax"; arrays of like= and into= say where they are'
             )
+        if self.to is not None:
+            adapters.check_device(self.to, self.device)
         if self.shardings is not None:
             if self.to != "jax" and self.target is None:
                 raise MisuseError('shardings= goes with to="jax", or with arrays of JAX in like= or into=')
@@ -177,9 +180,9 @@ class RestoreOptions:
         """Returns the function from path and spec of a JAX array to its place, or ``None``."""
         if self.shardings is None:
             return None
-        from .._adapters import jax
-
-        return jax.placements(self.shardings)
+        jax = adapters.named_by("shardings=", "jax")
+        found: Callable[[str, ArraySpec], object] = jax.placements(self.shardings)
+        return found
 
     def plain(self) -> dict[str, Any]:
         """Returns plain lists and strings for the engine."""

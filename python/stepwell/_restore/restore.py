@@ -12,7 +12,7 @@ import datetime
 import difflib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
@@ -75,6 +75,9 @@ class Restore:
         #: Leaves that hold the objects that are read.
         self.objects: list[int] = []
         self._moves: Moves = {}
+        #: Scalars that are stored where an array of another kind is wanted, for the report: what is
+        #: stored and what is wanted, by path.
+        self._scalars: dict[str, tuple[str, str]] = {}
         self._place = options.placement()
         self._to = options.to
         self._empty_there = (
@@ -262,6 +265,9 @@ class Restore:
                 stored = self.core.objects([number], Reviver())[0]
                 if scalars.kind_of_value(stored) == scalars.kind_of_dtype(leaf.spec.dtype) is not None:
                     leaf.converts = "object"
+                else:
+                    value = f"the {type(stored).__name__} {stored!r:.60}"
+                    self._scalars[leaf.path] = value, f"an array of {leaf.spec.dtype.name}"
 
     def _check_first(self, branches: list[Branch]) -> None:
         """Raises if a stored value shows that its container is of another kind. The differences of
@@ -336,10 +342,23 @@ class Restore:
         report.left_out = [self._paths[leaf] for leaf in answer["left_out"]]
         wanted.kept = answer["kept"]
         if not answer["ok"]:
+            self._show_scalars()
             raise report.mismatch()
         if report.unmatched or report.idle_renames:
             lifecycle.log(_WARNING, "stepwell.restore", f"restore of {self.core.path()}: {report.text}")
         return answer
+
+    def _show_scalars(self) -> None:
+        """Has the report show the values of stored scalars."""
+        rows, lines = self.report.wrong_kind, self.report.text.split("\n")
+        for number, row in enumerate(rows):
+            if row.path in self._scalars:
+                stored, wanted = self._scalars[row.path]
+                rows[number] = replace(row, stored=stored, wanted=wanted)
+                line = f"  {row.path}: stored is {row.stored}, wanted is {row.wanted}"
+                shown = f"  {row.path}: stored is {stored}, wanted is {wanted}"
+                lines = [shown if one == line else one for one in lines]
+        self.report.text = "\n".join(lines)
 
     def _reads(self, wanted: Wanted, answer: _core._Matched, fill: bool) -> ArrayReads:
         """Makes the reads of what has matched: one for each array in memory."""
