@@ -3,6 +3,8 @@
 //!
 //! | module | what it reads |
 //! |---|---|
+//! | [`msgpack`] | a value in MessagePack, as inert nodes |
+//! | [`npy`] | the header of a numpy array |
 //! | [`pickle`] | the stream of a Python pickle, as a graph of inert nodes |
 //! | [`safetensors`] | the header of a safetensors file |
 //! | [`zip`] | the directory of a zip archive |
@@ -10,6 +12,8 @@
 //! The Python package knows what the found names and layouts mean. It does not read `torch.save`
 //! and DCP yet, which need the parsers of pickles and zip archives.
 
+pub mod msgpack;
+pub mod npy;
 pub mod pickle;
 pub mod safetensors;
 pub mod zip;

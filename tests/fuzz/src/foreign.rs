@@ -1,6 +1,6 @@
 //! The parsers of other libraries' bytes.
 
-use stepwell_core::foreign::{pickle, safetensors, zip};
+use stepwell_core::foreign::{Parsed, msgpack, npy, pickle, safetensors, zip};
 
 /// A stream: no panic; nodes name nodes that exist; what follows the pickle changes nothing.
 pub fn pickle(input: &[u8]) {
@@ -67,4 +67,41 @@ pub fn safetensors(input: &[u8]) {
         at += tensor.length;
     }
     assert_eq!(at, file_length);
+}
+
+/// An array: no panic; the header lies inside it, and nothing behind the header changes it.
+pub fn npy(input: &[u8]) {
+    let Ok(header) = npy::parse(input) else { return };
+    let text = &input[..header.length as usize];
+    assert_eq!(npy::header_length(&text[..npy::START_BYTES as usize]), Ok(header.length));
+    assert_eq!(npy::parse(text), Ok(header));
+}
+
+/// A value: no panic; places lie inside it and do not overlap; every container has its parts; what
+/// a skipped payload holds changes nothing.
+pub fn msgpack(input: &[u8]) {
+    let Ok(nodes) = msgpack::parse(input, &[1, 2, 3]) else { return };
+    let (mut left, mut at) = (1_u64, 0);
+    let mut blanked = input.to_vec();
+    for node in &nodes {
+        left -= 1;
+        match node {
+            msgpack::MsgpackNode::Array(count) => left += u64::from(*count),
+            msgpack::MsgpackNode::Map(count) => left += 2 * u64::from(*count),
+            msgpack::MsgpackNode::Ext { place, nested: true, .. } => {
+                left += 1;
+                assert!(place.offset > at && place.offset + u64::from(place.length) <= input.len() as u64);
+            }
+            msgpack::MsgpackNode::Bin(place) | msgpack::MsgpackNode::Ext { place, .. } => {
+                assert!(place.offset > at);
+                at = place.offset + u64::from(place.length);
+                blanked[place.offset as usize..at as usize].fill(0xc1);
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(left, 0);
+    // A NaN is not equal to itself.
+    let shown = |nodes: Parsed<Vec<msgpack::MsgpackNode>>| format!("{nodes:?}");
+    assert_eq!(shown(msgpack::parse(&blanked, &[1, 2, 3])), shown(Ok(nodes)));
 }

@@ -123,6 +123,14 @@ fn foreign(put: &mut dyn FnMut(&str, &[u8]) -> std::io::Result<()>) -> std::io::
     put("pickle", b"\x80\x04\x95\x20\x00\x00\x00\x00\x00\x00\x00\x8c\x01m\x94\x8c\x01n\x93)\x81}\x94(\x8c\x01x\x8f\x94(K\x01\x90ubh\x00\x86.")?;
     let header = r#"{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
     put("safetensors", &[&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 8]].concat())?;
+    let dict = b"{'descr': [('a', '<f4', (2,))], 'shape': (3, 4), 'fortran_order': False, }\n";
+    put("npy", &[b"\x93NUMPY\x02\x00".as_slice(), &(dict.len() as u32).to_le_bytes(), dict].concat())?;
+    put("npy", b"\x93NUMPY\x01\x00\x35\x00{\"descr\":\"<f4\",\"fortran_order\":True,\"shape\":(3L,)}  \n")?;
+    put(
+        "msgpack",
+        b"\x82\xa1w\xc7\x11\x01\x93\x91\x03\xa5int16\xc4\x06\x00\x00\x01\x00\x02\x00\xa1s\xc7\x03\x07abc",
+    )?;
+    put("msgpack", b"\xdc\x00\x05\xcb\x40\x00\x00\x00\x00\x00\x00\x00\xd9\x01x\xdf\x00\x00\x00\x01\x05\xc0\xd1\xff\x00\x90")?;
     let name = b"a/data.pkl";
     let local = [b"PK\x03\x04".as_slice(), &[0; 22], &[10, 0, 0, 0], name, b"N."].concat();
     let sizes = [0, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 10, 0];
