@@ -493,10 +493,14 @@ def test_new_tensors_on_a_device_are_read_straight_to_it(
 ) -> None:
     made: list[torch.Tensor] = []
 
-    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    def empty(
+        shape: tuple[int, ...] | int, dtype: torch.dtype = torch.float32, device: Any = None
+    ) -> torch.Tensor:
         assert torch.device(device).type == "cuda"
-        made.append(cuda.tensor(np.zeros(shape, str(dtype).removeprefix("torch."))))
-        return made[-1]
+        tensor = cuda.tensor(np.zeros(shape, str(dtype).removeprefix("torch.")))
+        if shape != 0:  # of the check of device=
+            made.append(tensor)
+        return tensor
 
     values = {"a": np.arange(3000, dtype=np.float32).reshape(30, 100), "b": {"c": np.arange(7)}, "n": 3}
     like = {
