@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, Unpack, cast, final, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
@@ -128,7 +129,7 @@ class VerifyReport:
 _COMPARED = 2000
 
 
-class Subtree(Mapping[Key, Any]):
+class Subtree(Mapping[Key, Any]):  # as it is stored
     """A container of a checkpoint: look up a child by its key, index or field name, or anything
     below by its path. Nothing is read before a leaf is asked for."""
 
@@ -138,7 +139,7 @@ class Subtree(Mapping[Key, Any]):
         self._checkpoint = checkpoint
         self._node = node
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: Key) -> Any:  # as it is stored
         found = self._checkpoint._find(self._node, key)
         if found is None:
             where, keys = self._checkpoint._tree().paths[self._node], list(self)
@@ -166,7 +167,7 @@ class Subtree(Mapping[Key, Any]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    def load(self) -> Any:
+    def load(self) -> Any:  # of the nesting that was saved
         """The whole subtree, read."""
         return self._checkpoint._load(self._node)
 
@@ -213,13 +214,13 @@ class Array:
             raise TypeError("len() of an array without dimensions")
         return self.shape[0]
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:  # an array or a scalar of its dtype
         box, rest = _box(index, self.shape, self.path)
         values = self._checkpoint._read(self._leaf, box, self.dtype)
         return values[rest]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        values: np.ndarray = self._checkpoint._read(self._leaf, [(0, n) for n in self.shape], self.dtype)
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        values = self._checkpoint._read(self._leaf, [(0, n) for n in self.shape], self.dtype)
         return values if dtype is None else values.astype(dtype)
 
     def load(self) -> np.ndarray:
@@ -230,7 +231,9 @@ class Array:
         return f"<Array `{self.path}` {self.dtype.name}{list(self.shape)}>"
 
 
-def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int, int]], tuple[object, ...]]:
+def _box(
+    index: object, shape: tuple[int, ...], path: str
+) -> tuple[list[tuple[int, int]], tuple[int | slice, ...]]:
     """A numpy basic index → the box that holds what it names (start, length per dimension), and the
     index into that box."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -248,10 +251,10 @@ def _box(index: Any, shape: tuple[int, ...], path: str) -> tuple[list[tuple[int,
     else:
         parts += fill
     box: list[tuple[int, int]] = []
-    rest: list[object] = []
+    rest: list[int | slice] = []
     for part, n in zip(parts, shape, strict=True):
         if not isinstance(part, slice):
-            i = int(part.__index__())
+            i = operator.index(cast(SupportsIndex, part))
             if not -n <= i < n:
                 raise IndexError(f"index {i} is out of bounds for `{path}`, which has {n} there")
             box.append((i % n, 1))
@@ -283,7 +286,7 @@ def _is_basic(part: object) -> bool:
 
 @public
 @final
-class Checkpoint(Mapping[Key, Any]):
+class Checkpoint(Mapping[Key, Any]):  # as it is stored
     """An open, leased checkpoint: a mapping of its top-level entries, in which paths are found too.
     ``ckpt["params/layers/0/w"][0:128]`` reads just that."""
 
@@ -305,7 +308,7 @@ class Checkpoint(Mapping[Key, Any]):
             self._structure = Structure(self._open().nodes)
         return self._structure
 
-    def _at(self, node: int) -> Any:
+    def _at(self, node: int) -> object:
         structure = self._tree()
         kind = structure.nodes[node][2]
         if not isinstance(kind, int):
@@ -352,7 +355,7 @@ class Checkpoint(Mapping[Key, Any]):
             lines if len(lines) <= _LINES else [*lines[:_LINES], f"{indent}… and {len(lines) - _LINES} more"]
         )
 
-    def _load(self, node: int) -> Any:
+    def _load(self, node: int) -> object:
         """A subtree, as stored."""
         from ._restore import template
         from ._state.specs import AS_STORED
@@ -362,7 +365,7 @@ class Checkpoint(Mapping[Key, Any]):
         components = structure.components(node)
         return job.run(template.Leaf(components, "stored", AS_STORED), fill=False)
 
-    def _read(self, leaf: int, box: list[tuple[int, int]], dtype: np.dtype) -> Any:
+    def _read(self, leaf: int, box: list[tuple[int, int]], dtype: np.dtype) -> np.ndarray:
         shape = tuple(n for _, n in box)
         values = Allocator().empty(shape, dtype)
         if values.size:
@@ -395,7 +398,7 @@ class Checkpoint(Mapping[Key, Any]):
         no array."""
         return nodes(self._open(), self._tree(), self.manifest["items"])
 
-    def read(self, wanted: Iterable[tuple[str, object]]) -> list[Any]:
+    def read(self, wanted: Iterable[tuple[str, object]]) -> list[Any]:  # arrays, or any objects
         """Reads slices of several leaves in one go: pairs of a leaf's path and a numpy basic index
         (``...`` for the whole leaf). An object is returned whole.
 
@@ -407,22 +410,23 @@ class Checkpoint(Mapping[Key, Any]):
         pairs = [(numbers[path], path, index) for path, index in wanted]
         objects = {leaf: None for leaf, _, _ in pairs if rows[leaf][1] is None}
         values = dict(zip(objects, core.objects(list(objects), Reviver()), strict=True))
-        found: list[tuple[Any, object]] = []
-        requests = []
-        for leaf, path, index in pairs:
+        found: list[object] = [values.get(leaf) for leaf, _, _ in pairs]
+        requests, slices = [], []
+        for number, (leaf, path, index) in enumerate(pairs):
             _, dtype, shape, _ = rows[leaf]
             if dtype is None or shape is None:
-                found.append((values[leaf], None))
                 continue
             box, rest = _box(index, tuple(shape), path)
             array = Allocator().empty(tuple(n for _, n in box), to_dtype(dtype))
             if array.size:
                 requests.append((leaf, [start for start, _ in box], array))
-            found.append((array, rest))
+            slices.append((number, array, rest))
         core.read(requests)
-        return [value if rest is None else value[rest] for value, rest in found]
+        for number, array, rest in slices:
+            found[number] = array[rest]
+        return found
 
-    def __getitem__(self, key: Key) -> Any:
+    def __getitem__(self, key: Key) -> Any:  # as it is stored
         root = self._at(0)
         if not isinstance(root, Subtree):
             raise MisuseError("the state of this checkpoint is a single value; call restore() for it")

@@ -217,7 +217,7 @@ class Reading:
         best: Best | None = None,
         fallback: bool = False,
         **options: Unpack[RestoreKeywords],
-    ) -> Restore[Any]:  # see above
+    ) -> Restore[Any]:  # as the overloads say
         """Starts :meth:`restore` on another thread, and returns a future of its result
         (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use
         the arrays of ``into`` before ``result()`` has returned.

@@ -367,7 +367,7 @@ def restore_async(
 @spelled_out
 def restore_async(
     path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
-) -> Restore[Any]:
+) -> Restore[Any]:  # as the overloads say
     """Starts :func:`restore` on another thread, and returns a future of its result
     (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use the
     arrays of ``into`` before ``result()`` has returned.
@@ -428,7 +428,7 @@ def add_metrics(root: Path, step: int, metrics: Metrics) -> None:
 
 
 @public
-def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:
+def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:  # of all types
     """Which engine serves ``path`` (default: the working directory), why, and versions. ``cuda``:
     which CUDA driver and devices it would copy from, too, or why none (``"cuda"``); asking that
     makes this process one that uses CUDA, which cannot be used any more in what it forks."""

@@ -36,7 +36,7 @@ _Stored: TypeAlias = Any
 class _Scheduler(Protocol):
     def state_dict(self) -> dict[str, Any]: ...  # as torch declares it
 
-    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...  # as torch declares it
 
 
 #: The names that wrappers insert into parameter names. Stored names are those of the wrapped model.

@@ -41,6 +41,7 @@ def checked(tmp_path: Path, source: str) -> list[str]:
         ('sw.restore("runs/a", into={}, like={})', "overload"),
         ('sw.CheckpointManager("runs/a").restore_async(into={}, like={})', "overload"),
         ('sw.open("runs/a").restore(into={}, like={})', "overload"),
+        ('sw.open("runs/a").plan(cast="lossles")', "cast"),
         ("sw.keep_every(steps=3, seconds=5.0)", "keep_every"),
         ("sw.keep_every()", "keep_every"),
     ],
@@ -84,4 +85,5 @@ reveal_type(sw.register(sw.Options))
 
 def test_any_cannot_grow_back() -> None:
     assert len(any_types.found()) <= any_types.LIMIT
+    assert any_types.unexplained() == []
     assert list(any_types.lines_with_any("from typing import Any\nx: Any = f(Any)\ny = 'Any'\n")) == [2]

@@ -77,15 +77,18 @@ class OnDevice:
         self.strides = strides
 
 
+#: Makes the arrays of several targets, from pairs of target and value (a numpy array; a list of
+#: them, one for each box), and whether the caller's own are to be filled.
+Finish: TypeAlias = "Callable[[list[tuple[Target, Read]], bool], list[object]]"
+
+
 @dataclass(slots=True, eq=False)
 class Target:
     """A wanted array of a framework."""
 
     spec: ArraySpec
-    #: All targets that have the same function are finished in one call: pairs of target and value
-    #: (a numpy array; a list of them, one for each box), and whether the caller's own are to be
-    #: filled → the arrays.
-    finish: Callable[[list[tuple[Target, Read]], bool], list[object]]
+    #: All targets that have the same function are finished in one call.
+    finish: Finish
     #: The caller's own array, or what describes one.
     value: object = None
     #: Its memory, where that can be filled as it is.

@@ -111,9 +111,9 @@ class Job:
             self.offset, self.shape = box
             ends = zip(conversion.stored_shape, self.offset, strict=True)
             self.box = common_box(tuple(max(0, n - first) for n, first in ends), self.shape)
-        #: The caller's memory, where it is to be filled.
+        #: The caller's memory, where it is to be filled: an array of numpy or on a device.
         self.target: Any = target if target is not None and self._fits(target) else None
-        #: The returned array, made here or the caller's.
+        #: The returned array of any framework, made here or the caller's.
         self.result: Any = None
         #: The caller's array, if its values are kept and are not in ``target``.
         self.rest: object = None
@@ -353,7 +353,7 @@ def _read_part(job: Job, array: _Array) -> _Array:
     return array[tuple(slice(0, n) for n in job.box)]
 
 
-def _write(job: Job, place: Any, values: _Array) -> None:
+def _write(job: Job, place: Any, values: _Array) -> None:  # numpy's, or a tensor
     """Writes values that were read in their stored dtype."""
     if not isinstance(place, np.ndarray):
         place.copy_(adapters.arrays("torch", [values])[0])
@@ -373,7 +373,7 @@ def _put(job: Job, offset: tuple[int, ...], values: _Array) -> None:
     _write(job, place[(*box, ...)], values)  # with the dots, one element is an array too
 
 
-def _memory(target: _Array | OnDevice) -> Any:
+def _memory(target: _Array | OnDevice) -> Any:  # of any framework
     """What the engine fills."""
     return target.array if isinstance(target, OnDevice) else target
 

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, final
+from typing import Literal, TypeAlias, TypedDict, TypeVar, final, get_args
 
 import numpy as np
 
@@ -24,7 +24,10 @@ Globs: TypeAlias = str | Iterable[str] | None
 #: A choice for all leaves, or by glob.
 Missing: TypeAlias = Literal["error", "keep"]
 Unexpected: TypeAlias = Literal["error", "ignore"]
+Cast: TypeAlias = Literal["exact", "lossless", "lossy"]
 Resize: TypeAlias = Literal["pad", "keep", "truncate", "both"]
+#: The same for the engine, which has dtypes by name.
+Choice: TypeAlias = str | dict[str, str | None] | None
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -59,7 +62,7 @@ class ResumeKeywords(TypedDict, total=False):
     rename: Mapping[str, str] | Iterable[tuple[str, str]] | None
     missing: Missing | Mapping[str, Missing]
     unexpected: Unexpected | Mapping[str, Unexpected]
-    cast: str | Mapping[str, object]
+    cast: Cast | Mapping[str, object]
     resize: Resize | Mapping[str, Resize | None] | None
     shardings: object
     broadcast: bool | Literal["gather"]
@@ -91,6 +94,18 @@ class RestoreKeywords(ChoiceKeywords, total=False):
 
     into: object
     return_report: bool
+
+
+class MatchOptions(TypedDict):
+    """The options of a match, for the engine."""
+
+    include: list[str] | None
+    exclude: list[str] | None
+    rename: list[tuple[str, str]]
+    missing: Choice
+    unexpected: Choice
+    cast: Choice
+    resize: Choice
 
 
 @final
@@ -167,7 +182,7 @@ class RestoreOptions:
         return self
 
     @property
-    def target(self) -> Any:
+    def target(self) -> object:
         """The caller's structure; ``None`` where everything is wanted."""
         return self.like if self.into is None else self.into
 
@@ -184,7 +199,7 @@ class RestoreOptions:
         found: Callable[[str, ArraySpec], object] = jax.placements(self.shardings)
         return found
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> MatchOptions:
         """Returns plain lists and strings for the engine."""
         return {
             "include": globs(self.include, "include"),
@@ -253,7 +268,7 @@ def _renames(value: object) -> list[tuple[str, str]]:
     return found
 
 
-def _choice(value: Any, name: str, allowed: tuple[str | None, ...]) -> Any:
+def _choice(value: object, name: str, allowed: tuple[str | None, ...]) -> Choice:
     if isinstance(value, Mapping):
         return {
             glob_key(glob, name): one_of(one, f"{name}={{{glob!r}: …}}", allowed)
@@ -273,10 +288,10 @@ def glob_key(glob: object, name: str) -> str:
 
 
 #: The words of ``cast=``, beside dtypes.
-CASTS = ("exact", "lossless", "lossy")
+CASTS: tuple[str, ...] = get_args(Cast)
 
 
-def _cast(value: Any) -> Any:
+def _cast(value: object) -> Choice:
     if not isinstance(value, Mapping):
         if isinstance(value, str) and value in CASTS:
             return value

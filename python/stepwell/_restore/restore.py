@@ -11,23 +11,23 @@ from __future__ import annotations
 import datetime
 import difflib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
-from .._adapters import Box, Target
+from .._adapters import Box, OnDevice, Target
 from .._distributed.agreement import Together, Unasked
 from .._distributed.exchange import Exchange
 from .._paths import Component, glob_escape, render
 from .._state.leaves import Reviver
 from .._state.specs import AS_STORED, ArraySpec, to_dtype
+from .._types import Array
 from ..errors import MismatchError, at_leaf
 from . import collector as collecting
 from . import scalars, template
@@ -186,7 +186,7 @@ class Restore:
     def _cast_of(self, branch: Branch, below: tuple[Component, ...]) -> np.dtype | None:
         """Returns the dtype that ``cast=`` names for an entry of a container; ``None`` if it names
         none."""
-        rules: object = self._options["cast"]
+        rules = self._options["cast"]
         if not isinstance(rules, dict):
             return None
         (found,) = _core.first_globs([*rules], [render((*branch.components, *below))])
@@ -295,11 +295,11 @@ class Restore:
                 with naming(leaf.components, "shardings= does not fit it"):
                     leaf.target = leaf.target.replace(leaf.target, where)
 
-    def _place_all(self, paths: list[str], arrays: list[Any]) -> Any:
+    def _place_all(self, paths: list[str], arrays: list[Array]) -> object:
         if self._place is None:
             return self._device
         found = [
-            self._place(path, ArraySpec(array.shape, array.dtype))
+            self._place(path, ArraySpec(array.shape, to_dtype(array.dtype)))
             for path, array in zip(paths, arrays, strict=True)
         ]
         for path, array, where in zip(paths, arrays, found, strict=True):
@@ -417,7 +417,7 @@ class Restore:
 
     def _memories(
         self, leaf: Leaf | None, path: str, conversion: Conversion, fill: bool
-    ) -> Iterable[tuple[Box | None, Any]]:
+    ) -> Iterable[tuple[Box | None, np.ndarray | OnDevice | None]]:
         """The boxes of an array that are wanted (``None``: all of it), each with the caller's
         memory that it goes to, if any."""
         target = None if leaf is None else leaf.target
@@ -442,7 +442,7 @@ class Restore:
                     path,
                 )
 
-    def _rest(self, path: str, leaf: Leaf, box: Box | None) -> Any:
+    def _rest(self, path: str, leaf: Leaf, box: Box | None) -> object:
         """Returns the caller's array, whose values stay where nothing is stored."""
         if box is None:
             return leaf.value
@@ -450,7 +450,7 @@ class Restore:
             'resize="keep" takes whole arrays, or shards in host memory; pass resize="pad"', path
         )
 
-    def _empty(self, leaf: Leaf | None, fill: bool) -> Any:
+    def _empty(self, leaf: Leaf | None, fill: bool) -> Callable[[tuple[int, ...], np.dtype], object] | None:
         """Returns the function that makes a new array on its final device. An array that is only
         copied into an existing one is made on the host."""
         if leaf is not None and leaf.target is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from .. import _core
 from .._paths import Component, named
 from .._state.specs import AS_STORED, ObjectSpec, native_name
 from .._state.stateful import give, name_of
+from .._types import Array, Read
 from ..errors import MismatchError, UnsupportedLeaf, at_leaf
 from . import scalars
 from .array_reads import Job
@@ -34,7 +35,7 @@ Match: TypeAlias = tuple[int, int, list[Job] | None]
 Objects: TypeAlias = Mapping[int, object]
 
 
-def _value(match: Match, objects: Objects) -> Any:
+def _value(match: Match, objects: Objects) -> Any:  # as it is stored
     _, source, jobs = match
     if jobs is None:
         return objects[source]
@@ -64,7 +65,7 @@ class Wanted:
         leaves: list[Leaf],
         branches: list[Branch],
         to: str | None = None,
-        place: Callable[[list[str], list[object]], object] = lambda paths, arrays: None,
+        place: Callable[[list[str], list[Array]], object] = lambda paths, arrays: None,
         moves: Moves | None = None,
     ) -> None:
         self._structure = structure
@@ -222,7 +223,7 @@ class Wanted:
                 self._made[leaf] = scalars.as_array(leaf.path, value, leaf.spec.dtype)
                 self._report.cast.append(CastLeaf(leaf.path, type(value).__name__, leaf.spec.dtype.name))
 
-    def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:
+    def _convert(self, leaf: Leaf, stored: list[int], values: dict[int, Any]) -> None:  # as stored
         """Arrays of a stored subtree as those of the framework that they are to be of: for an
         object those that its state had when it was saved, else what the caller asked for."""
         structure = self._structure
@@ -288,7 +289,7 @@ class Wanted:
                 branch.finish = partial(_finish_replaced, branch.value, _value(match, objects))
         for nested in self._nested:
             nested.load(self.given)
-        made: dict[Any, list[tuple[Leaf, adapters.Target, object]]] = {}
+        made: dict[adapters.Finish, list[tuple[Leaf, adapters.Target, Read]]] = {}
         for leaf in self.leaves:
             if leaf in self._made and leaf.converts is None:
                 state = self._made[leaf]
@@ -302,7 +303,7 @@ class Wanted:
                 continue
             value = _value(matches[0], objects) if leaf.converts is None else self._made[leaf]
             if leaf.target is not None and (matches[0][2] is not None or leaf.converts is not None):
-                made.setdefault(leaf.target.finish, []).append((leaf, leaf.target, value))
+                made.setdefault(leaf.target.finish, []).append((leaf, leaf.target, cast(Read, value)))
             elif leaf.converts == "object":
                 leaf.result = _filled(leaf, value, fill)
             else:

@@ -258,6 +258,7 @@ def _time(value: datetime.time) -> Description:
     return ("extension", "datetime.time", [parts, value.tzinfo, value.fold])
 
 
+# Both functions take objects of one class, which ``_EXACT`` names.
 def _extension(name: str, parts: Callable[[Any], object]) -> Callable[[Any], Description]:
     return lambda value: ("extension", name, parts(value))
 

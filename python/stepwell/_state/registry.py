@@ -28,7 +28,7 @@ class _NamedTuple(Protocol):
 
 #: The user's own functions: only they know the types of the children.
 Flatten = Callable[[_T], Mapping[Any, object]]
-Unflatten = Callable[[dict[Any, Any]], _T]
+Unflatten = Callable[[dict[Any, Any]], _T]  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Registered:
     cls: type
     name: str
     flatten: Flatten[Any] | None  # of ``cls``
-    unflatten: Unflatten[Any] | None
+    unflatten: Unflatten[Any] | None  # of ``cls``
 
 
 _by_class: dict[type, Registered] = {}

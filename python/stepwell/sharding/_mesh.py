@@ -172,7 +172,7 @@ class Rules:
         mesh: RankMesh,
         rank: int,
         shapes: Mapping[str, Sequence[int]] | Callable[[str], Sequence[int]] | None = None,
-    ) -> Any:
+    ) -> Any:  # of the nesting of ``state``
         """A state of this rank's own tensors → the same with each as a :class:`LocalShard`, to be
         saved. ``shapes``, where parts differ in size: leaf path → shape of the whole tensor, or a
         function of the leaf path that gives it; of what it does not name, each cut dimension is as
@@ -207,6 +207,7 @@ class Rules:
             leaf.result = LocalShard(array, shape, offset, self._replica(leaf.path, axes, mesh, rank, stage))
         return template.finish(part, False)
 
+    # The answer has the stored nesting.
     def abstract_state(self, metadata: object, mesh: RankMesh, rank: int) -> Any:
         """Returns this rank's part of a stored state (``manager.metadata(step)``, or a tree of
         :class:`~stepwell.ArraySpec`), for ``like=``. Each tensor is a :class:`LocalShard` over a
