@@ -18,6 +18,7 @@ use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::sys::{Birth, cores, each, spawn};
 use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
+use stepwell_reshard::mapping::{self, MappedLeaf};
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, Request};
 
@@ -100,6 +101,22 @@ impl Reader {
         let load_options = Options::default().load_options(false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))
+    }
+
+    /// The same files, with their tensors in another arrangement. `self` must outlive it if a lease
+    /// protects the files.
+    pub fn mapped(&self, tree: Tree, leaves: &[MappedLeaf]) -> Result<Self> {
+        let index = mapping::mapped(&*self.index()?, tree, leaves)?;
+        Ok(Self {
+            dir: Arc::clone(&self.dir),
+            origin: self.origin,
+            index: StoredIndex::in_memory(index),
+            stored: OnceLock::new(),
+            files: Arc::clone(&self.files),
+            environment: self.environment.clone(),
+            load_options: self.load_options.clone(),
+            birth: self.birth,
+        })
     }
 
     fn new(

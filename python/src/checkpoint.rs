@@ -20,8 +20,9 @@ use stepwell_core::leaf_path::{Component, named};
 use stepwell_core::load::{FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
-use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
+use stepwell_core::tree::{ContainerKind, Node, NodeKind, Tree};
 use stepwell_manager::{Error, ReadFailure, Reader, copy};
+use stepwell_reshard::mapping::{MappedAxis, MappedLeaf, MappedPiece, MappedTensor};
 use stepwell_reshard::read_plan::Request;
 
 use crate::arrays;
@@ -49,6 +50,8 @@ pub enum Opened {
     Step(Engined),
     /// Files of another library.
     Foreign(Reader),
+    /// Either of them, with its tensors in another arrangement. The first one keeps the lease.
+    Mapped(Arc<Opened>, Reader),
 }
 
 impl Deref for Opened {
@@ -57,7 +60,7 @@ impl Deref for Opened {
     fn deref(&self) -> &Reader {
         match self {
             Self::Step(step) => step,
-            Self::Foreign(reader) => reader,
+            Self::Foreign(reader) | Self::Mapped(_, reader) => reader,
         }
     }
 }
@@ -67,6 +70,7 @@ impl Opened {
     pub fn step(&self) -> Result<&Engined, Error> {
         match self {
             Self::Step(step) => Ok(step),
+            Self::Mapped(stored, _) => stored.step(),
             Self::Foreign(reader) => {
                 let path = reader.path().display();
                 Err(Error::Invalid(format!("{path}: another library wrote it, so it is no step of stepwell")))
@@ -165,8 +169,44 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
     }
 }
 
-/// A node of a foreign checkpoint: its parent, its component, and its kind; without one a leaf.
-type ForeignNode<'py> = (u32, Option<Bound<'py, PyAny>>, Option<String>);
+/// A node of a foreign or mapped checkpoint: its parent, its component, and its kind; without one a
+/// leaf.
+type ForeignNode<'py> = (u32, Option<Bound<'py, PyAny>>, Option<KindRow>);
+
+/// The kind of a container.
+#[derive(FromPyObject)]
+enum KindRow {
+    /// By its name.
+    Named(String),
+    /// That of a stored node.
+    OfNode(u32),
+}
+
+/// A leaf of a mapped checkpoint: a stored leaf, the earlier leaf of a tie, or a tensor's shape and
+/// pieces.
+type MappedRow = (Option<u32>, Option<u32>, Option<(Vec<u64>, Vec<MappedPieceRow>)>);
+
+/// A piece: offset and extent of its box, stored leaf, first stored element, and for each dimension
+/// the stored axis and the step.
+type MappedPieceRow = (Vec<u64>, Vec<u64>, u32, Vec<u64>, Vec<(Option<u32>, u64)>);
+
+fn mapped_leaf(row: MappedRow) -> PyResult<MappedLeaf> {
+    let piece = |(offset, extent, leaf, first, axes): MappedPieceRow| MappedPiece {
+        region: Region { offset: offset.into(), extent: extent.into() },
+        leaf,
+        first: first.into(),
+        axes: axes.into_iter().map(|(stored, step)| MappedAxis { stored, step }).collect(),
+    };
+    Ok(match row {
+        (Some(stored), None, None) => MappedLeaf::Stored(stored),
+        (None, Some(tie), None) => MappedLeaf::Tie(tie),
+        (None, None, Some((shape, pieces))) => MappedLeaf::Tensor(MappedTensor {
+            shape: shape.into(),
+            pieces: pieces.into_iter().map(piece).collect(),
+        }),
+        _ => return Err(PyValueError::new_err("a mapped leaf is one of three")),
+    })
+}
 
 /// A leaf of a foreign checkpoint: a tensor (dtype, shape, chunks as in [`ChunkRow`]), or the leaf
 /// that it is tied to, or else an object.
@@ -195,7 +235,8 @@ fn is_negated(chunk: &ChunkRecord) -> bool {
     matches!(&chunk.codec, Codec::Elements(layout) if layout.negated != NegatedParts::None)
 }
 
-fn foreign_tree(nodes: Vec<ForeignNode<'_>>) -> PyResult<Tree> {
+/// The tree of these nodes. `stored` has the nodes whose kinds are meant.
+fn tree_of(nodes: Vec<ForeignNode<'_>>, stored: &Tree) -> PyResult<Tree> {
     let mut tree = Tree::new();
     for (number, (parent, component, kind)) in (0_u32..).zip(nodes) {
         let component = component.map(|row| component_of(&row)).transpose()?;
@@ -203,18 +244,24 @@ fn foreign_tree(nodes: Vec<ForeignNode<'_>>) -> PyResult<Tree> {
         if parent.is_none() && number > 0 {
             return Err(PyValueError::new_err(format!("node {number} has no parent before it")));
         }
-        let kind = match kind.as_deref() {
+        let kind = match kind {
             None => {
                 tree.push_leaf(parent, component);
                 continue;
             }
-            Some("dict") => ContainerKind::Dict,
-            Some("OrderedDict") => ContainerKind::OrderedDict,
-            Some("list") => ContainerKind::List,
-            Some("tuple") => ContainerKind::Tuple,
-            Some(other) => return Err(PyValueError::new_err(format!("a foreign container {other:?}"))),
+            Some(KindRow::OfNode(node)) => {
+                stored.nodes().get(node as usize).and_then(Node::container).cloned()
+            }
+            Some(KindRow::Named(name)) => match &*name {
+                "dict" => Some(ContainerKind::Dict),
+                "OrderedDict" => Some(ContainerKind::OrderedDict),
+                "list" => Some(ContainerKind::List),
+                "tuple" => Some(ContainerKind::Tuple),
+                _ => None,
+            },
         };
-        tree.push_container(parent, component, kind);
+        let unknown = || PyValueError::new_err(format!("node {number} is a container of no known kind"));
+        tree.push_container(parent, component, kind.ok_or_else(unknown)?);
     }
     Ok(tree)
 }
@@ -269,7 +316,7 @@ impl Checkpoint {
             within: None,
         };
         let index = Index {
-            tree: foreign_tree(nodes)?,
+            tree: tree_of(nodes, &Tree::new())?,
             leaves: leaves.into_iter().map(foreign_leaf).collect::<PyResult<_>>()?,
             files: files.into_iter().map(file).collect(),
         };
@@ -280,6 +327,33 @@ impl Checkpoint {
         .map_err(|error| raise_manager(py, &error))?;
         let foreign = Some(ForeignFacts { objects, manifest });
         Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), foreign })
+    }
+
+    /// The same checkpoint with its tensors in another arrangement: nodes and leaves as in
+    /// [`ForeignNode`] and [`MappedRow`].
+    fn mapped(&self, py: Python<'_>, nodes: Vec<ForeignNode<'_>>, leaves: Vec<MappedRow>) -> PyResult<Self> {
+        let inner = self.get(py)?;
+        let tree = tree_of(nodes, inner.tree())?;
+        let leaves = leaves.into_iter().map(mapped_leaf).collect::<PyResult<Vec<_>>>()?;
+        let foreign = self.foreign.as_ref().map(|facts| {
+            let object = |(number, leaf): (u32, &MappedLeaf)| match leaf {
+                MappedLeaf::Stored(stored) => {
+                    let holder = inner.outline().resolve(*stored).map_or(*stored, |(holder, _)| holder);
+                    facts.objects.get(&holder).map(|object| (number, object.clone_ref(py)))
+                }
+                _ => None,
+            };
+            ForeignFacts {
+                objects: (0_u32..).zip(&leaves).filter_map(object).collect(),
+                manifest: facts.manifest.clone(),
+            }
+        });
+        let mapped = {
+            let inner = Arc::clone(&inner);
+            wait::on_thread(py, move || inner.mapped(tree, &leaves))?
+        };
+        let reader = mapped.map_err(|error| raise_manager(py, &error))?;
+        Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Mapped(inner, reader)))), foreign })
     }
 
     fn close(&self, py: Python<'_>) {
@@ -496,14 +570,17 @@ impl Checkpoint {
         py: Python<'_>,
         progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<(u64, u64, u64, Vec<(String, Option<u64>, Vec<String>, String)>)> {
-        let inner = self.get(py)?;
+        let inner = match &*self.get(py)? {
+            Opened::Mapped(stored, _) => Arc::clone(stored),
+            _ => self.get(py)?,
+        };
         let checked = Arc::clone(&inner);
         let report = telling(py, progress.as_ref(), move |seen| {
             let options = checked.load_options();
             let mut progress = |at: VerifyProgress| seen(at.done, at.total);
             match &*checked {
                 Opened::Step(step) => step.verify(options, &mut progress),
-                Opened::Foreign(reader) => reader.verify(options, &mut progress),
+                Opened::Foreign(reader) | Opened::Mapped(_, reader) => reader.verify(options, &mut progress),
             }
         })?;
         let name = |leaf: &u32| inner.tree().leaf_path(*leaf).to_string();

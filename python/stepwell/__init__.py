@@ -10,8 +10,8 @@ wait, and every step restores in whole or in part.
             mgr.save(step, state, metrics={"loss": loss})
 
 Importing this imports no framework. Each part of the package is imported when it is first used:
-``sw.coordinators``, ``sw.errors``, ``sw.events``, ``sw.providers``, ``sw.results``, ``sw.sharding``
-and ``sw.torch`` hold what fewer programs need.
+``sw.coordinators``, ``sw.errors``, ``sw.events``, ``sw.maps``, ``sw.providers``, ``sw.results``,
+``sw.sharding`` and ``sw.torch`` hold what fewer programs need.
 """
 
 import importlib as _importlib
@@ -39,7 +39,7 @@ from .errors import (
 )
 
 if _typing.TYPE_CHECKING:
-    from . import coordinators, events, providers, results, sharding
+    from . import coordinators, events, maps, providers, results, sharding
     from ._checkpoint import Checkpoint, Metadata
     from ._manager import CheckpointManager
     from ._options import Options, StepName
@@ -91,7 +91,7 @@ _MODULES = {
     "_steps": "inspect",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-_NAMESPACES = ("coordinators", "events", "providers", "results", "sharding", "torch")
+_NAMESPACES = ("coordinators", "events", "maps", "providers", "results", "sharding", "torch")
 
 
 if not _typing.TYPE_CHECKING:  # a misspelt name is an error of type checkers
@@ -114,7 +114,7 @@ def _advice(name: str) -> str:
 
     if hasattr(errors, name):
         return f". It is sw.errors.{name}"
-    for space in ("coordinators", "events", "providers", "results", "sharding"):
+    for space in ("coordinators", "events", "maps", "providers", "results", "sharding"):
         if name in _importlib.import_module(f"stepwell.{space}").__all__:
             return f". It is sw.{space}.{name}"
     near = difflib.get_close_matches(name, __dir__(), 1)
@@ -172,6 +172,7 @@ __all__ = [
     "keep_latest",
     "keep_newer_than",
     "keep_steps",
+    "maps",
     "metadata",
     "on_preemption",
     "providers",

@@ -273,7 +273,15 @@ class PathTurn:
     def fail(self, cause: str) -> None: ...
 
 #: A node of a foreign checkpoint: parent, component, kind (without one a leaf).
-_ForeignNode = tuple[int, Component | None, str | None]
+_ForeignNode = tuple[int, Component | None, str | int | None]
+#: A piece: offset and extent of its box, stored leaf, first stored element, and for each dimension
+#: the stored axis and the step.
+_MappedPiece = tuple[Sequence[int], Sequence[int], int, Sequence[int], Sequence[tuple[int | None, int]]]
+#: A tensor of a mapped checkpoint: shape and pieces.
+_MappedTensor = tuple[Sequence[int], Sequence[_MappedPiece]]
+#: A stored leaf, or an earlier leaf that it is tied to, or a tensor.
+_MappedLeaf = tuple[int | None, int | None, _MappedTensor | None]
+
 #: The layout of elements: strides in bytes, big-endian, negated parts.
 _ForeignLayout = tuple[Sequence[int], bool, str]
 #: A chunk: file, offset, bytes, offsets, extents, layout.
@@ -306,6 +314,7 @@ class Checkpoint:
         manifest: str,
         engine: str,
     ) -> Checkpoint: ...
+    def mapped(self, nodes: Sequence[_ForeignNode], leaves: Sequence[_MappedLeaf]) -> Checkpoint: ...
     def close(self) -> None: ...
     def path(self) -> str: ...
     def step(self) -> int: ...

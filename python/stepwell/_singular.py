@@ -64,6 +64,7 @@ from .errors import CoordinationTimeout, MisuseError, StalledError, StepNotFound
 if TYPE_CHECKING:
     from ._background import Restore
     from .formats import Description
+    from .maps import MapLike
 
 _T = TypeVar("_T")
 
@@ -246,10 +247,19 @@ def save(
 
 
 @public
-def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkpoint:
+def open(
+    path: Path, step: int | None = None, *, map: MapLike | None = None, engine: str = "auto"
+) -> Checkpoint:
     """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or
     ``step``) of a root. No array is read before it is asked for; until it is closed, no retention
-    removes its files."""
+    removes its files.
+
+    Args:
+        path: its place.
+        step: a step of a root.
+        map: a :class:`stepwell.maps.Map`, its TOML file or its rules: what is stored appears under
+            the names and in the shapes of another model.
+        engine: as in :class:`stepwell.Options`."""
     lifecycle.notifier.start()  # for what the engine has to say
     where, number = readable(path), None if step is None else step_number(step)
     one_of(engine, "engine", ENGINES)
@@ -258,9 +268,10 @@ def open(path: Path, step: int | None = None, *, engine: str = "auto") -> Checkp
             raise StepNotFound(
                 f"{where} is a single checkpoint ({found.family}) without steps: leave step= out"
             )
-        return Checkpoint(found.open(engine))
+        return Checkpoint(RestoreOptions(map=map).mapped(found.open(engine)))
     with explaining(where):
-        return Checkpoint(_core.open_path(where, number, engine))
+        core = _core.open_path(where, number, engine)
+    return Checkpoint(RestoreOptions(map=map).mapped(core))
 
 
 def _foreign(path: str) -> Description | None:

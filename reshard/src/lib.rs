@@ -12,6 +12,7 @@
 //! | [`partition`] | who writes what of the regions that several ranks hold |
 //! | [`tiling`] | whether chunks cover a tensor exactly once |
 //! | [`glob`] [`selection`] | patterns over rendered leaf paths; include, exclude, rename |
+//! | [`mapping`] | tensors made of parts of stored ones |
 //! | [`cast`] | which casts keep every value |
 //! | [`matching`] | wanted × stored → one report |
 //! | [`overlap`] [`read_plan`] | which chunks a region needs; which copies a restore makes |
@@ -21,12 +22,15 @@ pub mod cast;
 mod error;
 pub mod glob;
 pub mod layout;
+pub mod mapping;
 pub mod matching;
 pub mod overlap;
 pub mod partition;
 pub mod read_plan;
 pub mod selection;
 pub mod subchunk;
+#[cfg(test)]
+mod testing;
 pub mod tiling;
 
 pub use error::{Error, Result};

@@ -9,15 +9,19 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict, TypeVar, final, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, TypeVar, final, get_args
 
 import numpy as np
 
 from .. import _adapters as adapters
+from .. import _core
 from .._checks import RESTORE_WORDS, flag, meant, one_of, shown
 from .._state.leaves import storable_name
 from .._state.specs import ArraySpec, to_dtype
 from ..errors import MisuseError
+
+if TYPE_CHECKING:
+    from ..maps import MapLike
 
 #: One glob over rendered leaf paths, or several.
 Globs: TypeAlias = str | Iterable[str] | None
@@ -47,6 +51,8 @@ class ResumeKeywords(TypedDict, total=False):
             wanted: ``"error"`` or ``"ignore"``; also by glob.
         cast: which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default:
             widening within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
+        map: a :class:`stepwell.maps.Map`, its TOML file or its rules: what is stored, under the
+            names and in the shapes of another model. The other keywords see the mapped leaves.
         resize: which changes of shape are allowed: ``"pad"`` with zeros, ``"keep"`` (the rest keeps
             the caller's values), ``"truncate"``, or ``"both"`` (pads, truncates); also by glob.
         shardings: the places of JAX arrays: one sharding or device for all, a tree of them (one
@@ -63,6 +69,7 @@ class ResumeKeywords(TypedDict, total=False):
     missing: Missing | Mapping[str, Missing]
     unexpected: Unexpected | Mapping[str, Unexpected]
     cast: Cast | Mapping[str, object]
+    map: MapLike | None
     resize: Resize | Mapping[str, Resize | None] | None
     shardings: object
     broadcast: bool | Literal["gather"]
@@ -121,6 +128,7 @@ class RestoreOptions:
     missing: object = "error"
     unexpected: object = "error"
     cast: object = "lossless"
+    map: MapLike | None = None
     resize: object = None
     shardings: object = None
     to: Literal["numpy", "torch", "jax"] | None = None
@@ -180,6 +188,14 @@ class RestoreOptions:
                 "broadcast= has ranks read for each other, and this call reads for one process alone; restore() of a CheckpointManager that all of them have opened does so"
             )
         return self
+
+    def mapped(self, core: _core.Checkpoint) -> _core.Checkpoint:
+        """A checkpoint as the map of these options makes it."""
+        if self.map is None:
+            return core
+        from ..maps import Map  # few restores have one
+
+        return Map.of(self.map)._apply(core)
 
     @property
     def target(self) -> object:

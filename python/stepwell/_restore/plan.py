@@ -141,7 +141,7 @@ def plan(
     found = {name: ItemPlan(name) for name in name_of.values()}
 
     def count(arrays: list[tuple[int, list[int]]], objects: list[int]) -> None:
-        for path, number, blocks, read_bytes, wanted in core.plan(arrays, objects):
+        for path, number, blocks, read_bytes, wanted in job.core.plan(arrays, objects):
             # A foreign checkpoint is one item, whatever its files are called.
             item = found[name_of.get(path.split("/", 1)[0], next(iter(found)))]
             item.reads += number

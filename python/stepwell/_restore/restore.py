@@ -65,7 +65,7 @@ class Restore:
         together: Together | Unasked | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        self.core = core
+        self.core = core = options.mapped(core)
         self._exchange = exchange
         self._together = together
         self.report = RestoreReport()

@@ -52,7 +52,7 @@ pub fn copies(index: &Index, requests: &[Request]) -> Result<Vec<BoxCopy>> {
 }
 
 /// The tensor of a leaf, aliases followed, with the number of the leaf that holds it.
-fn tensor(index: &Index, leaf: u32) -> Result<(u32, &TensorRecord)> {
+pub(crate) fn tensor(index: &Index, leaf: u32) -> Result<(u32, &TensorRecord)> {
     let request = |what: &str| Error::Request { leaf: name(index, leaf), what: what.to_owned() };
     match index.resolve(leaf) {
         Some((source, LeafRecord::Tensor(tensor))) => Ok((source, tensor)),
@@ -65,7 +65,7 @@ fn tensor(index: &Index, leaf: u32) -> Result<(u32, &TensorRecord)> {
     }
 }
 
-fn name(index: &Index, leaf: u32) -> String {
+pub(crate) fn name(index: &Index, leaf: u32) -> String {
     if index.tree.leaf_node(leaf).is_some() {
         index.tree.leaf_path(leaf).to_string()
     } else {

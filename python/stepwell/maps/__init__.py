@@ -1,0 +1,105 @@
+"""Maps: declared operations between the names and shapes of two checkpoints.
+
+::
+
+    # fused.toml
+    [[rule]]
+    concat = ["model.{i}.q.weight", "model.{i}.k.weight", "model.{i}.v.weight"]
+    to = "model.{i}.qkv.weight"
+    sizes = [4, 1, 1]
+
+    state = sw.restore("checkpoint", map="fused.toml")
+
+Rules apply in their order, to all leaves that their patterns match. They only say which stored
+element is where, so a mapped checkpoint costs no more to read than the stored one.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias, final
+
+from .. import _core
+from .._checks import shown
+from ..errors import MisuseError
+from . import layout, parsing
+from .rules import Rule
+
+#: A map, the path of its TOML file, or its rules as they stand in one.
+MapLike: TypeAlias = "Map | str | os.PathLike[str] | Iterable[Mapping[str, object]]"
+
+#: The longest file of a map.
+_MAX_FILE_BYTES = 16 << 20
+
+
+@final
+class Map:
+    """Declared operations between the names and shapes of two checkpoints.
+
+    Args:
+        rules: the rules, as they stand in a TOML file: ``[{"rename": "a.{i}", "to": "b.{i}"}]``.
+    """
+
+    __slots__ = ("_rules",)
+
+    def __init__(self, rules: Iterable[Mapping[str, object]]) -> None:
+        if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
+            raise MisuseError(f"a map is a list of rules, not {shown(rules)}")
+        self._rules: Sequence[Rule] = tuple(
+            parsing.rule(number, one) for number, one in enumerate(rules, start=1)
+        )
+
+    @classmethod
+    def of(cls, given: MapLike) -> Map:
+        """A map from a TOML file, or from rules."""
+        if isinstance(given, Map):
+            return given
+        if isinstance(given, (str, os.PathLike)):
+            return cls(_read(os.fspath(given)))
+        return cls(given)
+
+    def inverse(self) -> Map:
+        """The map that takes this one back.
+
+        Raises:
+            MisuseError: a rule has no way back; the message names it.
+        """
+        back = object.__new__(Map)
+        back._rules = tuple(one.inverse() for one in reversed(self._rules))
+        return back
+
+    def __repr__(self) -> str:
+        return f"<Map of {len(self._rules)} rules>"
+
+    def _apply(self, core: _core.Checkpoint) -> _core.Checkpoint:
+        """The same checkpoint with its leaves by this map."""
+        stored = layout.StoredLeaves(core)
+        values = stored.values
+        for one in self._rules:
+            values = one.apply(values)
+        return core.mapped(*stored.rows(values))
+
+
+def _read(path: str) -> Iterable[Mapping[str, object]]:
+    if not os.path.isfile(path):
+        raise MisuseError(f"the map {path} is no file; pass a TOML file, rules or a sw.maps.Map")
+    length = _core.read_foreign(os.path.realpath(path), 0, 0)[1]
+    if length > _MAX_FILE_BYTES:
+        raise MisuseError(f"the map {path} has {length} bytes; a map has at most {_MAX_FILE_BYTES}")
+    text = _core.read_foreign(os.path.realpath(path), 0, length)[0]
+    try:
+        content = tomllib.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise MisuseError(f"the map {path} is no valid TOML: {error}") from error
+    rules = content.pop("rule", [])
+    if content or not isinstance(rules, list):
+        unknown = ", ".join(content) or "rule"
+        raise MisuseError(f"the map {path}: [[rule]] tables were expected, not {unknown}")
+    return rules
+
+
+Map.__module__ = __name__
+
+__all__ = ["Map", "MapLike"]

@@ -1,0 +1,134 @@
+"""A tensor as parts of stored ones: which stored element each of its elements is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .. import _core
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor, and the stored elements that it holds."""
+
+    #: First element and number of elements along each dimension.
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    #: The stored leaf, and its element that is the box's first one.
+    leaf: int
+    first: tuple[int, ...]
+    #: For each dimension: the stored axis that it follows (``None``: a new one), and the step.
+    axes: tuple[tuple[int | None, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A tensor made of parts of stored ones."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def whole(cls, leaf: int, dtype: str, shape: tuple[int, ...]) -> Arrangement:
+        """A stored tensor as it is."""
+        zeros = (0,) * len(shape)
+        axes = tuple((axis, 1) for axis in range(len(shape)))
+        return cls(dtype, shape, (Piece(zeros, shape, leaf, zeros, axes),))
+
+    @property
+    def row(self) -> _core._MappedTensor:
+        """It in the engine's form."""
+        return self.shape, [(one.start, one.extent, one.leaf, one.first, one.axes) for one in self.pieces]
+
+    def take(self, axis: int, start: int, count: int, step: int = 1) -> Arrangement:
+        """``count`` elements along an axis: ``start``, ``start + step``, …, all of which exist."""
+        pieces = []
+        for one in self.pieces:
+            at, n = one.start[axis], one.extent[axis]
+            begin = max(0, -(-(at - start) // step))
+            end = min(count, -(-(at + n - start) // step))
+            if begin >= end:
+                continue
+            stored, own = one.axes[axis]
+            first = list(one.first)
+            if stored is not None:
+                first[stored] += (start + step * begin - at) * own
+            pieces.append(
+                Piece(
+                    _with(one.start, axis, begin),
+                    _with(one.extent, axis, end - begin),
+                    one.leaf,
+                    tuple(first),
+                    _with(one.axes, axis, (stored, own * step)),
+                )
+            )
+        return Arrangement(self.dtype, _with(self.shape, axis, count), tuple(pieces))
+
+    def select(self, axis: int, at: int) -> Arrangement:
+        """One element along an axis, without that axis."""
+        taken = self.take(axis, at, 1)
+        pieces = (
+            Piece(
+                _without(one.start, axis),
+                _without(one.extent, axis),
+                one.leaf,
+                one.first,
+                _without(one.axes, axis),
+            )
+            for one in taken.pieces
+        )
+        return Arrangement(self.dtype, _without(self.shape, axis), tuple(pieces))
+
+    def insert(self, axis: int) -> Arrangement:
+        """The same with a new axis of one element."""
+        pieces = (
+            Piece(
+                (*one.start[:axis], 0, *one.start[axis:]),
+                (*one.extent[:axis], 1, *one.extent[axis:]),
+                one.leaf,
+                one.first,
+                (*one.axes[:axis], (None, 1), *one.axes[axis:]),
+            )
+            for one in self.pieces
+        )
+        return Arrangement(self.dtype, (*self.shape[:axis], 1, *self.shape[axis:]), tuple(pieces))
+
+    def permute(self, axes: Sequence[int]) -> Arrangement:
+        """The same with its axes in another order, as of :func:`numpy.transpose`."""
+        pieces = (
+            Piece(
+                tuple(one.start[axis] for axis in axes),
+                tuple(one.extent[axis] for axis in axes),
+                one.leaf,
+                one.first,
+                tuple(one.axes[axis] for axis in axes),
+            )
+            for one in self.pieces
+        )
+        return Arrangement(self.dtype, tuple(self.shape[axis] for axis in axes), tuple(pieces))
+
+
+def concat(parts: Sequence[Arrangement], axis: int) -> Arrangement:
+    """Tensors one behind the other along an axis. Their other sizes are the same."""
+    pieces = []
+    length = 0
+    for part in parts:
+        pieces += [
+            Piece(_with(one.start, axis, one.start[axis] + length), one.extent, one.leaf, one.first, one.axes)
+            for one in part.pieces
+        ]
+        length += part.shape[axis]
+    return Arrangement(parts[0].dtype, _with(parts[0].shape, axis, length), tuple(pieces))
+
+
+def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _without(values: tuple[_T, ...], axis: int) -> tuple[_T, ...]:
+    return (*values[:axis], *values[axis + 1 :])

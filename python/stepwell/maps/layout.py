@@ -1,0 +1,187 @@
+"""The stored leaves that a map begins with, and the mapped ones in the engine's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from .. import _core
+from .._paths import Component, extend, named, split
+from .._restore.structure import Structure, kind_of
+from ..errors import MisuseError
+from .arrangement import Arrangement
+from .rules import Stored, Tied, Value, Values
+
+_LISTS = ("list", "tuple", "deque")
+_FIELDS = ("namedtuple", "dataclass")
+
+
+@dataclass(slots=True)
+class _Container:
+    """A container of the mapped state."""
+
+    path: str
+    #: The stored node whose kind it has.
+    node: int | None
+    children: dict[Component, _Container | str] = field(default_factory=dict)
+
+
+class StoredLeaves:
+    """The leaves of a checkpoint by path, and its containers."""
+
+    def __init__(self, core: _core.Checkpoint) -> None:
+        self._structure = structure = Structure(core.nodes)
+        rows, paths = core.leaves(), core.leaf_paths()
+        #: The leaves, as a map takes them.
+        self.values: Values = {}
+        ties = core.places()[1] if any(row[3] for row in rows) else []
+        for leaf, (path, (_, dtype, shape, tied)) in enumerate(zip(paths, rows, strict=True)):
+            of = ties[leaf][0] if tied else None
+            if of is not None:
+                self.values[path] = Tied(paths[of])
+            elif dtype is None or shape is None:
+                self.values[path] = Stored(leaf)
+            else:
+                self.values[path] = Arrangement.whole(leaf, dtype, tuple(shape))
+        self._nodes = {path: node for node, path in enumerate(structure.paths)}
+
+    def rows(self, values: Values) -> tuple[list[_core._ForeignNode], list[_core._MappedLeaf]]:
+        """The nodes and leaves of the mapped state, parents first."""
+        nodes: list[_core._ForeignNode] = []
+        leaves: list[_core._MappedLeaf] = []
+        numbers: dict[str, int] = {}
+        pending: list[tuple[_Container | str, int, Component | None]] = [(self._tree(values), 0, None)]
+        while pending:
+            one, parent, component = pending.pop()
+            if isinstance(one, str):
+                nodes.append((parent, component, None))
+                numbers[one] = len(leaves)
+                leaves.append(_row(values, one, numbers))
+                continue
+            nodes.append((parent, component, "dict" if one.node is None else one.node))
+            number = len(nodes) - 1
+            pending.extend((child, number, key) for key, child in reversed(one.children.items()))
+        return nodes, leaves
+
+    def _tree(self, values: Values) -> _Container | str:
+        if list(values) == [""]:
+            return ""
+        root = _Container("", self._container_at(""))
+        # Empty containers have no leaf that would bring them along.
+        structure = self._structure
+        empty = [
+            path
+            for path, node in self._nodes.items()
+            if path and structure.is_container(node) and not structure.children[node]
+        ]
+        for path in [*values, *empty]:
+            at, prefix = root, ""
+            parts = split(path)
+            origin = self._origin(values.get(path), parts)
+            for position, part in enumerate(parts):
+                below = len(parts) - position - 1
+                came_from = origin[len(origin) - below - 1] if below < len(origin) else None
+                component = self._component(at, prefix, part, came_from)
+                prefix = extend(prefix, component)
+                is_leaf = below == 0 and path in values
+                if is_leaf:
+                    if component in at.children:
+                        _refuse(path, "the map makes it both a leaf and a container")
+                    at.children[component] = path
+                    break
+                child = at.children.get(component)
+                if child is None:
+                    node = self._container_at(prefix)
+                    if node is None:
+                        node = came_from if came_from is not None else self._list_above(origin, below)
+                    child = at.children[component] = _Container(prefix, node)
+                if isinstance(child, str):
+                    _refuse(path, f"the map makes `{child}` both a leaf and a container")
+                at = child
+        self._check_lists(root)
+        return root
+
+    def _list_above(self, origin: list[int], below: int) -> int | None:
+        """The stored list that a renamed one was, by the nodes of :meth:`_origin`."""
+        if below != len(origin) or not origin:
+            return None
+        node = self._structure.nodes[origin[0]][0]
+        return node if self._kind(node) in _LISTS else None
+
+    def _origin(self, value: Value | None, parts: list[str | int]) -> list[int]:
+        """The stored nodes that go by the last parts of a leaf's mapped path, as far as these are
+        the same: a subtree that was moved keeps the kinds of its containers."""
+        leaf = value.leaf if isinstance(value, Stored) else None
+        if isinstance(value, Arrangement) and value.pieces:
+            leaf = value.pieces[0].leaf
+        found: list[int] = []
+        if leaf is None:
+            return found
+        node = self._structure.leaf_nodes[leaf]
+        for part in reversed(parts):
+            parent, component, _ = self._structure.nodes[node]
+            if component is None or component[1] != part:
+                break
+            found.append(node)
+            node = parent
+        return found[::-1]
+
+    def _container_at(self, path: str) -> int | None:
+        node = self._nodes.get(path)
+        return node if node is not None and self._structure.is_container(node) else None
+
+    def _component(
+        self, container: _Container, prefix: str, part: str | int, origin: int | None
+    ) -> Component:
+        """How a container of the mapped state reaches a child, which came from a stored node."""
+        as_key: Component = ("k", part) if isinstance(part, str) else ("i", part)
+        stored = self._nodes.get(extend(prefix, as_key), origin)
+        found = None if stored is None else self._structure.nodes[stored][1]
+        if found is not None:
+            return found
+        kind = None if container.node is None else self._kind(container.node)
+        if kind in _LISTS and isinstance(part, int):
+            return ("x", part)
+        return ("f", part) if kind in _FIELDS else as_key
+
+    def _kind(self, node: int) -> str:
+        kind = self._structure.nodes[node][2]
+        return "" if isinstance(kind, int) else kind_of(kind)
+
+    def _check_lists(self, root: _Container) -> None:
+        """Raises where a map takes entries out of a list, or adds one far behind its end."""
+        pending = [root]
+        while pending:
+            one = pending.pop()
+            if one.node is not None and self._kind(one.node) in _LISTS:
+                one.children = dict(sorted(one.children.items(), key=lambda child: int(child[0][1])))
+                if [key[1] for key in one.children] != list(range(len(one.children))):
+                    _refuse(one.path, "the map leaves holes in this list; map all of its entries")
+            pending.extend(child for child in one.children.values() if isinstance(child, _Container))
+
+
+def _row(values: Values, path: str, numbers: Mapping[str, int]) -> _core._MappedLeaf:
+    value = values[path]
+    if isinstance(value, Arrangement):
+        return None, None, value.row
+    if isinstance(value, Stored):
+        return value.leaf, None, None
+    seen = {path}
+    while isinstance(value, Tied):
+        target = value.to
+        if target in seen or target not in values:
+            _refuse(path, f"it is tied to `{target}`, which the map does not have")
+        seen.add(target)
+        value = values[target]
+    number = numbers.get(target)
+    if number is not None:
+        return None, number, None
+    # The leaf that it is tied to comes later: both read the same bytes.
+    return (None, None, value.row) if isinstance(value, Arrangement) else (value.leaf, None, None)
+
+
+def _refuse(path: str, what: str) -> NoReturn:
+    error = MisuseError(f"{named(path)}: {what}")
+    error.leaf = path
+    raise error

@@ -1,0 +1,248 @@
+"""Rules of a map out of plain tables, as TOML gives them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Literal, NoReturn, TypeVar
+
+from .._checks import shown
+from ..errors import MisuseError
+from .patterns import Pattern
+from .rules import Concat, Crop, Drop, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
+
+_T = TypeVar("_T")
+
+
+class _Table:
+    """The entries of a rule, each of which is used once."""
+
+    def __init__(self, number: int, entries: Mapping[str, object]) -> None:
+        self._number = number
+        self._entries = dict(entries)
+
+    def wrong(self, what: str) -> NoReturn:
+        raise MisuseError(f"rule {self._number} of the map: {what}")
+
+    def take(self, name: str, kind: Callable[[object], _T], default: object = ...) -> _T:
+        """An entry, as ``kind`` understands it."""
+        value = self._entries.pop(name, default)
+        if value is ...:
+            self.wrong(f"`{name}` is missing")
+        if value is default:
+            return value  # type: ignore[return-value]  # a default is of the kind
+        try:
+            return kind(value)
+        except (TypeError, ValueError):
+            self.wrong(f"`{name}` cannot be {shown(value)}")
+
+    def end(self) -> None:
+        """Raises if an entry is left."""
+        if self._entries:
+            self.wrong(f"`{next(iter(self._entries))}` is not known here")
+
+
+def rule(number: int, entries: Mapping[str, object]) -> Rule:
+    """A rule; ``number`` is for messages."""
+    if not isinstance(entries, Mapping):
+        raise MisuseError(f"rule {number} of the map is a table, not {shown(entries)}")
+    operations = [name for name in entries if name in _OPERATIONS]
+    if len(operations) != 1:
+        near = [found for name in entries for found in difflib.get_close_matches(str(name), _OPERATIONS, 1)]
+        hint = f"; did you mean {near[0]}?" if near and not operations else ""
+        raise MisuseError(
+            f"rule {number} of the map has {len(operations)} operations ({', '.join(_OPERATIONS)}); one is expected{hint}"
+        )
+    table = _Table(number, entries)
+    made = _OPERATIONS[operations[0]](table)
+    table.end()
+    return made
+
+
+def _pattern(value: object) -> Pattern:
+    if not isinstance(value, str):
+        raise TypeError
+    return Pattern(value)
+
+
+def _patterns(value: object) -> tuple[Pattern, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise TypeError
+    return tuple(_pattern(one) for one in value)
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _positive(value: object) -> int:
+    if _integer(value) < 1:
+        raise ValueError
+    return _integer(value)
+
+
+def _not_negative(value: object) -> int:
+    if _integer(value) < 0:
+        raise ValueError
+    return _integer(value)
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise TypeError
+    return tuple(_positive(one) for one in value)
+
+
+def _order(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or sorted(value) != list(range(len(value))):
+        raise TypeError
+    return tuple(_integer(one) for one in value)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _rotated(value: object) -> Literal["halves", "pairs"]:
+    if value == "halves":
+        return "halves"
+    if value == "pairs":
+        return "pairs"
+    raise ValueError
+
+
+def _optional(table: _Table) -> bool:
+    return table.take("optional", _flag, False)
+
+
+def _rename(table: _Table) -> Rule:
+    found = Rename(table.take("rename", _pattern), table.take("to", _pattern), optional=_optional(table))
+    _check_captures(table, (found.pattern,), (found.to,))
+    return found
+
+
+def _concat(table: _Table) -> Rule:
+    found = Concat(
+        table.take("concat", _patterns),
+        table.take("to", _pattern),
+        table.take("axis", _integer, 0),
+        table.take("groups", _positive, 1),
+        table.take("sizes", _sizes, None),
+        optional=_optional(table),
+    )
+    _check_captures(table, found.patterns, (found.to,))
+    _check_sizes(table, found.sizes, found.patterns)
+    return found
+
+
+def _split(table: _Table) -> Rule:
+    found = Split(
+        table.take("split", _pattern),
+        table.take("to", _patterns),
+        table.take("axis", _integer, 0),
+        table.take("groups", _positive, 1),
+        table.take("sizes", _sizes, None),
+        optional=_optional(table),
+    )
+    _check_captures(table, (found.pattern,), found.to)
+    _check_sizes(table, found.sizes, found.to)
+    return found
+
+
+def _stack(table: _Table) -> Rule:
+    found = Stack(
+        table.take("stack", _pattern),
+        table.take("to", _pattern),
+        table.take("over", _text),
+        table.take("axis", _not_negative, 0),
+        optional=_optional(table),
+    )
+    if found.over not in found.pattern.captures or found.over in found.to.captures:
+        table.wrong(f"{{{found.over}}} is a capture of `stack`, and none of `to`")
+    _check_captures(table, (found.pattern,), (found.to,))
+    return found
+
+
+def _unstack(table: _Table) -> Rule:
+    found = Unstack(
+        table.take("unstack", _pattern),
+        table.take("to", _pattern),
+        table.take("over", _text),
+        table.take("axis", _not_negative, 0),
+        optional=_optional(table),
+    )
+    if found.over not in found.to.captures or found.over in found.pattern.captures:
+        table.wrong(f"{{{found.over}}} is a capture of `to`, and none of `unstack`")
+    unknown = set(found.to.captures) - {*found.pattern.captures, found.over}
+    if unknown:
+        table.wrong(f"`to` has the capture {{{min(unknown)}}}, which `unstack` does not have")
+    return found
+
+
+def _permute(table: _Table) -> Rule:
+    return Permute(table.take("permute", _pattern), table.take("axes", _order), optional=_optional(table))
+
+
+def _crop(table: _Table) -> Rule:
+    return Crop(
+        table.take("crop", _pattern),
+        table.take("size", _positive),
+        table.take("axis", _not_negative, 0),
+        optional=_optional(table),
+    )
+
+
+def _rotary(table: _Table) -> Rule:
+    pattern, heads = table.take("rotary", _pattern), table.take("heads", _positive)
+    to, axis = table.take("to", _rotated), table.take("axis", _not_negative, 0)
+    return Rotary(pattern, heads, to, axis, optional=_optional(table))
+
+
+def _tie(table: _Table) -> Rule:
+    found = Tie(table.take("tie", _pattern), table.take("to", _pattern), optional=_optional(table))
+    _check_captures(table, (found.pattern,), (found.to,))
+    return found
+
+
+def _drop(table: _Table) -> Rule:
+    return Drop(table.take("drop", _pattern), optional=_optional(table))
+
+
+def _check_captures(table: _Table, sources: tuple[Pattern, ...], targets: tuple[Pattern, ...]) -> None:
+    """Raises where a capture of a new path has no value."""
+    for source in sources:
+        for target in targets:
+            unknown = set(target.captures) - set(source.captures)
+            if unknown:
+                table.wrong(
+                    f"`{target.text}` has the capture {{{min(unknown)}}}, which `{source.text}` lacks"
+                )
+
+
+def _check_sizes(table: _Table, sizes: tuple[int, ...] | None, parts: tuple[Pattern, ...]) -> None:
+    if sizes is not None and len(sizes) != len(parts):
+        table.wrong(f"{len(sizes)} sizes for {len(parts)} parts")
+
+
+_OPERATIONS: Mapping[str, Callable[[_Table], Rule]] = {
+    "rename": _rename,
+    "concat": _concat,
+    "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
+    "permute": _permute,
+    "crop": _crop,
+    "rotary": _rotary,
+    "tie": _tie,
+    "drop": _drop,
+}

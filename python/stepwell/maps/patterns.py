@@ -1,0 +1,70 @@
+"""Patterns over leaf paths that capture parts of them: ``layers.{i}.weight``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .._checks import shown
+from ..errors import MisuseError
+
+_CAPTURE = re.compile(r"\{([A-Za-z_]\w*)(\.\.\.)?\}")
+#: What a capture matches: characters of one name between dots, or any.
+_NAME, _REST = r"[^./\[\]]+", r".+"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A path that a pattern matches."""
+
+    #: Text by capture.
+    captures: Mapping[str, str]
+    #: The parts of the path around the match: slots of an optimizer go by the name of their
+    #: parameter, which is one part of their path.
+    before: str
+    after: str
+
+    def around(self, text: str) -> str:
+        """A path with the same surroundings."""
+        return f"{self.before}{text}{self.after}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """``layers.{i}.weight`` matches one name for ``{i}``; ``{rest...}`` matches any text. A pattern
+    matches whole parts of a path: all of it, or what is between two slashes."""
+
+    text: str
+    captures: tuple[str, ...] = field(init=False)
+    _expression: re.Pattern[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text:
+            raise MisuseError(f"a pattern is a leaf path with captures such as {{i}}, not {shown(self.text)}")
+        names: list[str] = []
+        expression, at = "", 0
+        for found in _CAPTURE.finditer(self.text):
+            expression += re.escape(self.text[at : found.start()])
+            name, rest = found.groups()
+            expression += f"(?P={name})" if name in names else f"(?P<{name}>{_REST if rest else _NAME})"
+            if name not in names:
+                names.append(name)
+            at = found.end()
+        expression += re.escape(self.text[at:])
+        whole = rf"(?P<before_>(?:.*?/)??){expression}(?P<after_>(?:[/\[].*)?)"
+        object.__setattr__(self, "captures", tuple(names))
+        object.__setattr__(self, "_expression", re.compile(whole, re.DOTALL))
+
+    def match(self, path: str) -> Match | None:
+        """The captures of a path; ``None`` where it does not match."""
+        found = self._expression.fullmatch(path)
+        if found is None:
+            return None
+        captures = found.groupdict()
+        before, after = captures.pop("before_"), captures.pop("after_")
+        return Match(captures, before, after)
+
+    def fill(self, captures: Mapping[str, str]) -> str:
+        """The path for these captures."""
+        return _CAPTURE.sub(lambda found: captures[found[1]], self.text)

@@ -1,0 +1,435 @@
+"""The operations of a map. Each takes leaves by path and returns leaves by path."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn, TypeAlias
+
+from .._paths import named
+from ..errors import MisuseError
+from .arrangement import Arrangement, concat
+from .patterns import Match, Pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored leaf that is no tensor."""
+
+    leaf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """The value of another leaf, by its path."""
+
+    to: str
+
+
+Value: TypeAlias = Arrangement | Stored | Tied
+Values: TypeAlias = dict[str, Value]
+#: New leaves by path, each with the path of the leaf that it comes from.
+_Made: TypeAlias = dict[str, tuple[Value, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One operation of a map."""
+
+    #: True if it may match nothing.
+    optional: bool = False
+
+    def apply(self, values: Values) -> Values:
+        """The leaves after it."""
+        raise NotImplementedError
+
+    def inverse(self) -> Rule:
+        """The operation that takes it back. Raises where there is none."""
+        raise NotImplementedError
+
+    def _found(self, pattern: Pattern, values: Values) -> Iterator[tuple[str, Match]]:
+        """The paths that a pattern matches. Raises if it matches none and has to."""
+        none = True
+        for path in values:
+            if (match := pattern.match(path)) is not None:
+                none = False
+                yield path, match
+        if none and not self.optional:
+            near = difflib.get_close_matches(pattern.text, values, 3, 0.4)
+            hint = f"; near it are {', '.join(near)}" if near else ""
+            raise MisuseError(
+                f"the map's pattern `{pattern.text}` matches no leaf{hint}; correct it, or set optional = true"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(Rule):
+    """Other paths for leaves."""
+
+    pattern: Pattern
+    to: Pattern
+
+    def apply(self, values: Values) -> Values:
+        made: _Made = {}
+        moved: dict[str, str] = {}
+        for path, match in self._found(self.pattern, values):
+            moved[path] = match.around(self.to.fill(match.captures))
+            _add(made, moved[path], values[path], path)
+        return _replaced(values, made, moved)
+
+    def inverse(self) -> Rule:
+        _same_captures(self.pattern, self.to, "rename")
+        return Rename(self.to, self.pattern, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Rule):
+    """One tensor of several, along an axis. ``groups``: each of them is cut into so many, which are
+    interleaved."""
+
+    patterns: tuple[Pattern, ...]
+    to: Pattern
+    axis: int = 0
+    groups: int = 1
+    #: Shares of the parts, for the way back.
+    sizes: tuple[int, ...] | None = None
+
+    def apply(self, values: Values) -> Values:
+        sets: dict[str, list[str]] = {}
+        for position, pattern in enumerate(self.patterns):
+            for path, match in self._found(pattern, values):
+                whole = match.around(self.to.fill(match.captures))
+                parts = sets.setdefault(whole, [])
+                if len(parts) != position:
+                    _refuse(whole, f"of its parts, only {', '.join([*parts, path])} are there")
+                parts.append(path)
+        made: _Made = {}
+        for whole, parts in sets.items():
+            if len(parts) < len(self.patterns):
+                _refuse(whole, f"of its {len(self.patterns)} parts, only {', '.join(parts)} are there")
+            tensors = _with_axis([values[path] for path in parts], self.axis)
+            made[whole] = (values[parts[0]] if tensors is None else self._joined(whole, tensors), parts[0])
+        gone = {path: whole for whole, parts in sets.items() for path in parts}
+        return _replaced(values, made, gone)
+
+    def _joined(self, whole: str, tensors: Sequence[Arrangement]) -> Arrangement:
+        axis = _axis(self.axis, len(tensors[0].shape))
+        others = {(one.dtype, *one.shape[:axis], *one.shape[axis + 1 :]) for one in tensors}
+        if len(others) > 1:
+            shapes = ", ".join(f"{one.dtype} {list(one.shape)}" for one in tensors)
+            _refuse(whole, f"its parts differ beside axis {axis}: {shapes}")
+        pieces: list[Arrangement] = []
+        for group in range(self.groups):
+            for one in tensors:
+                count, rest = divmod(one.shape[axis], self.groups)
+                if rest:
+                    _refuse(whole, f"{one.shape[axis]} elements are not {self.groups} groups")
+                pieces.append(one.take(axis, group * count, count))
+        return concat(pieces, axis)
+
+    def inverse(self) -> Rule:
+        if self.sizes is None:
+            raise MisuseError(
+                f"the map's concat to `{self.to.text}` has no way back: give sizes, the parts' shares of its axis"
+            )
+        return Split(self.to, self.patterns, self.axis, self.groups, self.sizes, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Split(Rule):
+    """Several tensors of one, along an axis: what :class:`Concat` takes back."""
+
+    pattern: Pattern
+    to: tuple[Pattern, ...]
+    axis: int = 0
+    groups: int = 1
+    #: Shares of the parts; default: equal ones.
+    sizes: tuple[int, ...] | None = None
+
+    def apply(self, values: Values) -> Values:
+        sizes = self.sizes or (1,) * len(self.to)
+        made: _Made = {}
+        gone: dict[str, str] = {}
+        for path, match in self._found(self.pattern, values):
+            names = [match.around(one.fill(match.captures)) for one in self.to]
+            tensors = _with_axis([values[path]], self.axis)
+            parts = [values[path]] * len(names) if tensors is None else self._cut(path, tensors[0], sizes)
+            for name, part in zip(names, parts, strict=True):
+                _add(made, name, part, path)
+            gone[path] = names[0]
+        return _replaced(values, made, gone)
+
+    def _cut(self, path: str, whole: Arrangement, sizes: Sequence[int]) -> Sequence[Value]:
+        axis = _axis(self.axis, len(whole.shape))
+        n = whole.shape[axis]
+        unit, rest = divmod(n, sum(sizes) * self.groups)
+        if rest:
+            _refuse(path, f"{n} elements are not {self.groups} groups of shares {list(sizes)}")
+        pieces: list[list[Arrangement]] = [[] for _ in sizes]
+        at = 0
+        for _ in range(self.groups):
+            for part, size in zip(pieces, sizes, strict=True):
+                part.append(whole.take(axis, at, size * unit))
+                at += size * unit
+        return [concat(part, axis) for part in pieces]
+
+    def inverse(self) -> Rule:
+        return Concat(
+            self.to,
+            self.pattern,
+            self.axis,
+            self.groups,
+            self.sizes or (1,) * len(self.to),
+            optional=self.optional,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(Rule):
+    """One tensor of those that differ in one capture, its values 0, 1, 2, …: along a new axis."""
+
+    pattern: Pattern
+    to: Pattern
+    over: str
+    axis: int = 0
+
+    def apply(self, values: Values) -> Values:
+        sets: dict[str, dict[int, str]] = {}
+        for path, match in self._found(self.pattern, values):
+            whole = match.around(self.to.fill(match.captures))
+            number = match.captures[self.over]
+            if not number.isdecimal():
+                _refuse(path, f"{{{self.over}}} is {number!r}, not a number")
+            sets.setdefault(whole, {})[int(number)] = path
+        made: _Made = {}
+        for whole, numbered in sets.items():
+            if set(numbered) != set(range(len(numbered))):
+                missing = sorted(set(range(max(numbered) + 1)) - set(numbered))
+                _refuse(whole, f"of {{{self.over}}}, {', '.join(map(str, missing[:8]))} is missing")
+            parts = [values[numbered[number]] for number in range(len(numbered))]
+            if not all(isinstance(part, Arrangement) for part in parts):
+                _refuse(whole, "objects cannot be stacked")
+            tensors = [part.insert(self.axis) for part in parts if isinstance(part, Arrangement)]
+            if len({(one.dtype, one.shape) for one in tensors}) > 1:
+                _refuse(whole, "its parts differ in shape or dtype")
+            made[whole] = (concat(tensors, self.axis), numbered[0])
+        gone = {path: whole for whole, numbered in sets.items() for path in numbered.values()}
+        return _replaced(values, made, gone)
+
+    def inverse(self) -> Rule:
+        return Unstack(self.to, self.pattern, self.over, self.axis, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Unstack(Rule):
+    """Tensors along an axis of one, by number: what :class:`Stack` takes back."""
+
+    pattern: Pattern
+    to: Pattern
+    over: str
+    axis: int = 0
+
+    def apply(self, values: Values) -> Values:
+        made: _Made = {}
+        gone: dict[str, str] = {}
+        for path, match in self._found(self.pattern, values):
+            whole = values[path]
+            if not isinstance(whole, Arrangement) or self.axis >= len(whole.shape):
+                _refuse(path, f"it has no axis {self.axis} to be unstacked")
+            names = [
+                match.around(self.to.fill({**match.captures, self.over: str(number)}))
+                for number in range(whole.shape[self.axis])
+            ]
+            for number, name in enumerate(names):
+                _add(made, name, whole.select(self.axis, number), path)
+            gone[path] = names[0] if names else path
+        return _replaced(values, made, gone)
+
+    def inverse(self) -> Rule:
+        return Stack(self.to, self.pattern, self.over, self.axis, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Permute(Rule):
+    """Another order of axes. Leaves with other dimensions, such as step counts of an optimizer,
+    stay as they are."""
+
+    pattern: Pattern
+    axes: tuple[int, ...]
+
+    def apply(self, values: Values) -> Values:
+        def permuted(path: str, tensor: Arrangement) -> Arrangement:
+            return tensor.permute(self.axes) if len(tensor.shape) == len(self.axes) else tensor
+
+        return _changed(values, self._found(self.pattern, values), permuted)
+
+    def inverse(self) -> Rule:
+        back = tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
+        return Permute(self.pattern, back, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Crop(Rule):
+    """The first elements along an axis: a vocabulary without its padding."""
+
+    pattern: Pattern
+    size: int
+    axis: int = 0
+
+    def apply(self, values: Values) -> Values:
+        def cropped(path: str, tensor: Arrangement) -> Arrangement:
+            if self.axis >= len(tensor.shape):
+                return tensor
+            if tensor.shape[self.axis] < self.size:
+                _refuse(
+                    path, f"it has {tensor.shape[self.axis]} elements along axis {self.axis}, not {self.size}"
+                )
+            return tensor.take(self.axis, 0, self.size)
+
+        return _changed(values, self._found(self.pattern, values), cropped)
+
+    def inverse(self) -> Rule:
+        raise MisuseError(
+            f"the map's crop of `{self.pattern.text}` has no way back: what it cuts off is lost"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary(Rule):
+    """Another order of the rows of a head: rotated pairs side by side, or in two halves."""
+
+    pattern: Pattern
+    heads: int
+    to: Literal["halves", "pairs"]
+    axis: int = 0
+
+    def apply(self, values: Values) -> Values:
+        def moved(path: str, tensor: Arrangement) -> Arrangement:
+            if self.axis >= len(tensor.shape):
+                return tensor
+            rows, rest = divmod(tensor.shape[self.axis], self.heads)
+            if rest or rows % 2:
+                _refuse(path, f"{tensor.shape[self.axis]} rows are not {self.heads} heads of an even size")
+            half = rows // 2
+            parts = []
+            for head in range(0, self.heads * rows, rows):
+                if self.to == "halves":
+                    parts += [
+                        tensor.take(self.axis, head, half, 2),
+                        tensor.take(self.axis, head + 1, half, 2),
+                    ]
+                else:
+                    parts += [tensor.take(self.axis, head + i, 2, half) for i in range(half)]
+            return concat(parts, self.axis)
+
+        return _changed(values, self._found(self.pattern, values), moved)
+
+    def inverse(self) -> Rule:
+        back: Literal["halves", "pairs"] = "pairs" if self.to == "halves" else "halves"
+        return Rotary(self.pattern, self.heads, back, self.axis, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Tie(Rule):
+    """One more leaf with the value of another."""
+
+    pattern: Pattern
+    to: Pattern
+
+    def apply(self, values: Values) -> Values:
+        found = list(self._found(self.pattern, values))
+        after = dict(values)
+        for path, match in found:
+            name = match.around(self.to.fill(match.captures))
+            if name in after:
+                _refuse(name, f"the map ties it to `{path}`, and it is stored too")
+            after[name] = Tied(path)
+        return after
+
+    def inverse(self) -> Rule:
+        return Drop(self.to, optional=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Rule):
+    """Leaves that are left out."""
+
+    pattern: Pattern
+
+    def apply(self, values: Values) -> Values:
+        gone = {path for path, _ in self._found(self.pattern, values)}
+        for path, value in values.items():
+            if isinstance(value, Tied) and value.to in gone and path not in gone:
+                _refuse(path, f"it is tied to `{value.to}`, which the map drops")
+        return {path: value for path, value in values.items() if path not in gone}
+
+    def inverse(self) -> Rule:
+        raise MisuseError(f"the map's drop of `{self.pattern.text}` has no way back")
+
+
+def _add(made: _Made, path: str, value: Value, source: str) -> None:
+    """Adds a new leaf. Raises if its path is taken."""
+    if path in made:
+        _refuse(path, f"the map gives this path to `{made[path][1]}` and to `{source}`")
+    made[path] = value, source
+
+
+def _refuse(path: str, what: str) -> NoReturn:
+    error = MisuseError(f"{named(path)}: {what}")
+    error.leaf = path
+    raise error
+
+
+def _axis(axis: int, ndim: int) -> int:
+    return axis + ndim if axis < 0 else axis
+
+
+def _with_axis(values: Sequence[Value], axis: int) -> list[Arrangement] | None:
+    """The values as tensors, if all of them are and have that axis. Step counts of an optimizer do
+    not: the first of them stands for all."""
+    tensors = [
+        one for one in values if isinstance(one, Arrangement) and -len(one.shape) <= axis < len(one.shape)
+    ]
+    return tensors if len(tensors) == len(values) else None
+
+
+def _changed(
+    values: Values, found: Iterator[tuple[str, Match]], change: Callable[[str, Arrangement], Arrangement]
+) -> Values:
+    after = dict(values)
+    for path, _ in list(found):
+        value = after[path]
+        if isinstance(value, Arrangement):
+            after[path] = change(path, value)
+    return after
+
+
+def _replaced(values: Values, made: _Made, gone: Mapping[str, str]) -> Values:
+    """The leaves without those that are gone, and with those that are made, each in the place of
+    the leaf that it came from. ``gone`` has the new path of each, for what is tied to it."""
+    by_source: dict[str, list[str]] = {}
+    for path, (_, source) in made.items():
+        if path in values and path not in gone:
+            _refuse(path, f"the map gives this path to `{source}`, and another leaf has it")
+        by_source.setdefault(source, []).append(path)
+    after: Values = {}
+    for path, value in values.items():
+        for new in by_source.get(path, ()):
+            if new in after:
+                _refuse(new, f"the map gives this path to `{path}` and to another leaf")
+            after[new] = made[new][0]
+        if path not in gone:
+            after[path] = value
+    return {path: _retied(value, gone) for path, value in after.items()}
+
+
+def _retied(value: Value, gone: Mapping[str, str]) -> Value:
+    return Tied(gone[value.to]) if isinstance(value, Tied) and value.to in gone else value
+
+
+def _same_captures(one: Pattern, other: Pattern, what: str) -> None:
+    if set(one.captures) != set(other.captures):
+        raise MisuseError(
+            f"the map's {what} of `{one.text}` to `{other.text}` has no way back: the captures of the two differ"
+        )

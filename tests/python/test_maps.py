@@ -1,0 +1,277 @@
+"""A map shows a checkpoint under the names and in the shapes of another model, and back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stepwell as sw
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepwell.maps.arrangement import Arrangement, concat
+
+
+def arange(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
+def restored(path: Path, *rules: dict[str, object], **options: object) -> dict:
+    return sw.restore(path, map=rules, **options)
+
+
+@pytest.fixture
+def qkv(tmp_path: Path) -> Path:
+    """Query, key and value projections of two layers, with slots of an optimizer."""
+    state: dict = {"optimizer": {"state": {}}}
+    for layer in range(2):
+        for name, rows in (("q", 16), ("k", 8), ("v", 8)):
+            weight = arange(rows, 6) + 1000 * layer + 100 * ord(name)
+            state[f"layers.{layer}.{name}.weight"] = weight
+            slots = {"exp_avg": weight * 2, "step": np.array(7)}
+            state["optimizer"]["state"][f"layers.{layer}.{name}.weight"] = slots
+    sw.save(tmp_path / "qkv", state)
+    return tmp_path / "qkv"
+
+
+FUSE: dict[str, object] = {
+    "concat": ["layers.{i}.q.weight", "layers.{i}.k.weight", "layers.{i}.v.weight"],
+    "to": "layers.{i}.qkv.weight",
+    "groups": 4,
+    "sizes": [2, 1, 1],
+}
+
+
+def fused(state: dict, layer: int, slot: str | None = None) -> np.ndarray:
+    def of(name: str) -> np.ndarray:
+        key = f"layers.{layer}.{name}.weight"
+        return state[key] if slot is None else state["optimizer"]["state"][key][slot]
+
+    groups = [
+        (of("q")[4 * g : 4 * g + 4], of("k")[2 * g : 2 * g + 2], of("v")[2 * g : 2 * g + 2]) for g in range(4)
+    ]
+    return np.concatenate([part for group in groups for part in group])
+
+
+def test_projections_are_fused_by_groups_with_their_slots(qkv: Path) -> None:
+    plain, mapped = sw.restore(qkv), restored(qkv, FUSE)
+    for layer in range(2):
+        name = f"layers.{layer}.qkv.weight"
+        np.testing.assert_array_equal(mapped[name], fused(plain, layer))
+        slots = mapped["optimizer"]["state"][name]
+        np.testing.assert_array_equal(slots["exp_avg"], fused(plain, layer, "exp_avg"))
+        assert slots["step"] == 7
+    assert set(mapped) == {"layers.0.qkv.weight", "layers.1.qkv.weight", "optimizer"}
+
+
+def test_the_inverse_gives_the_same_back(qkv: Path, tmp_path: Path) -> None:
+    plain = sw.restore(qkv)
+    sw.save(tmp_path / "fused", restored(qkv, FUSE))
+    back = sw.restore(tmp_path / "fused", map=sw.maps.Map([FUSE]).inverse())
+    for name, value in plain.items():
+        if name != "optimizer":
+            np.testing.assert_array_equal(back[name], value)
+            np.testing.assert_array_equal(
+                back["optimizer"]["state"][name]["exp_avg"], plain["optimizer"]["state"][name]["exp_avg"]
+            )
+
+
+def test_a_mapped_restore_fills_a_model_in_place(qkv: Path) -> None:
+    model = {f"layers.{layer}.qkv.weight": np.zeros((32, 6), np.float32) for layer in range(2)}
+    kept = dict(model)
+    sw.restore(qkv, into=model, map=[FUSE])
+    for layer in range(2):
+        name = f"layers.{layer}.qkv.weight"
+        assert model[name] is kept[name]
+        np.testing.assert_array_equal(model[name], fused(sw.restore(qkv), layer))
+
+
+def test_layers_are_stacked_and_unstacked(tmp_path: Path) -> None:
+    state = {f"h.{i}.w": arange(3, 4) + i for i in range(12)}
+    sw.save(tmp_path / "many", state)
+    for axis in (0, 1, 2):
+        rule = {"stack": "h.{i}.w", "to": "h.w", "over": "i", "axis": axis}
+        stacked = restored(tmp_path / "many", rule)["h.w"]
+        np.testing.assert_array_equal(stacked, np.stack([state[f"h.{i}.w"] for i in range(12)], axis))
+        sw.save(tmp_path / f"one{axis}", {"h.w": stacked})
+        back = sw.restore(tmp_path / f"one{axis}", map=sw.maps.Map([rule]).inverse())
+        assert list(back) == list(state)
+        assert all((back[name] == state[name]).all() for name in state)
+
+
+def test_axes_rows_and_vocabularies_change(tmp_path: Path) -> None:
+    state = {"w": arange(2, 3, 4), "rows": arange(8, 5), "embed": arange(10, 2), "bias": arange(3)}
+    sw.save(tmp_path / "c", state)
+    rules: list[dict[str, object]] = [
+        {"permute": "w", "axes": [2, 0, 1]},
+        {"rotary": "rows", "heads": 2, "to": "halves"},
+        {"crop": "embed", "size": 7},
+    ]
+    mapped = restored(tmp_path / "c", *rules)
+    np.testing.assert_array_equal(mapped["w"], state["w"].transpose(2, 0, 1))
+    halves = state["rows"].reshape(2, 2, 2, 5).transpose(0, 2, 1, 3).reshape(8, 5)
+    np.testing.assert_array_equal(mapped["rows"], halves)
+    np.testing.assert_array_equal(mapped["embed"], state["embed"][:7])
+    np.testing.assert_array_equal(mapped["bias"], state["bias"])
+    both = [*rules[:2], *({**rule} for rule in ({"rotary": "rows", "heads": 2, "to": "pairs"},))]
+    np.testing.assert_array_equal(restored(tmp_path / "c", *both)["rows"], state["rows"])
+
+
+def test_names_lists_and_objects_are_kept(tmp_path: Path) -> None:
+    state = {"a": {"list": [arange(2), 3, {"x": (1.5, arange(1))}], "empty": {}}, "b": "text"}
+    sw.save(tmp_path / "c", state)
+    mapped = restored(tmp_path / "c", {"rename": "a", "to": "moved/here"}, {"rename": "b", "to": "c"})
+    assert mapped["moved"]["here"]["list"][1] == 3
+    assert mapped["moved"]["here"]["list"][2]["x"][0] == 1.5
+    assert mapped["c"] == "text"
+    assert set(mapped) == {"moved", "c", "a"}
+    assert mapped["a"] == {"empty": {}}
+    alone = restored(tmp_path / "c", {"rename": "a/list", "to": "list"})
+    assert isinstance(alone["list"], list)
+    assert isinstance(alone["list"][2]["x"], tuple)
+
+
+def test_ties_stay_and_are_added(tmp_path: Path) -> None:
+    shared = arange(4, 4)
+    sw.save(tmp_path / "c", {"embed": shared, "head": shared, "other": arange(2)})
+    mapped = restored(tmp_path / "c", {"rename": "embed", "to": "wte"}, {"tie": "other", "to": "copy"})
+    assert mapped["wte"] is mapped["head"]
+    assert mapped["other"] is mapped["copy"]
+
+
+def test_foreign_files_are_mapped_too(tmp_path: Path) -> None:
+    numpy_file = pytest.importorskip("safetensors.numpy")
+    state = {f"h.{i}.w": arange(3, 2) * i for i in range(3)}
+    numpy_file.save_file(state, tmp_path / "model.safetensors")
+    rule = {"stack": "h.{i}.w", "to": "h", "over": "i"}
+    with sw.open(tmp_path / "model.safetensors", map=[rule]) as checkpoint:
+        np.testing.assert_array_equal(checkpoint["h"][1:, 2], np.stack(list(state.values()))[1:, 2])
+
+
+def test_a_map_is_read_from_toml(qkv: Path, tmp_path: Path) -> None:
+    file = tmp_path / "map.toml"
+    file.write_text(
+        '[[rule]]\nconcat = ["layers.{i}.q.weight", "layers.{i}.k.weight"]\nto = "layers.{i}.qk"\n'
+        '[[rule]]\ndrop = "optimizer{rest...}"\n'
+    )
+    state = sw.restore(qkv)
+    mapped = sw.restore(qkv, map=file)
+    both = np.concatenate([state["layers.1.q.weight"], state["layers.1.k.weight"]])
+    np.testing.assert_array_equal(mapped["layers.1.qk"], both)
+    assert "optimizer" not in mapped
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "is no file"),
+        ("[[rule", "no valid TOML"),
+        ("[map]\n", "[[rule]] tables were expected, not map"),
+    ],
+)
+def test_a_file_that_is_no_map_is_refused(qkv: Path, tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "map.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(sw.MisuseError, match=re.escape(says)):
+        sw.restore(qkv, map=file)
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (
+            {"rename": "layer.{i}.q.weight", "to": "x"},
+            "matches no leaf; near it are layers.1.q.weight, layers.0.q.weight",
+        ),
+        ({"rename": "layers.{i}.q.weight", "to": "q"}, "and to `optimizer/state/layers.1.q.weight/exp_avg`"),
+        ({"rename": "layers.0.q.weight", "to": "layers.0.k.weight"}, "another leaf has it"),
+        (
+            {"concat": ["layers.{i}.q.weight", "layers.0.k.weight"], "to": "x.{i}"},
+            "which `layers.0.k.weight` lacks",
+        ),
+        ({**FUSE, "groups": 3}, "16 elements are not 3 groups"),
+        (
+            {"concat": ["layers.{i}.q.weight", "layers.{i}.v.weight"], "to": "{i}", "axis": 1},
+            "differ beside axis 1",
+        ),
+        ({"split": "layers.{i}.q.weight", "to": ["a.{i}", "b.{i}"], "sizes": [2, 1]}, "shares [2, 1]"),
+        ({"split": "layers.{i}.q.weight", "to": ["a.{i}"], "sizes": [2, 1]}, "2 sizes for 1 parts"),
+        ({"stack": "layers.{i}.{n}.weight", "to": "{n}", "over": "n"}, "{n} is a capture of `stack`"),
+        ({"stack": "layers.{i}.{n}.weight", "to": "{i}", "over": "n"}, "{n} is 'q', not a number"),
+        ({"unstack": "layers.{i}.q.weight", "to": "{i}.{n}", "over": "n", "axis": 2}, "has no axis 2"),
+        ({"crop": "layers.{i}.q.weight", "size": 17}, "16 elements along axis 0, not 17"),
+        ({"rotary": "layers.{i}.q.weight", "heads": 3, "to": "pairs"}, "not 3 heads"),
+        ({"permute": "layers.{i}.q.weight", "axes": [0, 2]}, "`axes` cannot be"),
+        ({"renam": "a", "to": "b"}, "did you mean rename?"),
+        ({"rename": "a", "drop": "b"}, "has 2 operations"),
+        ({"rename": "layers.0.q.weight", "to": "a", "axis": 0}, "`axis` is not known here"),
+        ({"drop": 3}, "`drop` cannot be"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_named(qkv: Path, rule: dict[str, object], says: str) -> None:
+    with pytest.raises(sw.MisuseError, match=re.escape(says)):
+        restored(qkv, rule)
+
+
+def test_rules_without_a_way_back_say_so() -> None:
+    for rule in (
+        {"concat": ["a", "b"], "to": "c"},
+        {"crop": "a", "size": 3},
+        {"drop": "a"},
+        {"rename": "a.{i}.{j}", "to": "b.{i}"},
+    ):
+        with pytest.raises(sw.MisuseError, match="no way back"):
+            sw.maps.Map([rule]).inverse()
+
+
+def test_a_plan_and_verify_know_mapped_checkpoints(qkv: Path) -> None:
+    with sw.open(qkv, map=[FUSE]) as checkpoint:
+        assert checkpoint.verify().ok
+        plan = checkpoint.plan(like={"layers.0.qkv.weight": sw.AS_STORED})
+        assert plan.nbytes == 32 * 6 * 4
+
+
+sizes = st.integers(1, 5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_arrangements_are_what_numpy_makes(data: st.DataObject) -> None:
+    """Random slices, permutations, new axes and concatenations of stored tensors."""
+    stored = [data.draw(st.tuples(sizes, sizes, sizes)) for _ in range(2)]
+    values = [arange(*shape, dtype="int64") + 1000 * leaf for leaf, shape in enumerate(stored)]
+    pairs = [(Arrangement.whole(leaf, "int64", shape), values[leaf]) for leaf, shape in enumerate(stored)]
+    for _ in range(data.draw(st.integers(0, 6))):
+        arrangement, value = data.draw(st.sampled_from(pairs))
+        axis = data.draw(st.integers(0, value.ndim - 1)) if value.ndim else None
+        operation = data.draw(st.sampled_from(["take", "permute", "insert", "select", "concat"]))
+        if axis is None or operation == "insert":
+            pairs.append((arrangement.insert(0), value[np.newaxis]))
+        elif operation == "take":
+            step, start = data.draw(st.integers(1, 3)), data.draw(st.integers(0, value.shape[axis] - 1))
+            count = data.draw(st.integers(1, -(-(value.shape[axis] - start) // step)))
+            numbers = range(start, start + count * step, step)
+            pairs.append((arrangement.take(axis, start, count, step), value.take(numbers, axis)))
+        elif operation == "permute":
+            order = data.draw(st.permutations(range(value.ndim)))
+            pairs.append((arrangement.permute(order), value.transpose(order)))
+        elif operation == "select":
+            at = data.draw(st.integers(0, value.shape[axis] - 1))
+            pairs.append((arrangement.select(axis, at), value.take(at, axis)))
+        else:
+            pairs.append((concat([arrangement, arrangement], axis), np.concatenate([value, value], axis)))
+    for arrangement, value in pairs:
+        assert arrangement.shape == value.shape
+        found = np.full(value.shape, -1)
+        for piece in arrangement.pieces:
+            for place in np.ndindex(*piece.extent):
+                at = list(piece.first)
+                for (axis_of, step), number in zip(piece.axes, place, strict=True):
+                    if axis_of is not None:
+                        at[axis_of] += step * number
+                target = tuple(first + number for first, number in zip(piece.start, place, strict=True))
+                assert found[target] == -1
+                found[target] = values[piece.leaf][tuple(at)]
+        np.testing.assert_array_equal(found, value)
