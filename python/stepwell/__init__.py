@@ -45,7 +45,6 @@ if _typing.TYPE_CHECKING:
     from ._options import Options, StepName
     from ._policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
     from ._repair import repair
-    from ._restore.plan import RestorePlan
     from ._restore.report import RestoreReport
     from ._retention import (
         Retention,
@@ -69,7 +68,7 @@ if _typing.TYPE_CHECKING:
         watch,
     )
     from ._singular import open as open
-    from ._state.registry import StoredEnum, register
+    from ._state.registry import register
     from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
     from ._steps import inspect
 
@@ -81,12 +80,11 @@ _MODULES = {
     "_options": "Options StepName",
     "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
     "_repair": "repair",
-    "_restore.plan": "RestorePlan",
     "_restore.report": "RestoreReport",
     "_retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
     "_save_result": "Save",
     "_singular": "add_metrics engine_info metadata open restore restore_async save save_async verify watch",
-    "_state.registry": "StoredEnum register",
+    "_state.registry": "register",
     "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
     "_steps": "inspect",
 }
@@ -142,7 +140,6 @@ __all__ = [
     "PerRank",
     "RankFailed",
     "Replicated",
-    "RestorePlan",
     "RestoreReport",
     "Retention",
     "Save",
@@ -154,7 +151,6 @@ __all__ = [
     "StepOrder",
     "StepwellError",
     "StorageError",
-    "StoredEnum",
     "UnsupportedLeaf",
     "__version__",
     "add_metrics",

@@ -26,6 +26,7 @@ from ._restore.report import (
 )
 from ._retention import RetentionDecision
 from ._save_result import Save, SaveStats
+from ._state.registry import StoredEnum
 from ._steps import ItemInfo, StepInfo
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "SaveStats",
     "StepInfo",
     "StoredChunk",
+    "StoredEnum",
     "StoredNode",
     "Subtree",
     "UnexpectedLeaf",

@@ -206,7 +206,7 @@ def test_named_fields_come_back_without_and_with_their_classes(tmp_path: Path) -
 def test_enum_members_come_back_by_name(tmp_path: Path) -> None:
     state = {"c": Color.BLUE, "b": Bits.A | Bits.B, "many": [Color.RED, Color.BLUE]}
     back = round_trip(tmp_path, state)
-    assert back["c"] == sw.StoredEnum(f"{Color.__module__}.Color", ("BLUE",))
+    assert back["c"] == sw.results.StoredEnum(f"{Color.__module__}.Color", ("BLUE",))
     assert sw.restore(tmp_path / "c", like={"c": Color.RED, "b": Bits.A, "many": [Color.RED]}) == state
     assert same(round_trip(tmp_path, back), back)
 

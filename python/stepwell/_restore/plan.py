@@ -12,7 +12,6 @@ from .. import _core
 from .._distributed.agreement import Unasked
 from .._manifest import ManifestItem
 from .._paths import printable, render
-from .._public import public
 from .._state.specs import AS_STORED
 from . import collector as collecting
 from . import template
@@ -44,7 +43,6 @@ class ItemPlan:
     files: list[str] = field(default_factory=list)
 
 
-@public
 @final
 @dataclass(slots=True)
 class RestorePlan:

@@ -112,7 +112,6 @@ def is_namedtuple_class(cls: type) -> TypeGuard[type[_NamedTuple]]:
     )
 
 
-@public
 @final
 @dataclass(frozen=True, slots=True)
 class StoredEnum:
