@@ -9,6 +9,7 @@
 //! | [`manager`] | the manager of one root |
 //! | [`singular`] | one state under one path |
 //! | [`copy`] | verified copies of checkpoints |
+//! | [`convert`] | files of other formats, made from checkpoints |
 //! | [`Reader`], [`checkpoint`] | files opened for reading; one step, leased |
 //! | [`save`] | one save: its preparation, its run, its handle |
 //! | [`state`] [`options`] [`environment`] | the inputs |
@@ -21,6 +22,7 @@
 pub mod checkpoint;
 pub mod commit;
 mod control;
+pub mod convert;
 pub mod coordination;
 pub mod copy;
 mod delete_tree;

@@ -8,6 +8,7 @@
 //! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types and what it does by path, as Python sees them |
 //! | [`matching`] [`options`] | what is asked of them, and what they answer |
+//! | [`convert`] | conversions into files of other formats, which the package plans |
 //! | [`foreign`] | bytes of other libraries' files, for the package's format modules |
 //! | [`state`] | a flattened state between its walk and its capture |
 //! | [`board`] | what carries the messages of several processes, where that is Python's |
@@ -19,6 +20,7 @@ use pyo3::prelude::*;
 mod arrays;
 mod board;
 mod checkpoint;
+mod convert;
 mod errors;
 mod events;
 mod flatten;
@@ -48,6 +50,8 @@ mod _core {
     use crate::board::Board;
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
+    #[pymodule_export]
+    use crate::convert::{Conversion, compare_tensors};
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]

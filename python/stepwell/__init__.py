@@ -41,6 +41,7 @@ from .errors import (
 if _typing.TYPE_CHECKING:
     from . import coordinators, events, maps, providers, results, sharding
     from ._checkpoint import Checkpoint, Metadata
+    from ._convert import convert, export
     from ._manager import CheckpointManager
     from ._options import Options, StepName
     from ._policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
@@ -76,6 +77,7 @@ if _typing.TYPE_CHECKING:
 #: importing the package costs almost nothing.
 _MODULES = {
     "_checkpoint": "Checkpoint Metadata",
+    "_convert": "convert export",
     "_manager": "CheckpointManager",
     "_options": "Options StepName",
     "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
@@ -155,12 +157,14 @@ __all__ = [
     "__version__",
     "add_metrics",
     "at_steps",
+    "convert",
     "coordinators",
     "engine_info",
     "errors",
     "events",
     "every_seconds",
     "every_steps",
+    "export",
     "inspect",
     "keep_all",
     "keep_best",

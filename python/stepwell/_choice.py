@@ -11,7 +11,7 @@ from ._types import Metrics
 from .errors import MisuseError
 
 #: The dtypes that the engine casts between.
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def choice_of(include: Globs, exclude: Globs, cast: object) -> _core._Choice:
@@ -23,9 +23,9 @@ def choice_of(include: Globs, exclude: Globs, cast: object) -> _core._Choice:
 
 def _float(dtype: object) -> str:
     name = storable_dtype(dtype)
-    if name not in _FLOATS:
+    if name not in FLOATS:
         raise MisuseError(
-            f"cast= of a save takes {', '.join(_FLOATS)} or {{glob: one of them}}, not {shown(dtype)}"
+            f"cast= of a save takes {', '.join(FLOATS)} or {{glob: one of them}}, not {shown(dtype)}"
         )
     return name
 

@@ -18,6 +18,7 @@ __all__ = [
     "VERSION",
     "Board",
     "Checkpoint",
+    "Conversion",
     "Events",
     "Held",
     "Manager",
@@ -27,6 +28,7 @@ __all__ = [
     "Turn",
     "add_metrics",
     "array_type",
+    "compare_tensors",
     "covers",
     "cuda",
     "dtype_names",
@@ -301,6 +303,38 @@ def safetensors_header(
 _ZipMember = tuple[str, str, int, int, int, int]
 
 def zip_members(path: _Path) -> list[_ZipMember]: ...
+
+#: Offset, length, and one of: bytes, a tensor as leaf and dtype, the first and the last piece of a
+#: checksum.
+_PieceRow = tuple[int, int, bytes | None, tuple[int, str] | None, tuple[int, int] | None]
+#: Name, length, pieces.
+_FileRow = tuple[str, int, list[_PieceRow]]
+
+@final
+class Conversion:
+    def __new__(
+        cls,
+        source: Checkpoint,
+        path: _Path,
+        is_directory: bool,
+        files: list[_FileRow],
+        digest: bytes,
+        budget_bytes: int,
+        window_bytes: int,
+        journal_bytes: int,
+    ) -> Conversion: ...
+    def resumed_bytes(self) -> int: ...
+    def partial(self) -> str: ...
+    def write(self, source: Checkpoint, progress: Callable[[int, int], object] | None = None) -> None: ...
+    def publish(self) -> None: ...
+    def discard(self) -> None: ...
+
+def compare_tensors(
+    source: Checkpoint,
+    made: Checkpoint,
+    pairs: Sequence[tuple[int, int, str]],
+    progress: Callable[[int, int], object] | None = None,
+) -> list[int]: ...
 
 @final
 class Checkpoint:

@@ -5,6 +5,7 @@ from ._attached import Attached
 from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
 from ._contents import StoredChunk, StoredNode
+from ._convert import ConversionResult
 from ._holds import Hold, Rewound
 from ._manifest import Manifest
 from ._repair import RepairedIndex, RepairReport
@@ -35,6 +36,7 @@ __all__ = [
     "CastLeaf",
     "Checkpoint",
     "Collision",
+    "ConversionResult",
     "Damage",
     "Hold",
     "IdleRename",

@@ -269,6 +269,7 @@ fn nothing_outside_core_io_opens_a_data_file() {
             let may = [
                 "core/src/load/",
                 "core/src/save/",
+                "manager/src/convert/",
                 "manager/src/copy.rs:",
                 "manager/src/foreign.rs:",
                 "manager/src/stored_index.rs:",

@@ -20,6 +20,22 @@ pub fn crc32c_of_both(first: u32, second: u32, second_length: u64) -> u32 {
     both as u32
 }
 
+/// CRC-32 of `bytes` as zip archives have it.
+pub fn crc32(bytes: &[u8]) -> u32 {
+    crc_fast::crc32_iso_hdlc(bytes)
+}
+
+/// The [`crc32`] of bytes that are known in two parts: those of both, and how long the second is.
+pub fn crc32_of_both(first: u32, second: u32, second_length: u64) -> u32 {
+    let both = crc_fast::checksum_combine(
+        crc_fast::CrcAlgorithm::Crc32IsoHdlc,
+        u64::from(first),
+        u64::from(second),
+        second_length,
+    );
+    both as u32
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -30,6 +46,7 @@ mod tests {
         for cut in [0, 1, 7, 500, 999, 1000] {
             let (first, second) = bytes.split_at(cut);
             assert_eq!(crc32c_of_both(crc32c(first), crc32c(second), second.len() as u64), crc32c(&bytes));
+            assert_eq!(crc32_of_both(crc32(first), crc32(second), second.len() as u64), crc32(&bytes));
         }
     }
 
@@ -39,6 +56,12 @@ mod tests {
         assert_eq!(crc32c(&[0; 32]), 0x8A91_36AA);
         assert_eq!(crc32c(&[0xFF; 32]), 0x62A8_AB43);
         assert_eq!(crc32c(b""), 0);
+    }
+
+    #[test]
+    fn the_checksum_of_zip_archives_is_that_of_its_specification() {
+        assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
+        assert_eq!(crc32(b""), 0);
     }
 
     #[test]

@@ -176,6 +176,10 @@ impl Dir for RecordingDir {
         self.change(&[from, to], || self.dir.take_over(from, to, len_hint))
     }
 
+    fn overwrite_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
+        self.change(&[name], || self.dir.overwrite_file(name, len_hint))
+    }
+
     fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
         self.change(&[name], || self.dir.extend_file(name, len))
     }

@@ -190,6 +190,10 @@ pub trait Dir: Send + Sync {
         Ok(None)
     }
 
+    /// Opens an existing file for writing over its content, for direct I/O if this engine uses it.
+    /// `len_hint` as in [`Dir::create_file`]; the content stays.
+    fn overwrite_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>>;
+
     /// Opens a file for writing as [`Dir::create_file`] does, creates it if needed, and adds `len`
     /// bytes at its end. Returns the file and the offset of those bytes, a multiple of
     /// [`SECTION_ALIGNMENT`]. Callers exclude each other by a lock on the file.

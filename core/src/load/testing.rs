@@ -127,6 +127,9 @@ impl Dir for MemoryDisk {
     fn create_file(&self, _: &str, _: u64) -> Result<Arc<dyn File>> {
         unsupported()
     }
+    fn overwrite_file(&self, _: &str, _: u64) -> Result<Arc<dyn File>> {
+        unsupported()
+    }
     fn extend_file(&self, _: &str, _: u64) -> Result<(Arc<dyn File>, u64)> {
         unsupported()
     }

@@ -26,12 +26,10 @@ impl CastProvider {
     /// A provider of the same array in dtype `to`. `leaf` names it in errors. An error is a
     /// sentence for the user.
     pub fn new(inner: Arc<dyn StateProvider>, from: Dtype, to: Dtype, leaf: &str) -> Result<Self, String> {
-        for dtype in [from, to] {
-            if layout(dtype).is_none() {
-                return Err(format!(
-                    "a save casts between float16, bfloat16, float32 and float64, not {from} to {to}"
-                ));
-            }
+        if !can_cast(from, to) {
+            return Err(format!(
+                "a save casts between float16, bfloat16, float32 and float64, not {from} to {to}"
+            ));
         }
         let mut on_device = false;
         inner.queues(&mut |_| on_device = true);
@@ -103,8 +101,13 @@ fn layout(dtype: Dtype) -> Option<(u32, u32)> {
     }
 }
 
+/// True if [`cast`] knows both dtypes.
+pub fn can_cast(from: Dtype, to: Dtype) -> bool {
+    layout(from).is_some() && layout(to).is_some()
+}
+
 /// Casts elements. `false`: a finite value became infinite.
-fn cast(from: Dtype, to: Dtype, source: &[u8], out: &mut [u8]) -> bool {
+pub fn cast(from: Dtype, to: Dtype, source: &[u8], out: &mut [u8]) -> bool {
     match from {
         Dtype::Float16 => cast_from(source, |bits| widen(u16::from_le_bytes(bits), 5, 10), to, out),
         Dtype::Bfloat16 => {

@@ -15,7 +15,7 @@ use crate::Result;
 use crate::region::Region;
 use crate::staging::{CopyQueue, Filling, Slot};
 
-pub use cast::CastProvider;
+pub use cast::{CastProvider, can_cast, cast};
 pub use device::DeviceProvider;
 pub use host::HostProvider;
 pub use sharded::ShardedProvider;

@@ -18,6 +18,7 @@ COMMANDS = {
     "repair": ("repair", "Rebuild a lost or damaged index from the data files."),
     "plan": ("plan", "Show what a restore would read and do."),
     "cp": ("cp", "Copy a checkpoint to another path or root, and verify the copy."),
+    "convert": ("convert", "Write a checkpoint in another format."),
     "prune": ("prune", "Apply retention to a root, once."),
     "rm": ("rm", "Delete steps or a branch."),
     "rewind": ("rewind", "Move the steps after STEP into a branch."),

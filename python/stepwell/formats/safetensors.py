@@ -21,7 +21,8 @@ _INDEX = ".safetensors.index.json"
 #: The longest index that is read.
 _MAX_INDEX_BYTES = 256 << 20
 
-_DTYPES = {
+#: The dtypes of the format, by the names that numpy and ml_dtypes give them.
+DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -123,7 +124,7 @@ def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
     found: dict[str, Tensor | Opaque] = {}
     for name, dtype, sizes, offset, nbytes in tensors:
         shape = tuple(sizes)
-        known = _DTYPES.get(dtype)
+        known = DTYPES.get(dtype)
         if known is None:
             found[name] = Opaque(f"{dtype}{list(shape)}")
         else:

@@ -132,6 +132,10 @@ impl Dir for ForgetfulDir {
         Ok(self.mind.file(self.inner.create_file(name, len_hint)?))
     }
 
+    fn overwrite_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
+        Ok(self.mind.file(self.inner.overwrite_file(name, len_hint)?))
+    }
+
     fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
         let (file, first) = self.inner.extend_file(name, len)?;
         Ok((self.mind.file(file), first))

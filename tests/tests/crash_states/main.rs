@@ -7,6 +7,7 @@
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
 
 mod changes;
+mod conversions;
 mod copies;
 mod failures;
 mod kills;

@@ -275,6 +275,15 @@ impl Dir for PosixDir {
         file.map(|_| None)
     }
 
+    fn overwrite_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
+        let fd = self.open(name, OFlags::RDWR | OFlags::NONBLOCK)?;
+        let file = PosixFile::adopt(fd, self.path.join(name), &self.settings)?;
+        if len_hint > 0 {
+            file.preallocate(len_hint)?;
+        }
+        Ok(Arc::new(file))
+    }
+
     fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
         let (flags, mode) = (OFlags::RDWR | OFlags::CREATE, Mode::from_raw_mode(0o666));
         let fd = open_beneath(self.fd()?, name, flags, mode).map_err(self.failed("open", name))?;

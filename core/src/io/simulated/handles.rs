@@ -179,6 +179,15 @@ impl Dir for SimDir {
         Ok(Some(file))
     }
 
+    fn overwrite_file(&self, name: &str, len_hint: u64) -> Result<Arc<dyn File>> {
+        let file = self.open_as(name, Access::Write)?;
+        if file.len()? < len_hint {
+            let extend = |world: &mut World| world.set_len(file.0.ino, len_hint);
+            self.context().perform(OperationKind::Allocate, "allocate", &file.0.path, extend)?;
+        }
+        Ok(file)
+    }
+
     fn extend_file(&self, name: &str, len: u64) -> Result<(Arc<dyn File>, u64)> {
         let file = match self.create(name) {
             Err(error) if error.already_exists() => self.open_as(name, Access::Write)?,

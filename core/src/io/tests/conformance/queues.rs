@@ -17,6 +17,7 @@ pub(super) const CHECKS: &[(&str, Check)] = &[
     ("reads-are-short-only-at-the-end", reads_are_short_only_at_the_end),
     ("a-padded-tail-is-cut", a_padded_tail_is_cut),
     ("a-file-that-nobody-has-is-taken-over", a_file_that_nobody_has_is_taken_over),
+    ("an-existing-file-is-overwritten", an_existing_file_is_opened_for_writing_over_its_content),
     ("sections-of-a-file-are-files", sections_of_a_file_are_files),
     ("read-at-takes-any-offset", read_at_takes_any_offset),
     ("cutting-and-growing-leaves-zeros", cutting_and_growing_leaves_zeros),
@@ -163,6 +164,20 @@ fn a_file_that_nobody_has_is_taken_over(scene: &Scene<'_>) {
     assert!(dir.take_over("a/missing", "a/new", 0).is_err_and(|error| error.is_not_found()));
     assert_eq!(dir.read_file("b/g", 1 << 20).unwrap(), now);
     assert_eq!(dir.read_file("a/f", 16).unwrap(), b"there");
+}
+
+fn an_existing_file_is_opened_for_writing_over_its_content(scene: &Scene<'_>) {
+    let dir = &scene.dir;
+    assert!(dir.overwrite_file("f", 0).is_err_and(|error| error.is_not_found()));
+    drop(scene.data_file("f", &[1; 3 * BLOCK]));
+    let file = dir.overwrite_file("f", 4 * BLOCK as u64).unwrap();
+    assert_eq!(file.len().unwrap(), 4 * BLOCK as u64);
+    let mut queue = scene.disk.queue(4).unwrap();
+    write(&mut *queue, &file, BLOCK, &[2; BLOCK]);
+    file.sync().unwrap();
+    drop((file, queue));
+    let now = [[1; BLOCK], [2; BLOCK], [1; BLOCK], [0; BLOCK]].concat();
+    assert_eq!(dir.read_file("f", 1 << 20).unwrap(), now);
 }
 
 fn sections_of_a_file_are_files(scene: &Scene<'_>) {

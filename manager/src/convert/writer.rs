@@ -1,0 +1,179 @@
+//! The thread that writes windows. It makes them durable from time to time, and then records them
+//! in the journal.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, TryRecvError};
+
+use stepwell_core::io::{Dir, Disk, File, Queue, Transfer};
+use stepwell_core::sys::Buffer;
+
+use super::checksums::PieceSum;
+use super::journal::Journal;
+use super::windows::{OutputWindow, WINDOW_ALIGNMENT};
+use crate::error::{Error, Result};
+
+/// Writes in flight. Windows are large: more are not faster.
+const QUEUE_DEPTH: usize = 4;
+/// How long a write may take.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// A window with its bytes.
+pub(super) struct FilledWindow {
+    pub window: OutputWindow,
+    pub buffer: Buffer,
+    /// Sums of pieces that it has changed.
+    pub sums: Vec<PieceSum>,
+}
+
+/// A file to write, by its name in the directory of the output.
+pub(super) struct OutputFile {
+    pub name: String,
+    pub length: u64,
+}
+
+/// See the module documentation.
+pub(super) struct WindowWriter {
+    pub disk: Arc<dyn Disk>,
+    pub dir: Arc<dyn Dir>,
+    pub files: Vec<OutputFile>,
+    pub journal: Journal,
+    /// Bytes between two records of the journal.
+    pub journal_bytes: u64,
+    /// Written bytes, for progress.
+    pub written: Arc<AtomicU64>,
+    /// True if windows that have come are not written any more.
+    pub stop: Arc<AtomicBool>,
+    /// Returns the memory of written windows.
+    pub free: Sender<Buffer>,
+}
+
+/// The state between two records of the journal.
+struct Unrecorded {
+    queue: Box<dyn Queue>,
+    /// The file of the last window.
+    file: Option<(usize, Arc<dyn File>)>,
+    /// Windows that were submitted, all files together.
+    finished: u64,
+    bytes: u64,
+    sums: Vec<PieceSum>,
+    /// True if a file was created.
+    created: bool,
+}
+
+impl WindowWriter {
+    /// Writes windows until no more come.
+    pub(super) fn run(mut self, windows: &Receiver<FilledWindow>) -> Result<()> {
+        let mut at = Unrecorded {
+            queue: self.disk.queue(QUEUE_DEPTH)?,
+            file: None,
+            finished: 0,
+            bytes: 0,
+            sums: Vec::new(),
+            created: false,
+        };
+        while let Some(FilledWindow { window, buffer, sums }) = self.next(&mut *at.queue, windows)? {
+            let file = self.open(&mut at, &window)?;
+            at.sums.extend(sums);
+            at.finished = window.number + 1;
+            at.bytes += window.len as u64;
+            let len = window.len.next_multiple_of(WINDOW_ALIGNMENT as usize);
+            while at.queue.in_flight() >= QUEUE_DEPTH {
+                self.complete(&mut *at.queue)?;
+            }
+            at.queue.submit(Transfer::Write, &file, window.offset, len, buffer, window.len as u64);
+            if at.bytes >= self.journal_bytes {
+                self.record(&mut at)?;
+            }
+        }
+        self.finish_file(&mut at)?;
+        if at.bytes > 0 { self.record(&mut at) } else { Ok(()) }
+    }
+
+    /// Returns the next window. Until it comes, the memory of finished writes is returned: the
+    /// reader may need it. `None`: no more come, or none is wanted.
+    fn next(&self, queue: &mut dyn Queue, windows: &Receiver<FilledWindow>) -> Result<Option<FilledWindow>> {
+        loop {
+            if self.stop.load(Ordering::Relaxed) {
+                return Ok(None);
+            }
+            match windows.try_recv() {
+                Ok(window) => return Ok(Some(window)),
+                Err(TryRecvError::Disconnected) => return Ok(None),
+                Err(TryRecvError::Empty) if queue.in_flight() == 0 => return Ok(windows.recv().ok()),
+                Err(TryRecvError::Empty) => self.complete(queue)?,
+            }
+        }
+    }
+
+    /// Returns the open file of a window.
+    fn open(&self, at: &mut Unrecorded, window: &OutputWindow) -> Result<Arc<dyn File>> {
+        if let Some((number, file)) = &at.file
+            && *number == window.file
+        {
+            return Ok(Arc::clone(file));
+        }
+        self.finish_file(at)?;
+        let Some(planned) = self.files.get(window.file) else {
+            return Err(Error::internal("a planned file", format!("file {}", window.file)));
+        };
+        let length = planned.length.next_multiple_of(WINDOW_ALIGNMENT);
+        let file = match self.dir.overwrite_file(&planned.name, length) {
+            Err(error) if error.is_not_found() => {
+                at.created = true;
+                self.dir.create_file(&planned.name, length)?
+            }
+            opened => opened?,
+        };
+        at.file = Some((window.file, Arc::clone(&file)));
+        Ok(file)
+    }
+
+    /// Waits for one write, and returns its memory.
+    fn complete(&self, queue: &mut dyn Queue) -> Result<()> {
+        let Some(completion) = queue.complete(WRITE_TIMEOUT) else {
+            let waited_for = format!("a write below {}", self.dir.path().display());
+            return Err(Error::Timeout { waited_for, waited: WRITE_TIMEOUT });
+        };
+        completion.result?;
+        self.written.fetch_add(completion.token, Ordering::Relaxed);
+        // Nobody waits for it at the end.
+        let _ = self.free.send(completion.buffer);
+        Ok(())
+    }
+
+    /// Gives a file whose windows have all come its length, and makes it durable.
+    fn finish_file(&self, at: &mut Unrecorded) -> Result<()> {
+        while at.queue.in_flight() > 0 {
+            self.complete(&mut *at.queue)?;
+        }
+        if let Some((number, file)) = at.file.take() {
+            // Of a file that is not complete, only what was allocated behind its end goes.
+            if let Some(planned) = self.files.get(number)
+                && file.len()? > planned.length
+            {
+                file.set_len(planned.length)?;
+            }
+            file.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Makes all windows durable and records them.
+    fn record(&mut self, at: &mut Unrecorded) -> Result<()> {
+        while at.queue.in_flight() > 0 {
+            self.complete(&mut *at.queue)?;
+        }
+        if let Some((_, file)) = &at.file {
+            file.sync()?;
+        }
+        if std::mem::take(&mut at.created) {
+            self.dir.sync()?;
+        }
+        self.journal.append(at.finished, &std::mem::take(&mut at.sums))?;
+        at.bytes = 0;
+        Ok(())
+    }
+}

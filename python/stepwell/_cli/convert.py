@@ -1,0 +1,104 @@
+"""``stepwell convert``: write a checkpoint in another format."""
+
+from __future__ import annotations
+
+import click
+
+import stepwell as sw
+
+from .command import command
+from .output import FINE, Output, count, fields_of, safe, size
+from .progress import progress
+from .targets import TARGET, Target
+
+#: Names that are shown of a list.
+_SHOWN = 4
+
+
+@command("convert")
+@click.argument("source", type=TARGET)
+@click.argument("destination")
+@click.option("--to", required=True, metavar="FORMAT", help="The format: safetensors.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Write only these leaves. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable.")
+@click.option(
+    "--subtree", default="", metavar="PATH", help="Write what is below PATH, with names relative to it."
+)
+@click.option("--cast", metavar="DTYPE", help="The dtype of floating-point tensors in the output.")
+@click.option(
+    "--objects",
+    type=click.Choice(["error", "skip"]),
+    default="error",
+    help="For leaves that the format cannot hold: an error (the default), or leave them out.",
+)
+@click.option("--shard-size", metavar="SIZE", help="The most bytes of a file in a directory (default 5GB).")
+@click.option("--verify", is_flag=True, help="Read the output back and compare it with the source.")
+@click.option("--dry-run", is_flag=True, help="Show the files that would be written.")
+def convert(
+    out: Output,
+    source: Target,
+    destination: str,
+    to: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    subtree: str,
+    cast: str | None,
+    objects: str,
+    shard_size: str | None,
+    verify: bool,
+    dry_run: bool,
+) -> int:
+    """Write the checkpoint SOURCE (a path, or ROOT@STEP) to DESTINATION in another format.
+
+    SOURCE may also be a checkpoint of another library. DESTINATION is a free path. It appears whole
+    and durable, or not at all. After an interrupt, the same command goes on where it was.
+    """
+    try:
+        with progress("converting") as tell:
+            made = sw.convert(
+                source.path,
+                destination,
+                to=to,  # type: ignore[arg-type]  # checked there
+                step=source.step,
+                include=include or None,
+                exclude=exclude,
+                subtree=subtree,
+                cast=cast,
+                objects=objects,  # type: ignore[arg-type]  # checked by click
+                shard_size=shard_size,
+                verify=verify,
+                dry_run=dry_run,
+                progress=tell,
+            )
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", ()):
+            out.note(safe(note))
+        raise
+    out.document({"source": str(source), **fields_of(made)})
+    _print(out, made)
+    return FINE
+
+
+def _print(out: Output, made: sw.results.ConversionResult) -> None:
+    files = f"{count(len(made.files), 'file')}, {size(made.nbytes)}"
+    if made.dry_run:
+        out.line(f"would write {safe(made.path)}: {files}")
+        out.lines(f"  {safe(name)}  {size(nbytes)}" for name, nbytes in made.files.items())
+    else:
+        rate = (
+            f", {size(int(made.nbytes / made.seconds))}/s"
+            if made.seconds > 0 and not made.resumed_nbytes
+            else ""
+        )
+        resumed = f", {size(made.resumed_nbytes)} of it before" if made.resumed_nbytes else ""
+        verified = ", verified" if made.verified else ""
+        out.line(f"wrote {safe(made.path)}: {files}{resumed}{verified}{rate}")
+    if made.tied:
+        out.line(f"tied: {_few([f'{name} to {holder}' for name, holder in made.tied.items()])}")
+    if made.skipped:
+        out.line(f"left out: {_few(made.skipped)}")
+
+
+def _few(names: list[str] | tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(safe(name) for name in names[:_SHOWN]) + more

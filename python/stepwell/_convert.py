@@ -1,0 +1,389 @@
+"""``sw.convert`` and ``sw.export``: checkpoints written in another format, in constant memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+from . import _core
+from ._checkpoint import Checkpoint
+from ._checks import flag, one_of, shown
+from ._choice import FLOATS, choice_of
+from ._locations import Path, absolute
+from ._paths import Component, named, render
+from ._public import public
+from ._restore.options import Globs
+from ._restore.structure import Structure
+from ._singular import open as open_checkpoint
+from .errors import CorruptCheckpoint, MisuseError
+from .formats import find
+from .formats.writers import WRITERS, Content, FileOptions
+from .formats.writers.output import OutputFile, OutputTensor
+
+#: A format to write.
+Target: TypeAlias = Literal["safetensors"]
+_Progress: TypeAlias = Callable[[int, int], object]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+#: Names that an error lists.
+_LISTED = 5
+
+#: Bytes of host memory, of a window, and between two records of the journal.
+_BUDGET_BYTES = 512 << 20
+_WINDOW_BYTES = 16 << 20
+_JOURNAL_BYTES = 512 << 20
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ConversionResult:
+    """What a conversion wrote."""
+
+    #: The destination, and its format.
+    path: str
+    format: str
+    #: Bytes of each file, by name.
+    files: Mapping[str, int]
+    #: Bytes of all files, and of them those that an earlier, interrupted call had written.
+    nbytes: int
+    resumed_nbytes: int
+    #: Names of tied tensors, and the names that hold their bytes.
+    tied: Mapping[str, str]
+    #: Paths of leaves that the format cannot hold, and that were left out.
+    skipped: tuple[str, ...]
+    #: Duration.
+    seconds: float
+    #: True if the destination was read back and compared with the source.
+    verified: bool = False
+    #: True if nothing was written.
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A selected leaf of the source."""
+
+    number: int
+    path: str
+    components: tuple[Component, ...]
+    #: ``None`` for an object.
+    dtype: str | None
+    shape: tuple[int, ...]
+    #: The leaf that holds its bytes.
+    holder: int
+
+    @property
+    def name(self) -> str:
+        """Its name in a flat state dict."""
+        return ".".join(str(value) for _, value in self.components)
+
+
+@public
+def convert(
+    source: Path | Checkpoint,
+    destination: Path,
+    *,
+    to: Target,
+    step: int | None = None,
+    include: Globs = None,
+    exclude: Globs = None,
+    subtree: str = "",
+    cast: object = None,
+    objects: Literal["error", "skip"] = "error",
+    shard_size: int | str | None = None,
+    verify: bool = False,
+    dry_run: bool = False,
+    progress: _Progress | None = None,
+) -> ConversionResult:
+    """Writes a checkpoint in another format, through host memory of constant size.
+
+    The destination appears whole and durable, or not at all. Until then it has a temporary name
+    beside its own: ``model.partial``. If a conversion is interrupted, the same call goes on where
+    it was.
+
+    Args:
+        source: a checkpoint, a step's directory, a root, files of another library, or an open
+            checkpoint.
+        destination: a free path. A directory, or one file if the name has the format's suffix.
+        to: the format, ``"safetensors"``.
+        step: the step of a root; ``None``: its newest.
+        include: leaves to write, by glob over their paths; default: all.
+        exclude: leaves to leave out.
+        subtree: path of a container. Only what is below it is written, with names relative to it.
+        cast: the dtype of floating-point tensors in the output, as of
+            :meth:`CheckpointManager.save`.
+        objects: for leaves that the format cannot hold: ``"error"``, or ``"skip"`` to leave them
+            out.
+        shard_size: the most bytes of a file in a directory, such as ``"5GB"``, the default.
+        verify: read the output back and compare every tensor with the source, before the output
+            gets its name.
+        dry_run: return what would be written, and write nothing.
+        progress: called now and then with the bytes done and in all.
+
+    Raises:
+        MisuseError: the destination exists, or the format cannot hold a leaf. Nothing was written.
+        CorruptCheckpoint: the source is damaged.
+    """
+    one_of(to, "to", WRITERS)
+    one_of(objects, "objects", ("error", "skip"))
+    for value, name in ((verify, "verify"), (dry_run, "dry_run")):
+        flag(value, name)
+    if progress is not None and not callable(progress):
+        raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
+    choice = choice_of(include, exclude, cast)
+    where = absolute(destination)
+    if os.path.lexists(where):
+        raise MisuseError(f"{where} exists already. Pass a free path, or move what is there away")
+    begun = time.monotonic()
+    with _opened(source, step) as checkpoint:
+        core = checkpoint._open()
+        leaves = _selected(checkpoint, core, choice, subtree)
+        skipped = _without_objects(leaves, to, objects)
+        content = _content(checkpoint, leaves, choice)
+        options = _file_options(where, to, shard_size)
+        files = WRITERS[to](content, options)
+        sizes = {file.name: file.length for file in files}
+        result = ConversionResult(
+            where, to, sizes, sum(sizes.values()), 0, dict(content.ties), skipped, 0.0, dry_run=dry_run
+        )
+        if dry_run:
+            return result
+        conversion = _core.Conversion(
+            core,
+            where,
+            options.file is None,
+            [(file.name, file.length, file.pieces) for file in files],
+            _digest(core, files),
+            _BUDGET_BYTES,
+            _WINDOW_BYTES,
+            _JOURNAL_BYTES,
+        )
+        resumed = conversion.resumed_bytes()
+        partial = conversion.partial()
+        try:
+            conversion.write(core, progress)
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
+            raise
+        if verify:
+            _verify(core, conversion, content)
+        conversion.publish()
+    return ConversionResult(
+        where,
+        to,
+        sizes,
+        result.nbytes,
+        resumed,
+        result.tied,
+        skipped,
+        time.monotonic() - begun,
+        verified=verify,
+    )
+
+
+@public
+def export(
+    source: Path | Checkpoint,
+    destination: Path,
+    *,
+    to: Target = "safetensors",
+    step: int | None = None,
+    include: Globs = None,
+    exclude: Globs = None,
+    subtree: str = "",
+    cast: object = None,
+    objects: Literal["error", "skip"] = "error",
+) -> ConversionResult:
+    """Writes a checkpoint for another library and verifies the result: :func:`convert` with
+    ``verify=True``."""
+    return convert(
+        source,
+        destination,
+        to=to,
+        step=step,
+        include=include,
+        exclude=exclude,
+        subtree=subtree,
+        cast=cast,
+        objects=objects,
+        verify=True,
+    )
+
+
+@contextlib.contextmanager
+def _opened(source: Path | Checkpoint, step: int | None) -> Iterator[Checkpoint]:
+    """The source. One that the caller has opened stays open."""
+    if isinstance(source, Checkpoint):
+        if step is not None:
+            raise MisuseError("step= is for a root, and the source is an open checkpoint; leave it out")
+        yield source
+        return
+    with open_checkpoint(source, step) as checkpoint:
+        yield checkpoint
+
+
+def _selected(
+    checkpoint: Checkpoint, core: _core.Checkpoint, choice: _core._Choice, subtree: str
+) -> list[_Leaf]:
+    """The leaves that are converted, by path below the subtree."""
+    structure = checkpoint._tree()
+    above, numbers = _below(checkpoint, structure, subtree)
+    include, exclude, _ = choice
+    paths = core.leaf_paths()
+    chosen = [paths[number] for number in numbers]
+    dropped = _core.first_globs(exclude, chosen)
+    taken = [0] * len(chosen) if include is None else _core.first_globs(include, chosen)
+    rows, (_, places) = core.leaves(), core.places()
+    found: list[_Leaf] = []
+    for number, out, taking in zip(numbers, dropped, taken, strict=True):
+        if out is not None or taking is None:
+            continue
+        _, dtype, shape, tied = rows[number]
+        holder = places[number][0]
+        components = structure.components(structure.leaf_nodes[number])[above:]
+        found.append(
+            _Leaf(
+                number,
+                paths[number],
+                components,
+                dtype,
+                tuple(shape or ()),
+                holder if tied and holder is not None else number,
+            )
+        )
+    if not found:
+        raise MisuseError(
+            f"no leaf of {checkpoint.path} is selected; `stepwell show` lists them. Change include=, exclude= or subtree="
+        )
+    return found
+
+
+def _below(checkpoint: Checkpoint, structure: Structure, subtree: object) -> tuple[int, list[int]]:
+    """The number of components of a container's path, and the leaves below it."""
+    if not isinstance(subtree, str):
+        raise MisuseError(f"subtree is the path of a container, not {shown(subtree)}")
+    node: int | None = 0
+    if subtree:
+        node = checkpoint._find(0, subtree)
+        if node is None or not structure.is_container(node):
+            raise MisuseError(
+                f"{checkpoint.path} has no container at {subtree!r}; `stepwell show` lists its paths"
+            )
+    return len(structure.components(node or 0)), structure.leaves_below(node or 0)
+
+
+def _without_objects(leaves: list[_Leaf], to: str, objects: str) -> tuple[str, ...]:
+    """Takes objects out, or refuses them. Returns their paths."""
+    paths = tuple(leaf.path for leaf in leaves if leaf.dtype is None)
+    if paths and objects == "error":
+        raise MisuseError(
+            f'{to} holds tensors only, and {_listed(paths)} {"is" if len(paths) == 1 else "are"} none. Pass objects="skip" to leave '
+            "such leaves out, or choose leaves with include="
+        )
+    leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None]
+    return paths
+
+
+def _listed(paths: tuple[str, ...]) -> str:
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return ", ".join(map(named, paths[:_LISTED])) + more
+
+
+def _content(checkpoint: Checkpoint, leaves: list[_Leaf], choice: _core._Choice) -> Content:
+    """The tensors by name, ties apart."""
+    rules = choice[2]
+    globs = [glob for glob, _ in rules]
+    casts = _core.first_globs(globs, [leaf.path for leaf in leaves])
+    by_name: dict[str, _Leaf] = {}
+    for leaf in leaves:
+        other = by_name.setdefault(leaf.name, leaf)
+        if other is not leaf:
+            raise MisuseError(
+                f"{named(other.path)} and {named(leaf.path)} have the same name in the output, {leaf.name!r}. Leave one out with exclude="
+            )
+    # Of tied tensors, the first name has the bytes: `transformers` ties the others again.
+    first: dict[tuple[int, str], str] = {}
+    dtypes: dict[str, str] = {}
+    for leaf, rule in zip(leaves, casts, strict=True):
+        assert leaf.dtype is not None
+        castable = leaf.dtype in FLOATS and leaf.shape and rule is not None
+        dtypes[leaf.name] = dtype = rules[rule][1] if castable and rule is not None else leaf.dtype
+        key = leaf.holder, dtype
+        first[key] = min(first.get(key, leaf.name), leaf.name)
+    ties = {
+        leaf.name: holder for leaf in leaves if (holder := first[leaf.holder, dtypes[leaf.name]]) != leaf.name
+    }
+    tensors = tuple(
+        OutputTensor(leaf.name, render([("k", leaf.name)]), leaf.number, dtypes[leaf.name], leaf.shape)
+        for leaf in leaves
+        if leaf.name not in ties
+    )
+    custom = checkpoint.manifest["custom_metadata"]
+    texts = custom.items() if isinstance(custom, dict) else ()
+    return Content(tensors, ties, {key: text for key, text in texts if isinstance(text, str)})
+
+
+def _file_options(path: str, to: str, shard_size: int | str | None) -> FileOptions:
+    name = os.path.basename(path)
+    if not name.endswith(f".{to}"):
+        return FileOptions(None, _bytes("5GB" if shard_size is None else shard_size))
+    if shard_size is not None:
+        raise MisuseError(
+            f"shard_size= is for a directory, and {name} is one file. Leave it out, or pass a path without .{to}"
+        )
+    return FileOptions(name, 0)
+
+
+def _bytes(size: object) -> int:
+    """A number of bytes, as a number or such as ``"5GB"`` or ``"512MiB"``."""
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found is not None:
+        unit = (
+            1024 ** "KMGT".index(found[2].upper()) * 1024
+            if found[3] and found[2]
+            else _UNITS[found[2].upper()]
+        )
+        size = int(float(found[1]) * unit)
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise MisuseError(
+            f'shard_size is a number of bytes, or text such as "5GB" or "512MiB", not {shown(size)}'
+        )
+    return size
+
+
+def _digest(core: _core.Checkpoint, files: list[OutputFile]) -> bytes:
+    """Names the plan and its source: a conversion is resumed only by the same."""
+    digest = hashlib.sha256(repr((_WINDOW_BYTES, core.path(), core.manifest())).encode())
+    for file in files:
+        digest.update(repr((file.name, file.length, file.pieces)).encode())
+    return digest.digest()
+
+
+def _verify(core: _core.Checkpoint, conversion: _core.Conversion, content: Content) -> None:
+    """Reads the output back and compares it with the source."""
+    partial = conversion.partial()
+    found = find(partial)
+    if found is None:
+        raise CorruptCheckpoint(f"{partial} cannot be read back; it was left there")
+    made = found.open("auto")
+    try:
+        leaves = {path: leaf for leaf, path in enumerate(made.leaf_paths())}
+        missing = [tensor for tensor in content.tensors if tensor.path not in leaves]
+        present = [tensor for tensor in content.tensors if tensor.path in leaves]
+        pairs = [(tensor.leaf, leaves[tensor.path], tensor.dtype) for tensor in present]
+        different = [present[at] for at in _core.compare_tensors(core, made, pairs)]
+    finally:
+        made.close()
+    if wrong := (*missing, *different):
+        conversion.discard()
+        raise CorruptCheckpoint(
+            f"{_listed(tuple(tensor.path for tensor in wrong))} of {partial} differ from the source; the output was removed. "
+            "Convert again, and verify the disk"
+        )

@@ -1,0 +1,60 @@
+"""An output file, piece by piece, in the engine's form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ... import _core
+from ..._state.specs import to_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor in an output file."""
+
+    #: Its name in the output, and its rendered path there.
+    name: str
+    path: str
+    #: The leaf of the source.
+    leaf: int
+    #: The dtype in the output.
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return to_dtype(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.itemsize
+
+
+class OutputFile:
+    """A file that is planned from its beginning to its end."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: Bytes so far.
+        self.length = 0
+        self.pieces: list[_core._PieceRow] = []
+
+    def add_bytes(self, data: bytes) -> int:
+        """Adds literal bytes. Returns the number of the piece."""
+        return self._add((self.length, len(data), data, None, None))
+
+    def add_tensor(self, tensor: OutputTensor) -> int:
+        """Adds a whole tensor. Returns the number of the piece."""
+        return self._add((self.length, tensor.nbytes, None, (tensor.leaf, tensor.dtype), None))
+
+    def add_crc32(self, first: int, last: int) -> int:
+        """Adds the CRC-32 of earlier pieces, in four bytes. Returns the number of the piece."""
+        return self._add((self.length, 4, None, None, (first, last)))
+
+    def _add(self, piece: _core._PieceRow) -> int:
+        self.pieces.append(piece)
+        self.length += piece[1]
+        return len(self.pieces) - 1

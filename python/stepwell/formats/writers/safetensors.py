@@ -1,0 +1,85 @@
+"""safetensors: one file, or shards with an index, as ``transformers`` loads them.
+
+The data begins at a multiple of 4096 bytes. Tensors with larger elements come first, so that all
+elements are aligned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from ..._paths import named
+from ...errors import MisuseError
+from ..safetensors import DTYPES
+from .content import Content, FileOptions
+from .output import OutputFile, OutputTensor
+
+#: The alignment of the data in a file.
+_DATA_ALIGNMENT = 4096
+#: The longest header that the library reads.
+_MAX_HEADER_BYTES = 100_000_000
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
+
+
+def plan(content: Content, options: FileOptions) -> list[OutputFile]:
+    """Plans one file, or shards and their index."""
+    for tensor in content.tensors:
+        if tensor.dtype not in _NAMES:
+            raise MisuseError(
+                f"{named(tensor.path)} is {tensor.dtype}, which safetensors cannot hold. Leave it out with exclude="
+            )
+        if tensor.name == _METADATA:
+            raise MisuseError(
+                f"a tensor cannot be named {_METADATA!r} in safetensors. Leave it out with exclude="
+            )
+    if options.file is not None:
+        return [_file(options.file, content.tensors, content.metadata)]
+    shards = _shards(content.tensors, options.shard_bytes)
+    if len(shards) == 1:
+        return [_file("model.safetensors", shards[0], content.metadata)]
+    names = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
+    files = [_file(name, shard, content.metadata) for name, shard in zip(names, shards, strict=True)]
+    index = OutputFile("model.safetensors.index.json")
+    places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = {"total_size": sum(tensor.nbytes for tensor in content.tensors)}
+    index.add_bytes(json.dumps({"metadata": total, "weight_map": places}, indent=2).encode() + b"\n")
+    return [*files, index]
+
+
+def _shards(tensors: Sequence[OutputTensor], most: int) -> list[list[OutputTensor]]:
+    """Tensors in order, in shards of at most so many bytes. A larger tensor has its own shard."""
+    shards: list[list[OutputTensor]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        if shards[-1] and nbytes + tensor.nbytes > most:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(tensor)
+        nbytes += tensor.nbytes
+    return shards
+
+
+def _file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
+    ordered = sorted(tensors, key=lambda tensor: -tensor.itemsize)
+    header: dict[str, object] = {_METADATA: {**metadata, "format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    length = (8 + len(text) + _DATA_ALIGNMENT - 1) // _DATA_ALIGNMENT * _DATA_ALIGNMENT - 8
+    if length > _MAX_HEADER_BYTES:
+        raise MisuseError(
+            f"the names of {len(tensors)} tensors need a header of {length} bytes, and safetensors reads at most {_MAX_HEADER_BYTES}. Pass a smaller shard_size="
+        )
+    file = OutputFile(name)
+    file.add_bytes(length.to_bytes(8, "little") + text.ljust(length))
+    for tensor in ordered:
+        file.add_tensor(tensor)
+    return file

@@ -1,0 +1,409 @@
+"""Conversions into files of other libraries: read by these libraries, bit for bit; refused before
+anything is written; resumed after interrupts and kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import stepwell as sw
+from command_line import document, documented, flip_a_bit, keys, run
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from stepwell import _convert
+
+LONG = "STEPWELL_LONG" in os.environ
+RNG = np.random.default_rng(0)
+W = RNG.standard_normal((300, 400)).astype(np.float32)
+PARAMS: dict[str, Any] = {
+    "w": W,
+    "layers": [{"b": RNG.standard_normal(33)}, {"b": np.arange(9, dtype=np.int8)}],
+    "half": RNG.standard_normal((3, 5, 7)).astype(ml_dtypes.bfloat16),
+    "mask": np.array([True, False]),
+    "complex": np.array([1 + 2j], np.complex64),
+    "empty": np.zeros((0, 3)),
+    "scalar": np.array(5, np.uint64),
+}
+STATE = {"params": PARAMS, "optimizer": {"m": W * 2}, "step": 3}
+NAMES = {"w", "layers.0.b", "layers.1.b", "half", "mask", "complex", "empty", "scalar"}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    sw.save(tmp_path / "saved", STATE, custom_metadata={"base": "tiny", "tokens": 5})
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that cut the tensors of these tests."""
+    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 16 << 10)
+    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 256 << 10)
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    assert found.tobytes() == wanted.tobytes()
+
+
+def check(found: dict[str, np.ndarray]) -> None:
+    assert found.keys() == NAMES
+    for name in NAMES - {"layers.0.b", "layers.1.b"}:
+        same(found[name], PARAMS[name])
+    for number in range(2):
+        same(found[f"layers.{number}.b"], PARAMS["layers"][number]["b"])
+
+
+def partials(folder: Path) -> list[str]:
+    return sorted(one.name for one in folder.iterdir() if ".partial" in one.name)
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_safetensors_reads_the_output_bit_for_bit(saved: Path, name: str, small_windows: None) -> None:
+    made = sw.convert(saved, saved.parent / name, to="safetensors", subtree="params", verify=True)
+    file = saved.parent / name
+    file = file / "model.safetensors" if file.is_dir() else file
+    check(load_file(file))
+    with safe_open(file, "numpy") as opened:
+        assert opened.metadata() == {"format": "pt", "base": "tiny"}
+    header = int.from_bytes(file.read_bytes()[:8], "little")
+    assert (8 + header) % 4096 == 0, "data begins at a whole page"
+    assert made.files == {file.name: file.stat().st_size}
+    assert made.verified
+    assert partials(saved.parent) == []
+
+
+def test_what_stepwell_wrote_is_read_back_by_stepwell(saved: Path) -> None:
+    sw.export(saved, saved.parent / "out", subtree="params")
+    check(sw.restore(saved.parent / "out"))
+    again = sw.convert(saved.parent / "out", saved.parent / "again", to="safetensors")
+    check(load_file(saved.parent / "again" / "model.safetensors"))
+    assert again.tied == {}
+    eight = RNG.standard_normal(11).astype(ml_dtypes.float8_e4m3fn)  # numpy cannot name it
+    sw.save(saved.parent / "eight", {"eight": eight})
+    sw.export(saved.parent / "eight", saved.parent / "eight.safetensors")
+    same(sw.restore(saved.parent / "eight.safetensors")["eight"], eight)
+
+
+def test_shards_have_an_index_that_names_every_tensor(saved: Path, small_windows: None) -> None:
+    made = sw.convert(saved, saved.parent / "out", to="safetensors", objects="skip", shard_size="500KB")
+    index = json.loads((saved.parent / "out" / "model.safetensors.index.json").read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    assert shards == [f"model-0000{n}-of-0000{len(shards)}.safetensors" for n in range(1, len(shards) + 1)]
+    assert len(shards) == 2
+    found: dict[str, np.ndarray] = {}
+    for name in shards:
+        tensors = load_file(saved.parent / "out" / name)
+        assert all(index["weight_map"][one] == name for one in tensors)
+        found |= tensors
+    assert index["metadata"]["total_size"] == sum(one.nbytes for one in found.values())
+    same(found["optimizer.m"], W * 2)
+    assert made.skipped == ("step",)
+    assert sw.verify(saved.parent / "out")
+    for name, tensor in sw.restore(saved.parent / "out").items():
+        same(tensor, found[name])
+
+
+def test_a_step_of_a_root_and_an_open_checkpoint_convert(tmp_path: Path) -> None:
+    with sw.CheckpointManager(tmp_path / "run") as manager:
+        for step in range(3):
+            manager.save(step, {"w": np.full(4, step, np.float32)})
+    for step in (None, 1):
+        out = tmp_path / f"{step}.safetensors"
+        sw.export(tmp_path / "run", out, step=step)
+        assert load_file(out)["w"][0] == (2 if step is None else step)
+    with sw.open(tmp_path / "run", 0) as checkpoint:
+        sw.export(checkpoint, tmp_path / "open.safetensors")
+        assert checkpoint["w"][0] == 0, "it stays open"
+    assert load_file(tmp_path / "open.safetensors")["w"][0] == 0
+
+
+def test_tied_tensors_are_written_once_under_the_first_name(tmp_path: Path) -> None:
+    sw.save(tmp_path / "tied", {"z": W, "head": W, "other": W + 1})
+    made = sw.convert(tmp_path / "tied", tmp_path / "out.safetensors", to="safetensors", verify=True)
+    assert made.tied == {"z": "head"}
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == {"head", "other"}
+    same(found["head"], W)
+
+
+def test_floats_are_cast_and_nothing_else(saved: Path, small_windows: None) -> None:
+    out = saved.parent / "out.safetensors"
+    sw.convert(saved, out, to="safetensors", subtree="params", cast="float16", verify=True)
+    found = load_file(out)
+    same(found["w"], W.astype(np.float16))
+    same(found["layers.0.b"], PARAMS["layers"][0]["b"].astype(np.float16))
+    same(found["half"], PARAMS["half"].astype(np.float32).astype(np.float16))
+    for name in ("scalar", "complex", "mask"):
+        same(found[name], PARAMS[name])
+    sw.convert(
+        saved,
+        saved.parent / "one.safetensors",
+        to="safetensors",
+        include="params/w",
+        cast={"**/w": "float64"},
+    )
+    same(load_file(saved.parent / "one.safetensors")["params.w"], W.astype(np.float64))
+
+
+def test_a_value_that_a_cast_cannot_hold_leaves_nothing(tmp_path: Path) -> None:
+    sw.save(tmp_path / "saved", {"w": np.array([1.0, 1e30], np.float32)})
+    with pytest.raises(sw.StepwellError, match=r"`w`: a value of it is too large for float16"):
+        sw.convert(tmp_path / "saved", tmp_path / "out", to="safetensors", cast="float16")
+    assert [one.name for one in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_damaged_source_leaves_nothing(saved: Path) -> None:
+    (data,) = (saved / "i0").glob("*.data") if (saved / "i0").exists() else saved.rglob("*.data")
+    flip_a_bit(data)
+    with pytest.raises(sw.CorruptCheckpoint):
+        sw.convert(saved, saved.parent / "out", to="safetensors", objects="skip")
+    assert [one.name for one in saved.parent.iterdir()] == ["saved"]
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({}, 'leaf `step` is none. Pass objects="skip"'),
+    ({"include": "nothing/**"}, "no leaf of"),
+    ({"subtree": "params/w"}, "no container at 'params/w'"),
+    ({"subtree": "parms"}, "no container at 'parms'"),
+    ({"include": "params", "shard_size": "5 GG"}, "shard_size is a number of bytes"),
+    ({"include": "params", "shard_size": 0}, "shard_size is a number of bytes"),
+    ({"include": "params", "cast": "int8"}, "cast= of a save takes"),
+    ({"include": "params", "objects": "drop"}, "objects is 'error' or 'skip'"),
+    ({"include": "params", "to": "onnx"}, "to is 'safetensors'"),
+    ({"include": "params", "step": 4}, "leave step= out"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSALS, ids=lambda one: str(one)[:40])
+def test_a_refused_conversion_writes_nothing(saved: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(sw.StepwellError) as refused:
+        sw.convert(saved, saved.parent / "out", **{"to": "safetensors", **given})
+    assert message in str(refused.value)
+    assert [one.name for one in saved.parent.iterdir()] == ["saved"]
+
+
+def test_two_leaves_of_one_name_are_both_named(tmp_path: Path) -> None:
+    sw.save(tmp_path / "saved", {"a.b": np.zeros(2), "a": {"b": np.ones(2)}})
+    with pytest.raises(sw.MisuseError, match=r"leaf `a\.b` and leaf `a/b` have the same name"):
+        sw.export(tmp_path / "saved", tmp_path / "out")
+    sw.export(tmp_path / "saved", tmp_path / "out", exclude="a/b")
+
+
+def test_a_dtype_that_the_format_lacks_names_its_leaf(tmp_path: Path) -> None:
+    sw.save(tmp_path / "saved", {"a": np.zeros(2, np.complex128), "b": np.zeros(2)})
+    with pytest.raises(sw.MisuseError, match=r"`a` is complex128, which safetensors cannot hold"):
+        sw.export(tmp_path / "saved", tmp_path / "out")
+    sw.export(tmp_path / "saved", tmp_path / "out", exclude="a")
+    assert sw.restore(tmp_path / "out").keys() == {"b"}
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link"])
+def test_an_existing_destination_is_refused(saved: Path, kind: str) -> None:
+    out = saved.parent / "out"
+    {"file": out.touch, "directory": out.mkdir, "link": lambda: out.symlink_to("nowhere")}[kind]()
+    with pytest.raises(sw.MisuseError, match=r"exists already\. Pass a free path"):
+        sw.export(saved, out, subtree="params")
+    assert sorted(one.name for one in saved.parent.iterdir()) == ["out", "saved"]
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_strangers_file_with_a_temporary_name_stays(saved: Path, kind: str) -> None:
+    stranger = saved.parent / "out.partial"
+    stranger.mkdir() if kind == "directory" else stranger.write_text("mine")
+    with pytest.raises(sw.MisuseError, match="is in the way"):
+        sw.export(saved, saved.parent / "out", subtree="params")
+    assert stranger.exists()
+    assert partials(saved.parent) == ["out.partial"]
+    journal = saved.parent / "own.partial.journal"
+    journal.write_text("my own text")
+    with pytest.raises(sw.MisuseError, match="is in the way"):
+        sw.export(saved, saved.parent / "own", subtree="params")
+    assert journal.read_text() == "my own text"
+
+
+def test_a_dry_run_lists_files_and_writes_nothing(saved: Path) -> None:
+    planned = sw.convert(saved, saved.parent / "out", to="safetensors", objects="skip", dry_run=True)
+    assert [one.name for one in saved.parent.iterdir()] == ["saved"]
+    made = sw.convert(saved, saved.parent / "out", to="safetensors", objects="skip")
+    assert planned.files == made.files
+    assert (
+        planned.nbytes == made.nbytes == sum(one.stat().st_size for one in (saved.parent / "out").iterdir())
+    )
+
+
+class _Stop(Exception):
+    """Raised by a progress callback."""
+
+
+def interrupted(source: Path, out: Path, at: float, **given: Any) -> int:
+    """A conversion that is stopped after a part of its bytes. Returns the bytes done."""
+    seen = 0
+
+    def stop(done: int, whole: int) -> None:
+        nonlocal seen
+        seen = done
+        if whole and done >= at * whole:
+            raise _Stop
+
+    with pytest.raises(_Stop):
+        sw.convert(source, out, to="safetensors", progress=stop, **given)
+    return seen
+
+
+@pytest.fixture
+def larger(tmp_path: Path) -> Path:
+    """A state that takes a while with small windows."""
+    rng = np.random.default_rng(1)
+    sw.save(tmp_path / "larger", {f"w{n}": rng.standard_normal((n + 1, 250, 100)) for n in range(12)})
+    return tmp_path / "larger"
+
+
+def test_an_interrupted_conversion_goes_on_where_it_was(larger: Path, small_windows: None) -> None:
+    out = larger.parent / "out"
+    interrupted(larger, out, 0.3)
+    assert partials(larger.parent) == ["out.partial", "out.partial.journal"]
+    assert not out.exists()
+    made = sw.convert(larger, out, to="safetensors", verify=True)
+    assert made.resumed_nbytes >= 0.25 * made.nbytes
+    assert partials(larger.parent) == []
+    for name, tensor in sw.restore(larger).items():
+        same(load_file(out / "model.safetensors")[name], tensor)
+
+
+def test_finished_windows_are_not_written_again(larger: Path, small_windows: None) -> None:
+    out = larger.parent / "out.safetensors"
+    interrupted(larger, out, 0.5)
+    partial = larger.parent / "out.partial.safetensors"
+    flip_a_bit(partial, 50_000)
+    with pytest.raises(sw.CorruptCheckpoint, match="differ from the source; the output was removed"):
+        sw.convert(larger, out, to="safetensors", verify=True)
+    assert [one.name for one in larger.parent.iterdir()] == ["larger"]
+
+
+@pytest.mark.parametrize("change", ["plan", "source", "files"])
+def test_another_plan_or_source_starts_anew(larger: Path, change: str, small_windows: None) -> None:
+    out = larger.parent / "out"
+    interrupted(larger, out, 0.5)
+    given: dict[str, Any] = {}
+    if change == "plan":
+        given["exclude"] = "w0"
+    if change == "source":
+        state = sw.restore(larger)
+        sw.save(larger, {name: tensor + 1 for name, tensor in state.items()}, exists="replace")
+    if change == "files":
+        (out.parent / "out.partial" / "model.safetensors").unlink()
+    made = sw.convert(larger, out, to="safetensors", verify=True, **given)
+    assert made.resumed_nbytes == 0
+    assert partials(larger.parent) == []
+
+
+def test_two_conversions_to_one_path_exclude_each_other(larger: Path, small_windows: None) -> None:
+    out = larger.parent / "out"
+    refused: list[str] = []
+
+    def again(done: int, whole: int) -> None:
+        if not refused:
+            with pytest.raises(sw.MisuseError) as error:
+                sw.convert(larger, out, to="safetensors")
+            refused.append(str(error.value))
+
+    sw.convert(larger, out, to="safetensors", progress=again, verify=True)
+    assert "another process writes" in refused[0]
+
+
+def test_verify_finds_a_bit_that_the_disk_has_flipped(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = _convert._verify
+
+    def damaged(*arguments: Any) -> None:
+        flip_a_bit(saved.parent / "out.partial" / "model.safetensors")
+        verify(*arguments)
+
+    monkeypatch.setattr(_convert, "_verify", damaged)
+    with pytest.raises(sw.CorruptCheckpoint, match=r"of .*partial differ from the source"):
+        sw.convert(saved, saved.parent / "out", to="safetensors", objects="skip", verify=True)
+    assert [one.name for one in saved.parent.iterdir()] == ["saved"]
+
+
+def test_a_conversion_killed_at_random_moments_is_resumed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(2)
+    state = {f"w{n}": rng.standard_normal((400, 500)).astype(np.float32) for n in range(24)}
+    sw.save(tmp_path / "saved", state)
+    kills = 300 if LONG else 30
+    script = Path(__file__).with_name("converter.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "saved", tmp_path / "out", str(kills), "7"],
+        capture_output=True, text=True, timeout=60 + 4 * kills, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["kills"] == kills
+    assert found["resumed"] > kills / 5, found
+
+
+def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    sw.save(tmp_path / "saved", {f"w{n}": rng.random((16 << 20) // 8) for n in range(24)})
+    script = (
+        "import resource, sys, stepwell as sw\n"
+        "from stepwell import _convert\n"
+        "_convert._BUDGET_BYTES = 128 << 20\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "sw.convert(sys.argv[1], sys.argv[2], to='safetensors', cast=sys.argv[3] or None)\n"
+        "print(peak() - before)\n"
+    )
+    for number, cast in enumerate(("", "float32")):
+        told = subprocess.run(
+            [sys.executable, "-c", script, tmp_path / "saved", tmp_path / str(number), cast],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        assert int(told.stdout) << 10 < (128 + 64) << 20
+
+
+def test_the_command_writes_and_reports_as_documented(saved: Path) -> None:
+    out = saved.parent / "out"
+    common = ("convert", saved, out, "--to", "safetensors", "--objects", "skip")
+    planned = document(*common, "--dry-run")
+    assert planned["dry_run"]
+    assert not out.exists()
+    made = document(*common, "--verify")
+    assert keys(made) == documented("convert")
+    assert made["files"] == planned["files"]
+    assert made["verified"]
+    refused = run(*common)
+    assert refused.exit_code == 2
+    assert "exists already" in refused.stderr
+    one = run(
+        "convert", saved, saved.parent / "w.safetensors", "--to", "safetensors", "--include", "params/w"
+    )
+    assert one.exit_code == 0
+    same(load_file(saved.parent / "w.safetensors")["params.w"], W)
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
+    save_file({"w": np.zeros(1000)}, tmp_path / "a.safetensors")
+    script = (
+        "import sys\nfrom stepwell import _convert\nfrom stepwell._cli.group import main\n"
+        "def stop(*_): raise KeyboardInterrupt\n"
+        "class Stopped:\n"
+        "    def __init__(self, *_): pass\n"
+        "    def resumed_bytes(self): return 0\n"
+        "    def partial(self): return 'out.partial'\n"
+        "    write = stop\n"
+        "_convert._core.Conversion = Stopped\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "convert", tmp_path / "a.safetensors", tmp_path / "out", "--to", "safetensors"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert "out.partial has what is done so far; the same call goes on from there" in done.stderr

@@ -1,0 +1,133 @@
+//! Conversions: a crash or a kill at any instant leaves a whole output or none, and the next
+//! conversion finishes what is there.
+
+use std::path::Path;
+use std::time::Duration;
+
+use stepwell_core::dtype::Dtype;
+use stepwell_core::io::Disk;
+use stepwell_core::io::simulated::{Image, SimDisk};
+use stepwell_manager::convert::{
+    Conversion, ConversionOptions, ConversionPlan, OutputKind, PieceContent, PlannedFile, PlannedPiece,
+};
+use stepwell_manager::{Checkpoint, Error, Outcome, SaveRequest, singular};
+use stepwell_tests::crash::{Explorer, Marks};
+use stepwell_tests::steps::run::options;
+use stepwell_tests::steps::states::{FEW, MANY, state_of};
+use stepwell_tests::steps::world;
+
+use super::quick;
+
+const SOURCE: &str = "models/a";
+const OUTPUT: &str = "out/b";
+const FILES: [&str; 2] = ["one.bin", "two.bin"];
+
+/// A disk with a checkpoint: `params/w` is leaf 0, `optimizer/m` leaf 1.
+fn source() -> Image {
+    let base = SimDisk::new();
+    let request = SaveRequest::new(0, state_of(0, "a", MANY).unwrap());
+    let save = singular::save(Path::new(SOURCE), request, &options(), &world::environment(&base, 1)).unwrap();
+    assert!(matches!(save.wait(Some(Duration::from_secs(60))), Ok(Some(Outcome::Committed))));
+    base.image()
+}
+
+/// Two files of several windows, with checksums that go from one window to the next.
+fn plan() -> ConversionPlan {
+    let (w, m) = (MANY * 4, FEW * 4);
+    let piece = |offset, length, content| PlannedPiece { offset, length, content };
+    let bytes = |offset, count: u8| {
+        piece(offset, count.into(), PieceContent::Bytes((0..count).map(|byte| byte ^ 0x5a).collect()))
+    };
+    let tensor =
+        |offset, length, leaf| piece(offset, length, PieceContent::Tensor { leaf, dtype: Dtype::Float32 });
+    let one = vec![
+        bytes(0, 100),
+        tensor(104, w, 0),
+        piece(104 + w + 6, 4, PieceContent::Crc32 { first: 0, last: 1 }),
+    ];
+    let two = vec![tensor(0, m, 1), bytes(m, 3), tensor(4096, w, 0), bytes(4096 + w, 40)];
+    let file = |name: &str, length, pieces| PlannedFile { name: name.to_owned(), length, pieces };
+    let files = vec![file(FILES[0], 104 + w + 10, one), file(FILES[1], 4096 + w + 40, two)];
+    ConversionPlan { files, digest: [3; 32] }
+}
+
+/// Converts. Returns the bytes that an earlier process had written.
+fn convert(disk: &SimDisk, seed: u64) -> Result<u64, Error> {
+    let environment = world::environment(disk, seed);
+    let source = Checkpoint::open(Path::new(SOURCE), &environment)?;
+    let limits = ConversionOptions { budget_bytes: 1 << 20, window_bytes: 4096, journal_bytes: 8192 };
+    let output = Path::new(OUTPUT);
+    let begun = Conversion::begin(&source, plan(), output, OutputKind::Directory, &environment, limits)?;
+    let resumed = begun.resumed_bytes();
+    begun.write(&source, &mut |_, _| true)?.publish()?;
+    Ok(resumed)
+}
+
+/// The files of the output; `None`: there is none.
+fn output(disk: &SimDisk) -> Option<Vec<Vec<u8>>> {
+    let dir = disk.open_dir(Path::new(OUTPUT)).ok()?;
+    Some(FILES.iter().map(|name| dir.read_file(name, 1 << 20).unwrap()).collect())
+}
+
+fn expected(base: &Image) -> Vec<Vec<u8>> {
+    let disk = SimDisk::from_image(base);
+    assert_eq!(convert(&disk, 2).unwrap(), 0);
+    let found = output(&disk).unwrap();
+    let lengths: Vec<u64> = found.iter().map(|bytes| bytes.len() as u64).collect();
+    assert_eq!(lengths, plan().files.iter().map(|file| file.length).collect::<Vec<_>>());
+    found
+}
+
+#[test]
+fn a_crash_of_a_conversion_leaves_a_whole_output_or_none() {
+    let base = source();
+    let expected = expected(&base);
+    let disk = SimDisk::from_image(&base);
+    convert(&disk, 2).unwrap();
+    disk.mark("converted");
+    let mut resumed = 0;
+    let check = |disk: &SimDisk, marks: &Marks| {
+        match output(disk) {
+            Some(found) if found == expected => return Ok(()),
+            Some(_) => return Err("the output is not whole".to_owned()),
+            None if marks.iter().any(|mark| mark == "converted") => return Err("it is gone".to_owned()),
+            None => {}
+        }
+        let before = convert(disk, 90).map_err(|error| format!("the next conversion: {error}"))?;
+        resumed += u64::from(before > 0);
+        match output(disk) {
+            Some(found) if found == expected => Ok(()),
+            found => Err(format!("after {before} resumed bytes, the output is {:?}", found.is_some())),
+        }
+    };
+    let mut explorer = Explorer::new(quick());
+    if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check) {
+        panic!("{failure}");
+    }
+    println!("{}; {resumed} resumed", explorer.explored);
+    assert!(resumed > 0);
+}
+
+#[test]
+fn a_conversion_killed_at_any_operation_is_finished_by_the_next() {
+    let base = source();
+    let expected = expected(&base);
+    let (mut kills, mut most) = (0, 0);
+    for operation in 0.. {
+        let disk = SimDisk::from_image(&base);
+        disk.kill_at(disk.operations() + operation);
+        let first = convert(&disk, 2);
+        let next = disk.process();
+        if first.is_ok() {
+            break;
+        }
+        kills += 1;
+        if output(&next).is_none() {
+            most = most.max(convert(&next, 3).unwrap());
+        }
+        assert_eq!(output(&next), Some(expected.clone()), "killed at operation {operation}");
+    }
+    assert!(kills > 50, "{kills} kills");
+    let total: u64 = plan().files.iter().map(|file| file.length).sum();
+    assert!(most > total * 2 / 3, "{most} of {total} bytes were resumed at most");
+}
