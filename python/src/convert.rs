@@ -40,7 +40,7 @@ fn piece_of((offset, length, bytes, tensor, sum): PieceRow<'_>) -> PyResult<Plan
 
 /// The state of a conversion.
 enum Phase {
-    Begun(Engined),
+    Begun(Box<Engined>),
     Complete(Complete),
 }
 
@@ -105,7 +105,7 @@ impl Conversion {
             Engined::begin(&source, plan, &path, kind, &environment, limits)
         })?
         .map_err(|error| raise_manager(py, &error))?;
-        Ok(Self { phase: Mutex::new(Some(Phase::Begun(begun))) })
+        Ok(Self { phase: Mutex::new(Some(Phase::Begun(Box::new(begun)))) })
     }
 
     /// The bytes that an earlier process has written.

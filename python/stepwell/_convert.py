@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
+import numpy as np
+
 from . import _core
 from ._checkpoint import Checkpoint
 from ._checks import flag, one_of, shown
@@ -21,22 +23,32 @@ from ._public import public
 from ._restore.options import Globs
 from ._restore.structure import Structure
 from ._singular import open as open_checkpoint
+from ._state.leaves import Reviver
 from .errors import CorruptCheckpoint, MisuseError
 from .formats import find
-from .formats.writers import WRITERS, Content, FileOptions
-from .formats.writers.output import OutputFile, OutputTensor
+from .formats.writers import (
+    WRITERS,
+    Content,
+    FileOptions,
+    OutputFile,
+    OutputTensor,
+    PlainValue,
+    Writer,
+)
 
 #: A format to write.
-Target: TypeAlias = Literal["safetensors"]
+Target: TypeAlias = Literal["safetensors", "torch", "npz"]
 _Progress: TypeAlias = Callable[[int, int], object]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+#: Containers that are lists or tuples in the output.
+_SEQUENCES = ("list", "tuple", "deque")
 #: Names that an error lists.
 _LISTED = 5
 
 #: Bytes of host memory, of a window, and between two records of the journal.
-_BUDGET_BYTES = 512 << 20
+_BUDGET_BYTES = 256 << 20
 _WINDOW_BYTES = 16 << 20
 _JOURNAL_BYTES = 512 << 20
 
@@ -44,7 +56,7 @@ _JOURNAL_BYTES = 512 << 20
 @final
 @dataclass(frozen=True, slots=True)
 class ConversionResult:
-    """What a conversion wrote."""
+    """The result of a conversion."""
 
     #: The destination, and its format.
     path: str
@@ -84,6 +96,11 @@ class _Leaf:
         """Its name in a flat state dict."""
         return ".".join(str(value) for _, value in self.components)
 
+    @property
+    def nested_name(self) -> str:
+        """Its path in a state with the nesting of the source."""
+        return render(self.components)
+
 
 @public
 def convert(
@@ -111,8 +128,9 @@ def convert(
     Args:
         source: a checkpoint, a step's directory, a root, files of another library, or an open
             checkpoint.
-        destination: a free path. A directory, or one file if the name has the format's suffix.
-        to: the format, ``"safetensors"``.
+        destination: a free path.
+        to: the format. ``"safetensors"`` makes a directory, or one file if the destination's name
+            ends with ``.safetensors``. ``"torch"`` and ``"npz"`` make one file.
         step: the step of a root; ``None``: its newest.
         include: leaves to write, by glob over their paths; default: all.
         exclude: leaves to leave out.
@@ -144,11 +162,12 @@ def convert(
     begun = time.monotonic()
     with _opened(source, step) as checkpoint:
         core = checkpoint._open()
+        writer = WRITERS[to]
+        options = _file_options(where, writer, shard_size)
         leaves = _selected(checkpoint, core, choice, subtree)
-        skipped = _without_objects(leaves, to, objects)
-        content = _content(checkpoint, leaves, choice)
-        options = _file_options(where, to, shard_size)
-        files = WRITERS[to](content, options)
+        values, skipped = _objects(core, leaves, to, objects)
+        content = _content(checkpoint, leaves, values, choice, writer, subtree)
+        files = writer.plan(content, options)
         sizes = {file.name: file.length for file in files}
         result = ConversionResult(
             where, to, sizes, sum(sizes.values()), 0, dict(content.ties), skipped, 0.0, dry_run=dry_run
@@ -158,7 +177,7 @@ def convert(
         conversion = _core.Conversion(
             core,
             where,
-            options.file is None,
+            options.shard_bytes is not None,
             [(file.name, file.length, file.pieces) for file in files],
             _digest(core, files),
             _BUDGET_BYTES,
@@ -279,16 +298,24 @@ def _below(checkpoint: Checkpoint, structure: Structure, subtree: object) -> tup
     return len(structure.components(node or 0)), structure.leaves_below(node or 0)
 
 
-def _without_objects(leaves: list[_Leaf], to: str, objects: str) -> tuple[str, ...]:
-    """Takes objects out, or refuses them. Returns their paths."""
-    paths = tuple(leaf.path for leaf in leaves if leaf.dtype is None)
+def _objects(
+    core: _core.Checkpoint, leaves: list[_Leaf], to: str, objects: str
+) -> tuple[dict[int, PlainValue], tuple[str, ...]]:
+    """Returns the objects that the format holds, by leaf, and the paths of the others. Takes these
+    out, or refuses them."""
+    writer = WRITERS[to]
+    numbers = [leaf.number for leaf in leaves if leaf.dtype is None]
+    found = dict(zip(numbers, core.objects(numbers, Reviver()), strict=True))
+    plain = {number: one.item() if isinstance(one, np.generic) else one for number, one in found.items()}
+    held = {number: PlainValue(one) for number, one in plain.items() if writer.holds(one)}
+    paths = tuple(leaf.path for leaf in leaves if leaf.dtype is None and leaf.number not in held)
     if paths and objects == "error":
         raise MisuseError(
-            f'{to} holds tensors only, and {_listed(paths)} {"is" if len(paths) == 1 else "are"} none. Pass objects="skip" to leave '
-            "such leaves out, or choose leaves with include="
+            f'{to} cannot hold {_listed(paths)}: it holds {writer.held} only. Pass objects="skip" to leave such leaves out, or choose '
+            "leaves with include="
         )
-    leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None]
-    return paths
+    leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None or leaf.number in held]
+    return held, paths
 
 
 def _listed(paths: tuple[str, ...]) -> str:
@@ -296,49 +323,89 @@ def _listed(paths: tuple[str, ...]) -> str:
     return ", ".join(map(named, paths[:_LISTED])) + more
 
 
-def _content(checkpoint: Checkpoint, leaves: list[_Leaf], choice: _core._Choice) -> Content:
-    """The tensors by name, ties apart."""
-    rules = choice[2]
-    globs = [glob for glob, _ in rules]
-    casts = _core.first_globs(globs, [leaf.path for leaf in leaves])
+def _content(
+    checkpoint: Checkpoint,
+    leaves: list[_Leaf],
+    values: Mapping[int, PlainValue],
+    choice: _core._Choice,
+    writer: Writer,
+    subtree: str,
+) -> Content:
+    """The tensors by name, ties apart, and the state that they are in."""
+    arrays = [leaf for leaf in leaves if leaf.dtype is not None]
+    names = {leaf.number: leaf.nested_name if writer.is_nested else leaf.name for leaf in arrays}
     by_name: dict[str, _Leaf] = {}
-    for leaf in leaves:
-        other = by_name.setdefault(leaf.name, leaf)
+    for leaf in arrays:
+        other = by_name.setdefault(names[leaf.number], leaf)
         if other is not leaf:
             raise MisuseError(
                 f"{named(other.path)} and {named(leaf.path)} have the same name in the output, {leaf.name!r}. Leave one out with exclude="
             )
+    tensors: dict[int, OutputTensor] = {}
     # Of tied tensors, the first name has the bytes: `transformers` ties the others again.
     first: dict[tuple[int, str], str] = {}
-    dtypes: dict[str, str] = {}
-    for leaf, rule in zip(leaves, casts, strict=True):
-        assert leaf.dtype is not None
-        castable = leaf.dtype in FLOATS and leaf.shape and rule is not None
-        dtypes[leaf.name] = dtype = rules[rule][1] if castable and rule is not None else leaf.dtype
+    for leaf, dtype in zip(arrays, _dtypes(arrays, choice), strict=True):
+        name = names[leaf.number]
+        path = name if writer.is_nested else render([("k", name)])
+        tensors[leaf.number] = OutputTensor(name, path, leaf.number, dtype, leaf.shape)
         key = leaf.holder, dtype
-        first[key] = min(first.get(key, leaf.name), leaf.name)
+        first[key] = min(first.get(key, name), name)
     ties = {
-        leaf.name: holder for leaf in leaves if (holder := first[leaf.holder, dtypes[leaf.name]]) != leaf.name
+        tensor.name: holder
+        for leaf in arrays
+        if (holder := first[leaf.holder, (tensor := tensors[leaf.number]).dtype]) != tensor.name
     }
-    tensors = tuple(
-        OutputTensor(leaf.name, render([("k", leaf.name)]), leaf.number, dtypes[leaf.name], leaf.shape)
-        for leaf in leaves
-        if leaf.name not in ties
-    )
+    structure = checkpoint._tree()
+    node = checkpoint._find(0, subtree) if subtree else 0
+    state = _nested(structure, node or 0, {**tensors, **values})
     custom = checkpoint.manifest["custom_metadata"]
     texts = custom.items() if isinstance(custom, dict) else ()
-    return Content(tensors, ties, {key: text for key, text in texts if isinstance(text, str)})
+    return Content(
+        tuple(tensor for tensor in tensors.values() if tensor.name not in ties),
+        ties,
+        {key: text for key, text in texts if isinstance(text, str)},
+        state,
+    )
 
 
-def _file_options(path: str, to: str, shard_size: int | str | None) -> FileOptions:
+def _dtypes(leaves: list[_Leaf], choice: _core._Choice) -> list[str]:
+    """The dtypes in the output."""
+    rules = choice[2]
+    casts = _core.first_globs([glob for glob, _ in rules], [leaf.path for leaf in leaves])
+    return [
+        rules[rule][1] if rule is not None and leaf.shape and leaf.dtype in FLOATS else str(leaf.dtype)
+        for leaf, rule in zip(leaves, casts, strict=True)
+    ]
+
+
+def _nested(structure: Structure, node: int, values: Mapping[int, object]) -> object:
+    """The selected part of a state, as dicts, lists and tuples. ``None`` where nothing is
+    selected."""
+    kind = structure.nodes[node][2]
+    if isinstance(kind, int):
+        return values.get(kind)
+    children: list[tuple[Component, object]] = []
+    for child in structure.children[node]:
+        value, component = _nested(structure, child, values), structure.nodes[child][1]
+        if value is not None and component is not None:
+            children.append((component, value))
+    if not children and structure.children[node]:
+        return None
+    what = kind[3][0] if kind[0] == "stateful" else kind[0]
+    places = [value for (tag, value), _ in children if tag == "x"]
+    if places != list(range(len(children))) or (not children and what not in _SEQUENCES):
+        return {value: one for (_, value), one in children}
+    found = [one for _, one in children]
+    return tuple(found) if what == "tuple" else found
+
+
+def _file_options(path: str, writer: Writer, shard_size: int | str | None) -> FileOptions:
     name = os.path.basename(path)
-    if not name.endswith(f".{to}"):
-        return FileOptions(None, _bytes("5GB" if shard_size is None else shard_size))
+    if writer.suffix is not None and not name.endswith(writer.suffix):
+        return FileOptions(name, _bytes("5GB" if shard_size is None else shard_size))
     if shard_size is not None:
-        raise MisuseError(
-            f"shard_size= is for a directory, and {name} is one file. Leave it out, or pass a path without .{to}"
-        )
-    return FileOptions(name, 0)
+        raise MisuseError(f"shard_size= is for a directory, and {name} is one file. Leave it out")
+    return FileOptions(name, None)
 
 
 def _bytes(size: object) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_a_damaged_source_leaves_nothing(saved: Path) -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({}, 'leaf `step` is none. Pass objects="skip"'),
+    ({}, 'safetensors cannot hold leaf `step`: it holds tensors only. Pass objects="skip"'),
     ({"include": "nothing/**"}, "no leaf of"),
     ({"subtree": "params/w"}, "no container at 'params/w'"),
     ({"subtree": "parms"}, "no container at 'parms'"),
@@ -177,7 +178,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"include": "params", "shard_size": 0}, "shard_size is a number of bytes"),
     ({"include": "params", "cast": "int8"}, "cast= of a save takes"),
     ({"include": "params", "objects": "drop"}, "objects is 'error' or 'skip'"),
-    ({"include": "params", "to": "onnx"}, "to is 'safetensors'"),
+    ({"include": "params", "to": "onnx"}, "to is 'safetensors' or"),
     ({"include": "params", "step": 4}, "leave step= out"),
 ]
 
@@ -254,7 +255,7 @@ def interrupted(source: Path, out: Path, at: float, **given: Any) -> int:
             raise _Stop
 
     with pytest.raises(_Stop):
-        sw.convert(source, out, to="safetensors", progress=stop, **given)
+        sw.convert(source, out, **{"to": "safetensors", **given}, progress=stop)
     return seen
 
 
@@ -366,6 +367,42 @@ def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
         assert int(told.stdout) << 10 < (128 + 64) << 20
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_numpy_reads_the_output_bit_for_bit(
+    saved: Path, small_windows: None, monkeypatch: pytest.MonkeyPatch, long: bool
+) -> None:
+    if long:  # as in an archive of many gigabytes
+        monkeypatch.setattr("stepwell.formats.writers.archive._LONG", 100)
+        monkeypatch.setattr("stepwell.formats.writers.archive._MANY", 2)
+    out = saved.parent / "out.npz"
+    sw.convert(saved, out, to="npz", subtree="params", exclude="params/half")
+    with np.load(out) as found:
+        assert set(found) == NAMES - {"half"}
+        for name in NAMES - {"half", "layers.0.b", "layers.1.b"}:
+            same(found[name], PARAMS[name])
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None, "every checksum holds"
+    with pytest.raises(sw.MisuseError, match=r"`half` is bfloat16, which numpy cannot read"):
+        sw.convert(saved, saved.parent / "other.npz", to="npz", subtree="params")
+    cast = {"params/half": "float32"}
+    sw.convert(saved, saved.parent / "other.npz", to="npz", subtree="params", cast=cast)
+    with np.load(saved.parent / "other.npz") as found:
+        same(found["half"], PARAMS["half"].astype(np.float32))
+
+
+def test_checksums_go_on_where_an_archive_was_interrupted(larger: Path, small_windows: None) -> None:
+    out = larger.parent / "out.npz"
+    for part in (0.2, 0.5, 0.8):
+        interrupted(larger, out, part, to="npz")
+    made = sw.convert(larger, out, to="npz")
+    assert made.resumed_nbytes > 0.7 * made.nbytes
+    with zipfile.ZipFile(out) as archive:
+        assert archive.testzip() is None
+    with np.load(out) as found:
+        for name, tensor in sw.restore(larger).items():
+            same(found[name], tensor)
 
 
 def test_the_command_writes_and_reports_as_documented(saved: Path) -> None:

@@ -1,9 +1,9 @@
-//! The journal of a conversion: how far its output is durable. It lies beside the output while that
-//! is incomplete.
+//! The journal of a conversion: how far its output is durable. It is a file beside the
+//! incomplete output.
 //!
 //! A record says how many windows are finished, and the sums of pieces that have changed since the
 //! record before. Records fill whole blocks and are only appended, after the windows that they
-//! count are durable. A conversion that starts anew draws another generation and writes over the
+//! count are durable. A conversion that begins again draws another generation and writes over the
 //! file from its beginning. Reading ends at the first record of another generation, or that is
 //! torn.
 //!
@@ -32,7 +32,7 @@ const MAX_BYTES: usize = 1 << 30;
 /// How long a write of the journal may take.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What a journal says.
+/// The content of a journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Recorded {
     pub digest: [u8; 32],
@@ -113,7 +113,7 @@ fn encode(digest: [u8; 32], generation: u128, finished: u64, sums: &[PieceSum]) 
 }
 
 impl Journal {
-    /// Starts anew, in a file that may hold records of another generation.
+    /// Begins a journal, in a file that may hold records of another generation.
     pub(super) fn start(
         disk: Arc<dyn Disk>,
         file: Arc<dyn File>,

@@ -177,7 +177,7 @@ impl Conversion {
     }
 
     /// Writes all files below the temporary name, completely and durably. `go_on` gets the bytes
-    /// done and in all, and stops it by `false`. What was written until an error stays, to be
+    /// done and in all, and stops it by `false`. After an error, the finished windows stay, to be
     /// resumed, unless the source is damaged or cannot be cast.
     pub fn write(self, source: &Reader, go_on: &mut dyn FnMut(u64, u64) -> bool) -> Result<Complete> {
         let dir = match self.kind {
@@ -286,7 +286,7 @@ impl Complete {
             Err(error) if error.already_exists() => return Err(taken(&*self.parent, &self.name)),
             published => published?,
         }
-        // The output stands: what is left of its journal is removed by whoever can.
+        // The output has its name. Its journal counts for nothing, and may stay.
         if let Err(error) = self.parent.remove_file(&format!("{}{JOURNAL}", self.partial)) {
             tracing::warn!(%error, "a finished conversion left its journal, which may be deleted");
         }

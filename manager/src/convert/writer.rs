@@ -150,7 +150,7 @@ impl WindowWriter {
             self.complete(&mut *at.queue)?;
         }
         if let Some((number, file)) = at.file.take() {
-            // Of a file that is not complete, only what was allocated behind its end goes.
+            // An incomplete file loses only the space that was allocated behind its end.
             if let Some(planned) = self.files.get(number)
                 && file.len()? > planned.length
             {

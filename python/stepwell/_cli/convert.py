@@ -18,7 +18,7 @@ _SHOWN = 4
 @command("convert")
 @click.argument("source", type=TARGET)
 @click.argument("destination")
-@click.option("--to", required=True, metavar="FORMAT", help="The format: safetensors.")
+@click.option("--to", required=True, metavar="FORMAT", help="The format: safetensors, torch or npz.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Write only these leaves. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable.")
 @click.option(

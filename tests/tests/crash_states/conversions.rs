@@ -63,7 +63,7 @@ fn convert(disk: &SimDisk, seed: u64) -> Result<u64, Error> {
     Ok(resumed)
 }
 
-/// The files of the output; `None`: there is none.
+/// The files of the output; `None`: it does not exist.
 fn output(disk: &SimDisk) -> Option<Vec<Vec<u8>>> {
     let dir = disk.open_dir(Path::new(OUTPUT)).ok()?;
     Some(FILES.iter().map(|name| dir.read_file(name, 1 << 20).unwrap()).collect())

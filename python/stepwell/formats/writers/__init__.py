@@ -7,16 +7,39 @@ writes them. A writer opens no file and imports no library.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from dataclasses import dataclass
 
-from . import safetensors
-from .content import Content, FileOptions
-from .output import OutputFile
+from . import npz, safetensors, torch
+from .content import Content, FileOptions, PlainValue
+from .output import OutputFile, OutputTensor
 
-__all__ = ["WRITERS", "Content", "FileOptions", "Writer"]
+__all__ = ["WRITERS", "Content", "FileOptions", "OutputFile", "OutputTensor", "PlainValue", "Writer"]
 
-#: Plans the files that hold a content.
-Writer: TypeAlias = Callable[[Content, FileOptions], list[OutputFile]]
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The writer of a format."""
+
+    #: Plans the files that hold a content.
+    plan: Callable[[Content, FileOptions], list[OutputFile]]
+    #: True if the format holds a value that is not a tensor.
+    holds: Callable[[object], bool]
+    #: The values that can be held, for messages.
+    held: str
+    #: True if the output has the nesting of the source. Otherwise it has tensors by name.
+    is_nested: bool
+    #: The end of the name of an output that is one file; any other name is that of a directory.
+    #: ``None``: the output is always one file.
+    suffix: str | None
+
+
+def _nothing(_: object) -> bool:
+    return False
+
 
 #: The writers by the name of their format.
-WRITERS: Mapping[str, Writer] = {"safetensors": safetensors.plan}
+WRITERS: Mapping[str, Writer] = {
+    "safetensors": Writer(safetensors.plan, _nothing, "tensors", False, ".safetensors"),
+    "torch": Writer(torch.plan, torch.is_plain, "tensors and plain Python values", True, None),
+    "npz": Writer(npz.plan, _nothing, "arrays", False, None),
+}

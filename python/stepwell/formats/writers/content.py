@@ -9,6 +9,13 @@ from .output import OutputTensor
 
 
 @dataclass(frozen=True, slots=True)
+class PlainValue:
+    """An object of plain Python values."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
 class Content:
     """Tensors with their names, in the order of the source."""
 
@@ -17,13 +24,15 @@ class Content:
     ties: Mapping[str, str]
     #: Text that belongs to the source.
     metadata: Mapping[str, str]
+    #: Dicts, lists and tuples as in the source, with all tensors (tied ones too) and objects.
+    state: object
 
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
     """How files are made."""
 
-    #: The name of the only file; ``None``: the output is a directory.
-    file: str | None
-    #: The most bytes of a shard, in a directory.
-    shard_bytes: int
+    #: The name of the output.
+    name: str
+    #: The most bytes of a file. ``None``: the output is one file, and no directory.
+    shard_bytes: int | None

@@ -34,8 +34,8 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
             raise MisuseError(
                 f"a tensor cannot be named {_METADATA!r} in safetensors. Leave it out with exclude="
             )
-    if options.file is not None:
-        return [_file(options.file, content.tensors, content.metadata)]
+    if options.shard_bytes is None:
+        return [_file(options.name, content.tensors, content.metadata)]
     shards = _shards(content.tensors, options.shard_bytes)
     if len(shards) == 1:
         return [_file("model.safetensors", shards[0], content.metadata)]

@@ -1,0 +1,37 @@
+"""numpy archives, as ``numpy.savez`` writes them: one file with an array for each name."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from ..._paths import named
+from ..._state.specs import to_dtype
+from ...errors import MisuseError
+from .archive import Archive
+from .content import Content, FileOptions
+from .output import OutputFile
+
+_MAGIC = b"\x93NUMPY"
+_ALIGNMENT = 64
+
+
+def plan(content: Content, options: FileOptions) -> list[OutputFile]:
+    """Plans one file. Tied arrays are written under one of their names."""
+    archive = Archive(options.name)
+    for tensor in content.tensors:
+        dtype = to_dtype(tensor.dtype)
+        if dtype.isbuiltin != 1 and dtype.kind not in "mM":
+            raise MisuseError(
+                f"{named(tensor.path)} is {tensor.dtype}, which numpy cannot read from its files. Pass cast=, or leave it out with exclude="
+            )
+        archive.add(f"{tensor.name}.npy", _header(dtype, tensor.shape), tensor)
+    return [archive.finish()]
+
+
+def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
+    """The head of an array, padded so that its elements are aligned."""
+    text = f"{{'descr': {dtype.newbyteorder('<').str!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    text += " " * (-(len(_MAGIC) + 4 + len(text) + 1) % _ALIGNMENT) + "\n"
+    return _MAGIC + struct.pack("<BBH", 1, 0, len(text)) + text.encode("latin1")

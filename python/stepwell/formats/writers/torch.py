@@ -1,0 +1,113 @@
+"""Files of ``torch.save``: the nesting of the state, with tensors and plain Python values.
+
+``torch.load(weights_only=True)`` reads them. Tied tensors share one storage.
+"""
+
+from __future__ import annotations
+
+from ..._paths import named
+from ...errors import MisuseError
+from .archive import Archive
+from .content import Content, FileOptions, PlainValue
+from .output import OutputFile, OutputTensor
+from .pickling import Pickle, Unpicklable
+
+#: The first part of all names in the archive.
+_ROOT = "archive"
+#: The storage classes of dtypes that have one.
+_STORAGES = {
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage",
+    "int32": "IntStorage",
+    "int16": "ShortStorage",
+    "int8": "CharStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
+#: Dtypes without one, by the names that torch gives them.
+_UNTYPED = {
+    "uint16": "uint16",
+    "uint32": "uint32",
+    "uint64": "uint64",
+    "float8_e4m3fn": "float8_e4m3fn",
+    "float8_e4m3fnuz": "float8_e4m3fnuz",
+    "float8_e5m2": "float8_e5m2",
+    "float8_e5m2fnuz": "float8_e5m2fnuz",
+    "float8_e8m0fnu": "float8_e8m0fnu",
+}
+
+
+def plan(content: Content, options: FileOptions) -> list[OutputFile]:
+    """Plans one file."""
+    storages = {tensor.name: str(number) for number, tensor in enumerate(content.tensors)}
+    for tensor in content.tensors:
+        if tensor.dtype not in _STORAGES and tensor.dtype not in _UNTYPED:
+            raise MisuseError(
+                f"{named(tensor.path)} is {tensor.dtype}, which torch does not have. Leave it out with exclude="
+            )
+
+    def add(out: Pickle, value: object) -> bool:
+        if isinstance(value, OutputTensor):
+            _add_tensor(out, value, storages[content.ties.get(value.name, value.name)])
+            return True
+        if isinstance(value, PlainValue):
+            out.add(value.value)
+            return True
+        return False
+
+    pickle = Pickle(add)
+    pickle.add(content.state)
+    archive = Archive(options.name)
+    archive.add(f"{_ROOT}/data.pkl", pickle.finish())
+    archive.add(f"{_ROOT}/byteorder", b"little")
+    for tensor in content.tensors:
+        archive.add(f"{_ROOT}/data/{storages[tensor.name]}", b"", tensor)
+    archive.add(f"{_ROOT}/version", b"3\n")
+    return [archive.finish()]
+
+
+def is_plain(value: object) -> bool:
+    """True if a file can hold a value."""
+    try:
+        Pickle(lambda *_: False).add(value)
+    except Unpicklable:
+        return False
+    return True
+
+
+def _add_tensor(out: Pickle, tensor: OutputTensor, key: str) -> None:
+    """Writes a tensor as a call of the function that torch rebuilds it with."""
+    storage = _STORAGES.get(tensor.dtype)
+    count = tensor.nbytes // tensor.itemsize
+    out.symbol("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3")
+    out.mark()
+    out.mark()
+    out.add("storage")
+    if storage:
+        out.symbol("torch", storage)
+    else:
+        out.symbol("torch.storage", "UntypedStorage")
+    for value in (key, "cpu", count if storage else tensor.nbytes):
+        out.add(value)
+    out.tuple()
+    out.persistent()
+    for part in (0, tensor.shape, _strides(tensor.shape), False):
+        out.add(part)
+    out.empty_ordered_dict()
+    if not storage:
+        out.symbol("torch", _UNTYPED[tensor.dtype])
+    out.tuple()
+    out.call()
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements between neighbours along each dimension."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 1, 0, -1):
+        strides[axis - 1] = strides[axis] * max(shape[axis], 1)
+    return tuple(strides)

@@ -1,0 +1,138 @@
+"""Conversions into files of ``torch.save``, and safetensors files read by torch."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+from stepwell import _convert
+
+torch = pytest.importorskip("torch")
+
+Moments = namedtuple("Moments", "mu nu")
+DTYPES = (
+    "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 64 << 10)
+
+
+def tensor(dtype: str, *shape: int) -> Any:
+    return (torch.rand(shape) * 100).to(getattr(torch, dtype))
+
+
+def same(found: Any, wanted: Any) -> None:
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    found, wanted = (one.contiguous().flatten().view(torch.uint8) for one in (found, wanted))
+    assert torch.equal(found, wanted)
+
+
+def converted(folder: Path, state: object, **options: Any) -> Path:
+    sw.save(folder / "saved", state)
+    sw.convert(folder / "saved", folder / "out.pt", to="torch", **options)
+    with zipfile.ZipFile(folder / "out.pt") as archive:
+        assert archive.testzip() is None, "every checksum holds"
+    return folder / "out.pt"
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_load_reads_every_dtype_bit_for_bit(tmp_path: Path, mmap: bool) -> None:
+    state = {dtype: tensor(dtype, 30, 50) for dtype in DTYPES}
+    state |= {
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(5.0),
+        "one": torch.ones(1, dtype=torch.uint16),
+    }
+    found = torch.load(converted(tmp_path, state), weights_only=True, mmap=mmap)
+    assert found.keys() == state.keys()
+    for name, one in state.items():
+        same(found[name], one)
+
+
+def test_a_training_state_keeps_its_nesting_and_values(tmp_path: Path) -> None:
+    w = tensor("float32", 40, 50)
+    objects = {
+        "step": 7, "lr": 1e-3, "big": -(2**70), "name": "ü\n", "none": None, "flag": True, "bytes": b"\x00\xff", "pair": (1, [2.5, "x"]),
+    }  # fmt: skip
+    state = {
+        "model": OrderedDict(w=w, head=w),
+        "optimizer": {"state": {0: {"m": w * 2, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "moments": Moments([w + 1], (w + 2,)),
+        "numpy": np.float32(0.5),
+        "nothing": {}, "no list": [], **objects,
+    }  # fmt: skip
+    found = torch.load(converted(tmp_path, state), weights_only=True)
+    assert found.keys() == state.keys()
+    assert {name: found[name] for name in objects} == objects
+    assert (found["numpy"], found["nothing"], found["no list"]) == (0.5, {}, [])
+    assert found["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    same(found["optimizer"]["state"][0]["m"], w * 2)
+    assert isinstance(found["moments"]["nu"], tuple)
+    same(found["moments"]["mu"][0], w + 1)
+    same(found["moments"]["nu"][0], w + 2)
+    same(found["model"]["w"], w)
+    assert found["model"]["w"].data_ptr() == found["model"]["head"].data_ptr(), "tied"
+
+
+def test_a_value_that_is_not_plain_is_named_or_left_out(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3), "tags": {"a", "b"}, "more": [1, torch.zeros(2), 1 + 2j]}
+    sw.save(tmp_path / "saved", state)
+    with pytest.raises(sw.MisuseError, match=r"torch cannot hold leaf `tags`, leaf `more\[2\]`"):
+        sw.convert(tmp_path / "saved", tmp_path / "out.pt", to="torch")
+    made = sw.convert(tmp_path / "saved", tmp_path / "out.pt", to="torch", objects="skip")
+    assert made.skipped == ("tags", "more[2]")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert found.keys() == {"w", "more"}
+    assert found["more"][0] == 1
+
+
+def test_a_part_and_a_cast_reach_torch(tmp_path: Path) -> None:
+    w = tensor("float32", 40, 50)
+    state = {"params": {"layers": [{"w": w}, {"w": w + 1}, {"w": w + 2}]}, "step": 3}
+    file = converted(tmp_path, state, subtree="params", exclude="params/layers[1]", cast="bfloat16")
+    found = torch.load(file, weights_only=True)
+    assert found["layers"].keys() == {0, 2}, "a list with a gap is a dict"
+    same(found["layers"][2]["w"], (w + 2).bfloat16())
+
+
+def test_a_state_that_is_one_tensor_is_one_in_torch(tmp_path: Path) -> None:
+    w = tensor("float32", 40, 50)
+    same(torch.load(converted(tmp_path, w), weights_only=True), w)
+
+
+def test_safetensors_of_torch_reads_an_export(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    state = {dtype: tensor(dtype, 30, 50) for dtype in DTYPES if dtype != "complex128"}
+    sw.save(tmp_path / "saved", state)
+    sw.export(tmp_path / "saved", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == state.keys()
+    for name, one in state.items():
+        same(found[name], one)
+
+
+def test_transformers_loads_an_export_with_its_ties(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True
+    )
+    model = transformers.LlamaForCausalLM(config)
+    sw.save(tmp_path / "saved", {"model": model.state_dict()})
+    made = sw.export(tmp_path / "saved", tmp_path / "out", subtree="model", cast="float32")
+    assert made.tied == {"model.embed_tokens.weight": "lm_head.weight"}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    for name, one in model.state_dict().items():
+        same(loaded.state_dict()[name], one)
