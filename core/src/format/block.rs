@@ -1,6 +1,6 @@
-//! Blocks: the fixed-size pieces that tile a data file from offset 0 to its footer; the unit of
-//! checksum and of reading. The last one may be short. A block's CRC says nothing of its position
-//! or file: its place in the table does, and the file id.
+//! Blocks: pieces of fixed size that tile a data file from offset 0 to its footer. A block is the
+//! unit of checksums and of reading. The last one may be shorter. A block's CRC does not include
+//! its position or its file: the table of CRCs and the file id identify them.
 
 use std::path::Path;
 
@@ -8,22 +8,21 @@ use super::checksum::crc32c;
 use crate::error::{Error, Result};
 use crate::limits::BLOCK_BYTES;
 
-/// Bytes of a block where nothing else is asked for: small enough that a resharded read wastes
-/// little, large enough that the checksums are 256 bytes per MiB.
+/// The default size of a block in bytes. It is small, so that a resharded read wastes little. The
+/// checksums take 256 bytes per MiB.
 pub const DEFAULT_BLOCK_BYTES: u64 = 16 << 10;
 
-/// How many blocks tile `[0, bytes)`.
+/// Returns the number of blocks that tile `[0, bytes)`.
 pub fn count(bytes: u64, block_bytes: u64) -> u64 {
     bytes.div_ceil(block_bytes.max(1))
 }
 
-/// The CRCs of the blocks of `bytes`, which begin at a block's begin.
+/// Returns the CRCs of the blocks in `bytes`, which begin at the start of a block.
 pub fn crcs(bytes: &[u8], block_bytes: u64) -> impl Iterator<Item = u32> + '_ {
     bytes.chunks(usize::try_from(block_bytes).unwrap_or(usize::MAX).max(1)).map(crc32c)
 }
 
-/// Checks that `bytes` are those of the block with that CRC; names file and block where they are
-/// not.
+/// Checks the CRC of a block. The error names the file and the block.
 pub fn check(block: u64, bytes: &[u8], expected: u32, file: &Path) -> Result<()> {
     let found = crc32c(bytes);
     if found == expected {

@@ -1,9 +1,8 @@
-//! The invariants of every index, for all versions and footers. Checked before an index is written
-//! and after one was read. Exact tiling of a tensor by its chunks is not checked here: it is
-//! geometry (`stepwell-reshard`), and a footer holds only a part.
+//! The invariants of all indexes, in item files and footers. Checked before an index is written and
+//! after it is read. It does not check that chunks tile a tensor: that is geometry
+//! (`stepwell-reshard`), and a footer has only a part of the chunks.
 //!
-//! All arithmetic is overflow-safe, and nothing is allocated that is not bounded by what is in
-//! memory already.
+//! All arithmetic is safe from overflow. Allocations are bounded by the data in memory.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -24,10 +23,10 @@ use crate::limits::{
 use crate::region::volume;
 use crate::tree::{ContainerKind, NodeKind, Tree};
 
-/// First byte that a chunk or object may have in a data file.
+/// The least offset of a chunk or object in a data file.
 const FIRST_BYTE: u64 = 4096;
-/// The share of a stateful container's inner kind in [`MAX_TYPE_NAME_BYTES`]. A page stores a kind
-/// once, memory stores it once per container.
+/// The bytes that a stateful container's inner kind counts in [`MAX_TYPE_NAME_BYTES`]. A page
+/// stores a kind once, but memory has one for each container.
 pub(super) const STATEFUL_BYTES: u64 = 64;
 
 /// The bounds for extents and leaf numbers.
@@ -35,25 +34,25 @@ pub(super) const STATEFUL_BYTES: u64 = 64;
 pub(crate) enum Bounds {
     /// The whole index of an item.
     Item,
-    /// The index in a footer: every extent is in that file, before its footer.
+    /// The index in a footer. All extents are in that file, before its footer.
     Footer {
-        /// Offset of the footer.
+        /// The offset of the footer.
         footer_offset: u64,
     },
-    /// Some pages of an item's index: aliases and views may name leaves that are elsewhere.
+    /// Some pages of an item's index. Aliases and views may name leaves of other pages.
     Part {
-        /// Leaves of the whole item.
+        /// The number of leaves of the whole item.
         leaves: u64,
     },
 }
 
 /// A violated invariant.
 pub(crate) enum IndexFault {
-    /// A bound was passed.
+    /// A limit is exceeded.
     Limit(Error),
-    /// About a node of the tree.
+    /// A node of the tree is invalid.
     Node(u32, String),
-    /// About the whole.
+    /// The index as a whole is invalid.
     Whole(String),
 }
 
@@ -71,7 +70,7 @@ pub(crate) fn check(index: &Index, bounds: Bounds) -> Checked {
     check_leaves(index, 0..index.leaves.len(), bounds)
 }
 
-/// The part of [`check`] that compares counts.
+/// Checks the counts of an index.
 pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
     limit("the number of leaves", index.leaves.len() as u64, MAX_LEAVES)?;
     if index.tree.leaf_count() != index.leaves.len() {
@@ -87,7 +86,7 @@ pub(crate) fn check_counts(index: &Index, bounds: Bounds) -> Checked {
     Ok(())
 }
 
-/// The part of [`check`] for these leaves.
+/// Checks some leaves of an index.
 pub(crate) fn check_leaves(index: &Index, numbers: Range<usize>, bounds: Bounds) -> Checked {
     let at_leaf = |leaf: usize, what| IndexFault::Node(index.tree.leaf_node(leaf as u32).unwrap_or(0), what);
     let leaves = index.leaves.get(numbers.clone());
@@ -122,11 +121,11 @@ fn check_files(files: &[FileRecord]) -> Checked {
     Ok(())
 }
 
-/// The part of [`check`] for the tree alone.
+/// Checks a tree.
 pub(crate) fn check_tree(tree: &Tree) -> Checked {
     limit("the number of nodes", tree.nodes().len() as u64, MAX_NODES)?;
     let mut open: Vec<OpenContainer<'_>> = Vec::new();
-    // Neighbours tend to have as many children.
+    // Neighbours tend to have the same number of children, so reuse the memory.
     let mut likely = 0;
     let mut type_names = 0;
     for (number, node) in tree.nodes().iter().enumerate() {
@@ -147,7 +146,7 @@ pub(crate) fn check_tree(tree: &Tree) -> Checked {
                 path_bytes = container.path_bytes + component_bytes(component);
                 limit("the length of a leaf path in bytes", path_bytes, MAX_LEAF_PATH_BYTES)?;
                 if !container.children.insert(Sibling::of(component)) {
-                    return Err(fault("it stands twice in its container"));
+                    return Err(fault("it occurs twice in its container"));
                 }
             }
         }
@@ -165,19 +164,19 @@ pub(crate) fn check_tree(tree: &Tree) -> Checked {
     Ok(())
 }
 
-/// A container on the way from the root to where the walk is.
+/// A container from the root to the current node.
 struct OpenContainer<'a> {
     node: u32,
     path_bytes: u64,
     children: Siblings<'a>,
 }
 
-/// Hashed with a seed of its own: a file that was made without knowing it finds no names that
-/// collide but by chance.
+/// A hasher with a random seed, so that a hostile file cannot contain names that collide on
+/// purpose.
 type Siblings<'a> = HashSet<Sibling<'a>, RandomState>;
 
-/// The rendering of a child, unique within its container. A key `a` and a field `a` would be one
-/// path.
+/// The rendered name of a child, which must be unique in its container. A key `a` and a field `a`
+/// have the same path.
 #[derive(PartialEq, Eq, Hash)]
 enum Sibling<'a> {
     Name(&'a str),
@@ -201,7 +200,7 @@ fn component_bytes(component: &Component) -> u64 {
     }
 }
 
-/// Returns about the bytes that a copy of it takes beyond its own.
+/// Returns an estimate of the bytes that a copy of the kind allocates.
 fn check_kind(kind: &ContainerKind) -> Checked<u64> {
     let mut bytes = 0;
     let mut name = |text: &str| -> Checked {
@@ -242,7 +241,7 @@ fn check_kind(kind: &ContainerKind) -> Checked<u64> {
 
 enum TieTarget<'a> {
     Leaf(&'a LeafRecord),
-    /// Not among the leaves that were read, but in the item.
+    /// The leaf is in another page of the item.
     Outside,
     None,
 }
@@ -347,9 +346,9 @@ fn check_extent(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), St
     let (first, last) = match (extent.source, bounds) {
         (Source::Own(0), Bounds::Footer { footer_offset }) => (FIRST_BYTE, footer_offset),
         (_, Bounds::Footer { .. }) => {
-            return Err("lies in another file than the one whose footer it stands in".to_owned());
+            return Err("is in another file than its footer".to_owned());
         }
-        // Only the file knows the start of its footer. The trailer at its end is known here.
+        // The trailer is at the end of the file. Only the file knows the start of its footer.
         (Source::Own(ordinal), _) => (FIRST_BYTE, file(ordinal)?.length.saturating_sub(FIRST_BYTE)),
         (Source::Range(ordinal), _) => (0, file(ordinal)?.length),
         (Source::Pulled(_), _) => (0, u64::MAX),

@@ -1,13 +1,13 @@
-//! Feature bits of data files and indexes. A bit in `required` that a reader does not know makes it
-//! refuse the file; a bit in `optional` may be ignored. (Manifests, which are read first, list
-//! required features by name.)
+//! Feature bits of data files and indexes. A reader refuses a file with an unknown bit in
+//! `required`. It ignores unknown bits in `optional`. (Manifests are read first, and list required
+//! features by name.)
 
-/// Of an index: it has an outline before its pages (see [`super::index_v1`]).
+/// The feature bit of an index with an outline before its pages (see [`super::index_v1`]).
 pub(crate) const OUTLINE: u64 = 1 << 0;
 
-/// The required bits that this version knows, by position and name: of data files,
+/// The required bits of data files that this version knows, by position and name.
 pub(crate) const OF_DATA_FILES: &[(u32, &str)] = &[];
-/// and of indexes.
+/// The required bits of indexes that this version knows.
 pub(crate) const OF_INDEXES: &[(u32, &str)] = &[(0, "index_outline")];
 
 /// Refuses required bits that this version does not know.

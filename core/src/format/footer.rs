@@ -1,6 +1,6 @@
 //! The footer of a data file: pages of this file's index, pages of block checksums, the page table,
-//! and the trailer. It makes a data file explain itself: an index can be rebuilt from the data
-//! files alone, and no reader needs more than a file to verify it.
+//! and the trailer. With it, a file can be verified by itself, and the index of an item can be
+//! rebuilt from the data files.
 
 use std::path::Path;
 
@@ -15,22 +15,22 @@ use super::{index_v1, limit};
 use crate::error::{Error, Result};
 use crate::limits::MAX_PAGES;
 
-/// CRCs of one page: 64 GiB of blocks of the default size.
+/// The number of block CRCs in one page, for 64 GiB of blocks of the default size.
 const CRCS_PER_PAGE: usize = (page::TARGET_PAGE_BYTES / 4) as usize;
 
 /// The end of a data file, from the footer's offset on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Footer {
-    /// A multiple of 4096 bytes.
+    /// The footer's bytes, a multiple of 4096.
     pub bytes: Vec<u8>,
-    /// The CRC that manifest and index record for the file.
+    /// The CRC of the trailer, which manifest and index record for the file.
     pub trailer_crc: u32,
 }
 
-/// Encodes the footer of a data file. `index` holds this file's leaves, with all extents in this
-/// file (`Source::Own(0)`, before `footer_offset`). Its `files` are not written, because a file
-/// cannot contain its own length and digest. `block_crcs` are those of the blocks that tile `[0,
-/// footer_offset)`.
+/// Encodes the footer of a data file. `index` has the leaves of this file. All extents are in this
+/// file (`Source::Own(0)`), before `footer_offset`. The footer does not contain `index.files`,
+/// because a file cannot contain its own length and checksum. `block_crcs` are the checksums of the
+/// blocks that tile `[0, footer_offset)`.
 pub fn encode(
     file_id: u128,
     block_bytes: u64,
@@ -82,7 +82,7 @@ pub fn encode(
     Ok(Footer { bytes, trailer_crc })
 }
 
-/// The CRCs of a page of block checksums, from its bytes.
+/// Decodes a page of block checksums.
 pub fn decode_block_crcs(page: &PageRef, bytes: &[u8], file: &Path) -> Result<Vec<u32>> {
     let payload = page::open(page, bytes, file)?;
     if page.kind != PageKind::BlockCrcs || page.count.checked_mul(4) != Some(payload.len() as u64) {
@@ -95,7 +95,8 @@ pub fn decode_block_crcs(page: &PageRef, bytes: &[u8], file: &Path) -> Result<Ve
     Ok(std::iter::from_fn(|| fields.u32()).collect())
 }
 
-/// The page table in a whole footer: `footer` is the file from `trailer.footer_offset` to its end.
+/// Decodes the page table of a footer. `footer` is the file from `trailer.footer_offset` to its
+/// end.
 pub fn pages_of(trailer: &Trailer, footer: &[u8], file: &Path) -> Result<Vec<PageRef>> {
     let cut = || Error::corrupt(file, "its footer is cut");
     if footer.len() as u64 != trailer.footer_length {
@@ -112,8 +113,8 @@ pub fn pages_of(trailer: &Trailer, footer: &[u8], file: &Path) -> Result<Vec<Pag
     decode_page_table(trailer, bytes, file)
 }
 
-/// Decodes the index in a whole footer: the leaves of this data file. `name` becomes the name of
-/// its only file record.
+/// Decodes the index in a footer, with the leaves of this data file. `name` becomes the name of its
+/// only file record.
 pub fn decode_index(trailer: &Trailer, footer: &[u8], name: &str, file: &Path) -> Result<Index> {
     let pages: Vec<PageRef> = pages_of(trailer, footer, file)?;
     let pages = pages.iter().filter(|page| page.kind == PageKind::Index).map(|page| {

@@ -8,10 +8,10 @@ use super::bytes::{Put, open_front, seal_front};
 use super::{FORMAT_VERSION, block, features};
 use crate::error::{Error, Result};
 
-/// Bytes of a header; chunks begin here.
+/// The size of a header in bytes. The chunks follow it.
 pub const HEADER_BYTES: u64 = 4096;
-/// As PNG's: a byte that is no text, a name, both line ends and an end-of-file, so that a transfer
-/// as text is noticed.
+/// The magic bytes, made like PNG's: a non-text byte, a name, both line ends, and an end-of-file.
+/// So a transfer in text mode is detected.
 const MAGIC: [u8; 8] = *b"\x89SWD\r\n\x1a\n";
 
 /// The header of a data file.
@@ -19,20 +19,20 @@ const MAGIC: [u8; 8] = *b"\x89SWD\r\n\x1a\n";
 pub struct Header {
     /// [`FORMAT_VERSION`].
     pub format_version: u32,
-    /// Bits that a reader must know.
+    /// Feature bits that a reader must know.
     pub required_features: u64,
-    /// Bits that a reader may ignore.
+    /// Feature bits that a reader may ignore.
     pub optional_features: u64,
-    /// Bytes of a block.
+    /// The size of a block in bytes.
     pub block_bytes: u64,
-    /// Random; repeated in trailer, index and manifest.
+    /// The file's random id, which trailer, index and manifest repeat.
     pub file_id: u128,
     /// The rank that wrote it.
     pub rank: u32,
 }
 
 impl Header {
-    /// The header of a file of this version, without features.
+    /// Returns the header of a file of this version, without features.
     pub fn new(file_id: u128, block_bytes: u64, rank: u32) -> Self {
         Self {
             format_version: FORMAT_VERSION,
@@ -44,11 +44,11 @@ impl Header {
         }
     }
 
-    /// Its 4096 bytes.
+    /// Encodes its 4096 bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER_BYTES as usize);
         bytes.put(&MAGIC);
-        bytes.put_u32(0); // the CRC's place
+        bytes.put_u32(0); // placeholder of the CRC
         bytes.put_u32(self.format_version);
         bytes.put_u64(self.required_features);
         bytes.put_u64(self.optional_features);
@@ -61,7 +61,7 @@ impl Header {
         bytes
     }
 
-    /// Reads and checks the first 4096 bytes of a data file; `file` is for messages.
+    /// Decodes and checks the first 4096 bytes of a data file. `file` is for messages.
     pub fn decode(bytes: &[u8], file: &Path) -> Result<Self> {
         if bytes.len() as u64 != HEADER_BYTES {
             return Err(Error::corrupt(

@@ -7,10 +7,10 @@ use crate::dtype::Dtype;
 use crate::region::{Dims, Region};
 use crate::tree::Tree;
 
-/// Leaves, logical tensors, and where their chunks are.
+/// The leaves of an item, their logical tensors, and the places of their chunks.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Index {
-    /// Containers and leaves; leaf numbers count `leaves`.
+    /// Containers and leaves. Leaf numbers count `leaves`.
     pub tree: Tree,
     /// One record per leaf, in leaf order.
     pub leaves: Vec<LeafRecord>,
@@ -41,13 +41,13 @@ pub enum LeafRecord {
     Object(Extent),
     /// A tie: the same value as another leaf, stored once.
     Alias {
-        /// The leaf that holds the bytes; it is no alias itself.
+        /// The leaf with the bytes. It is not an alias.
         of: u32,
     },
 }
 
 impl LeafRecord {
-    /// The extents of its bytes.
+    /// Returns the extents of its bytes.
     pub fn extents(&self) -> impl Iterator<Item = &Extent> {
         let (chunks, object) = match self {
             Self::Tensor(tensor) => (tensor.chunks.as_slice(), None),
@@ -57,7 +57,7 @@ impl LeafRecord {
         chunks.iter().map(|chunk| &chunk.extent).chain(object)
     }
 
-    /// The same, to be changed.
+    /// Returns the extents of its bytes, for changes.
     pub fn extents_mut(&mut self) -> impl Iterator<Item = &mut Extent> {
         let (chunks, object) = match self {
             Self::Tensor(tensor) => (tensor.chunks.as_mut_slice(), None),
@@ -67,7 +67,7 @@ impl LeafRecord {
         chunks.iter_mut().map(|chunk| &mut chunk.extent).chain(object)
     }
 
-    /// The number of the leaf that it is tied to, or is a view of.
+    /// Returns the number of the leaf that it is an alias or a view of.
     pub fn refers_to(&mut self) -> Option<&mut u32> {
         match self {
             Self::Alias { of } => Some(of),
@@ -84,27 +84,27 @@ pub struct TensorRecord {
     pub dtype: Dtype,
     /// Global shape: no padding, no tensor-parallel cut, no stage number.
     pub shape: Dims,
-    /// How it is a view of another leaf's tensor, where it is one.
+    /// Set if it is a view of another leaf's tensor.
     pub view: Option<Box<ViewRecord>>,
-    /// For values that differ on every rank: whose it is.
+    /// The rank that it belongs to, for values that differ on every rank.
     pub rank_key: Option<Box<str>>,
-    /// The chunks; their regions tile `shape` exactly once.
+    /// The chunks. Their regions tile `shape` exactly once.
     pub chunks: Chunks,
 }
 
-/// The chunks of a tensor. One is kept in place: most tensors have no more, and an index of many
-/// leaves needs no allocation for each.
+/// The chunks of a tensor. One is stored inline, because most tensors have only one. So an index of
+/// many leaves needs no allocation for each.
 pub type Chunks = SmallVec<[ChunkRecord; 1]>;
 
-/// A declared view of another tensor (a part of a fused parameter, a transposed tie). Nothing
-/// writes one yet; readers know the field.
+/// A declared view of another tensor, such as a part of a fused parameter, or a transposed tie.
+/// Readers support it. No writer writes it yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ViewRecord {
-    /// The leaf that is looked at.
+    /// The viewed leaf.
     pub of: u32,
-    /// Its region in that tensor.
+    /// Its region in the viewed tensor.
     pub region: Region,
-    /// Order of its dimensions.
+    /// The order of its dimensions.
     pub permutation: Vec<u32>,
 }
 
@@ -115,7 +115,7 @@ pub enum ChunkRegion {
     Box(Region),
     /// A run of the row-major flattened tensor.
     Run {
-        /// First element.
+        /// The number of its first element.
         start: u64,
         /// Number of elements.
         len: u64,
@@ -182,7 +182,7 @@ pub struct ChunkRecord {
     pub codec: Codec,
 }
 
-/// The place of some bytes, and how their integrity is known.
+/// The place of some bytes, and their integrity check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
     /// The file or reader.
@@ -191,23 +191,23 @@ pub struct Extent {
     pub offset: u64,
     /// Number of bytes.
     pub length: u64,
-    /// How it is known that they are what was written.
+    /// The check that they are the written bytes.
     pub integrity: Integrity,
 }
 
 /// The source of an extent's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
-    /// A data file of ours: ordinal in [`Index::files`].
+    /// A data file of stepwell, by its ordinal in [`Index::files`].
     Own(u32),
-    /// A byte range of a foreign file: ordinal in [`Index::files`].
+    /// A byte range of a foreign file, by its ordinal in [`Index::files`].
     Range(u32),
-    /// Supplied by a reader outside the engine, by its number.
+    /// A reader outside the engine, by its number.
     Pulled(u32),
 }
 
 impl Source {
-    /// The ordinal of its file.
+    /// Returns the ordinal of its file.
     pub fn file(&self) -> Option<u32> {
         match self {
             Self::Own(file) | Self::Range(file) => Some(*file),
@@ -215,7 +215,7 @@ impl Source {
         }
     }
 
-    /// The same, to be changed.
+    /// Returns the ordinal of its file, for changes.
     pub fn file_mut(&mut self) -> Option<&mut u32> {
         match self {
             Self::Own(file) | Self::Range(file) => Some(file),
@@ -224,14 +224,14 @@ impl Source {
     }
 }
 
-/// How the integrity of an extent is known.
+/// The integrity check of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Integrity {
     /// CRC-32C of its blocks in the data file.
     BlockCrc,
     /// CRC-32 of a zip member.
     Zip(u32),
-    /// Not known.
+    /// None.
     None,
 }
 
@@ -244,20 +244,19 @@ pub struct FileRecord {
     pub length: u64,
     /// Random id in header and trailer (zero for foreign files).
     pub file_id: u128,
-    /// CRC-32C of its trailer: the link between manifest, index and file.
+    /// CRC-32C of its trailer. It links manifest, index and file.
     pub trailer_crc: u32,
-    /// Its container, if it is a part of another file. Recorded in the manifest, not in the index
-    /// file.
+    /// Set if it is a part of another file. The manifest records it, the index file does not.
     pub within: Option<Within>,
 }
 
 impl FileRecord {
-    /// The name under which its bytes stand.
+    /// Returns the name of the file on disk that contains it.
     pub fn stored_name(&self) -> &str {
         self.within.as_ref().map_or(&self.name, |within| &within.name)
     }
 
-    /// The offset of the data file in the file on disk.
+    /// Returns its offset in the file on disk.
     pub fn stored_offset(&self) -> u64 {
         self.within.as_ref().map_or(0, |within| within.offset)
     }
@@ -266,8 +265,8 @@ impl FileRecord {
 /// The place of a data file that is a part of another file.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Within {
-    /// Path of that file, relative as [`FileRecord::name`].
+    /// The path of that file, relative as [`FileRecord::name`].
     pub name: Box<str>,
-    /// Offset of the data file in it.
+    /// The offset of the data file in that file.
     pub offset: u64,
 }

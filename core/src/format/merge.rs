@@ -1,12 +1,14 @@
-//! Many indexes of one item become one: what each rank wrote, or what each data file's footer says
-//! of itself.
+//! The merge of several indexes of one item. Each part is the index of one rank, or that of one
+//! data file's footer.
 //!
-//! Files are listed in the order of the parts. Containers and leaves that are in several parts are
-//! one; the children of a container keep the order that they have in each part (a child that only a
-//! later part has comes before the one that it precedes there, or last). Chunks of a tensor that
-//! several parts hold are put together, in the order of the parts; [`Twice`] says what counts where
-//! two hold the same region. An object is in the parts of all ranks that have it, and its bytes in
-//! one of them. One part merges to itself.
+//! * Files are listed in the order of the parts.
+//! * A container or leaf that several parts have is merged into one. Children of a container keep
+//!   their order in each part. A child that only a later part has comes before its successor there,
+//!   or last.
+//! * A tensor gets the chunks of all parts, in the order of the parts. [`Twice`] decides about a
+//!   region that two parts have.
+//! * All parts of ranks that have an object list it. One of them has its bytes.
+//! * A single part is its own merge.
 
 use std::collections::{HashMap, HashSet};
 
@@ -16,31 +18,31 @@ use crate::error::{Error, Result};
 use crate::leaf_path::Component;
 use crate::tree::{ContainerKind, Node, NodeKind, Tree};
 
-/// How a region that two parts hold is merged.
+/// The treatment of a region that two parts have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Twice {
-    /// A replica that was written twice: the first counts.
+    /// Keep the first copy, for a replica that was written twice.
     First,
-    /// Both stay. The check of coverage refuses them.
+    /// Keep both copies. The check of coverage refuses them.
     Both,
 }
 
-/// Why parts cannot be put together.
+/// The reason why parts cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
-    /// Two of them contradict each other.
+    /// Two parts contradict each other.
     #[error("`{leaf}`: the parts {first} and {second} of the index contradict each other: {what}")]
     Contradiction {
-        /// The rendered path of what they disagree on.
+        /// The rendered path of the contradiction.
         leaf: String,
-        /// Position of the one part.
+        /// The position of the first of these parts.
         first: usize,
-        /// Position of the other.
+        /// The position of the second one.
         second: usize,
         /// The values of both.
         what: String,
     },
-    /// They are no parts of an index.
+    /// The parts are invalid.
     #[error(transparent)]
     Other(#[from] Error),
 }
@@ -57,8 +59,7 @@ impl From<Refusal> for Error {
     }
 }
 
-/// See the module documentation. Refuses parts that contradict each other, with the leaf that they
-/// disagree on.
+/// Merges all parts of an item's index. See the module documentation.
 pub fn merge(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     let several = parts.len() > 1;
     let index = merge_some(parts, twice)?;
@@ -68,8 +69,8 @@ pub fn merge(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     Ok(index)
 }
 
-/// The same for some of the parts, to be merged with the others later: what one of them says that
-/// another writes, that other may not be here.
+/// Merges some parts, to be merged with the others later. An object whose bytes are in another part
+/// may have none here.
 pub fn merge_some(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     let mut merger = Merger::default();
     for part in parts {
@@ -84,7 +85,7 @@ pub fn merge_some(parts: Vec<Index>, twice: Twice) -> Result<Index, Refusal> {
     Ok(index)
 }
 
-/// Checks that at least one rank writes each object that another rank leaves to others.
+/// Checks that one of the parts has the bytes of each object.
 fn check_objects(index: &Index) -> Result<()> {
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         if matches!(record, LeafRecord::Object(extent) if extent.length == 0) {
@@ -95,12 +96,12 @@ fn check_objects(index: &Index) -> Result<()> {
     Ok(())
 }
 
-/// A node of the merged tree. Children are a linked list, so that one can be put before any other.
+/// A node of the merged tree. Children are a linked list, so that a new one can precede any other.
 struct MergeEntry {
-    /// The first part that has it.
+    /// The position of the first part that has it.
     part: usize,
     component: Option<Component>,
-    /// The kind, or the number of the record.
+    /// The container kind, or the number of the leaf's record.
     kind: Result<ContainerKind, usize>,
     first_child: Option<usize>,
     last_child: Option<usize>,
@@ -126,13 +127,13 @@ impl Default for MergeEntry {
 struct Merger {
     entries: Vec<MergeEntry>,
     by_path: HashMap<(usize, Component), usize>,
-    /// Leaf numbers in aliases and views count these records until the end.
+    /// The records of leaves. Until the end, aliases and views name leaves by their position here.
     records: Vec<LeafRecord>,
-    /// The first part that has each of them.
+    /// For each record, the position of the first part that has it.
     part_of: Vec<usize>,
-    /// How many parts there were.
+    /// The number of parts so far.
     parts: usize,
-    /// Records that several parts have.
+    /// The records that several parts have.
     united: HashSet<usize>,
     files: Vec<super::index::FileRecord>,
 }
@@ -149,7 +150,7 @@ impl Merger {
         let mut record_of: Vec<usize> = Vec::with_capacity(leaves.len());
         let mut new_records = HashSet::new();
         for (number, node) in tree.nodes().iter().enumerate() {
-            // Only the root has no name and no parent, and a parent stands before its children.
+            // Only the root has no name and no parent. Parents precede their children.
             let parent = entry_of.get(node.parent as usize).map(|&(entry, _)| entry);
             if (number == 0) != node.component.is_none() || (number == 0) != parent.is_none() {
                 let what = "the parts of the index contradict each other: a node has no place in the tree"
@@ -212,7 +213,7 @@ impl Merger {
         Ok(())
     }
 
-    /// The entry of a node below that entry, made where it is not there; and whether it was made.
+    /// Returns the entry of a node below a parent, and true if it is new. Adds a missing entry.
     fn entry(&mut self, node: &Node, parent: Option<usize>) -> (usize, bool) {
         let number = self.entries.len();
         if let (Some(parent), Some(component)) = (parent, &node.component) {
@@ -226,7 +227,7 @@ impl Merger {
         let kind = match &node.kind {
             NodeKind::Container(kind) => Ok((**kind).clone()),
             NodeKind::Leaf(_) => {
-                // A place; `add` puts the record there.
+                // A placeholder, which `add` replaces.
                 self.records.push(LeafRecord::Alias { of: u32::MAX });
                 self.part_of.push(self.parts.saturating_sub(1));
                 Err(self.records.len() - 1)
@@ -242,8 +243,8 @@ impl Merger {
         (number, true)
     }
 
-    /// Gives the new entries of a part their places among their siblings. Backwards, so that what
-    /// follows a node has its place already.
+    /// Links the new entries of a part to their siblings. In reverse order, so that the next
+    /// sibling is linked already.
     fn link(&mut self, tree: &Tree, entry_of: &[(usize, bool)]) {
         let mut next_of: Vec<Option<usize>> = vec![None; entry_of.len()];
         for (node, &(entry, is_new)) in tree.nodes().iter().zip(entry_of).skip(1).rev() {
@@ -258,7 +259,7 @@ impl Merger {
         }
     }
 
-    /// Puts an entry before its sibling `next`, or last.
+    /// Inserts an entry before its sibling `next`, or as the last child.
     fn insert(&mut self, entry: usize, parent: usize, next: Option<usize>) {
         let previous = match next {
             Some(next) => self.entries.get_mut(next).and_then(|next| next.previous.replace(entry)),

@@ -1,7 +1,7 @@
-//! Pages: the checksummed pieces of footers and indexes. A page is a 32-byte front, which says what
-//! it is, and a payload. Its CRC covers both and stands where the page is listed (a page table or
-//! an index root), never in the page: a reader that finds the page by its entry cannot take another
-//! one for it.
+//! Pages: the checksummed pieces of footers and indexes. A page has a front of 32 bytes, which
+//! gives its kind and content, and a payload. The CRC covers both. It is not in the page, but in
+//! the list of pages (a page table or an index root), so that a reader detects a page in the wrong
+//! place.
 //!
 //! ```text
 //! 0  magic "SWPG"   4  kind u16   6  version u16   8  payload bytes u64   16  first u64   24  count u64   32  payload
@@ -16,20 +16,19 @@ use crate::limits::MAX_PAGE_BYTES;
 
 const MAGIC: &[u8; 4] = b"SWPG";
 const VERSION: u16 = 1;
-/// Bytes before the payload.
+/// The size of the front in bytes.
 pub(crate) const FRONT_BYTES: u64 = 32;
-/// Bytes of one entry of a page table.
+/// The size of an entry of a page table in bytes.
 pub(crate) const ENTRY_BYTES: u64 = 40;
-/// A page is closed when it passes this size, so that a reader that needs one leaf reads about this
-/// much.
+/// A page is closed once it has this size in bytes. A reader of one leaf reads about this much.
 pub(crate) const TARGET_PAGE_BYTES: u64 = 1 << 20;
 
 /// The kind of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageKind {
-    /// Leaves of an index; `first` and `count` number leaves.
+    /// Leaves of an index. `first` and `count` number leaves.
     Index,
-    /// CRCs of blocks; `first` and `count` number blocks.
+    /// CRCs of blocks. `first` and `count` number blocks.
     BlockCrcs,
 }
 
@@ -55,20 +54,20 @@ impl PageKind {
 pub struct PageRef {
     /// Its kind.
     pub kind: PageKind,
-    /// First byte in the file.
+    /// Its offset in the file.
     pub offset: u64,
-    /// Bytes, front and payload.
+    /// Its length in bytes, with its front.
     pub length: u64,
-    /// CRC-32C of those bytes.
+    /// CRC-32C of its bytes.
     pub crc: u32,
-    /// First leaf or block in it.
+    /// The number of its first leaf or block.
     pub first: u64,
-    /// How many leaves or blocks.
+    /// The number of leaves or blocks in it.
     pub count: u64,
 }
 
 impl PageRef {
-    /// The page's bytes in `bytes`, which begin at offset `at` of the file.
+    /// Returns the page's bytes. `bytes` begin at offset `at` of the file.
     pub fn slice<'a>(&self, bytes: &'a [u8], at: u64) -> Option<&'a [u8]> {
         let start = usize::try_from(self.offset.checked_sub(at)?).ok()?;
         bytes.get(start..)?.get(..usize::try_from(self.length).ok()?)
@@ -93,7 +92,7 @@ impl PageRef {
     }
 }
 
-/// The bytes of a page, and its entry but for the offset (zero).
+/// Encodes a page. Returns its bytes, and its entry, whose offset is not set.
 pub(crate) fn encode(kind: PageKind, first: u64, count: u64, payload: &[u8]) -> Result<(Vec<u8>, PageRef)> {
     let length = FRONT_BYTES + payload.len() as u64;
     super::limit("the size of a page in bytes", length, MAX_PAGE_BYTES)?;
@@ -109,7 +108,7 @@ pub(crate) fn encode(kind: PageKind, first: u64, count: u64, payload: &[u8]) -> 
     Ok((bytes, PageRef { kind, offset: 0, length, crc, first, count }))
 }
 
-/// Checks a page's bytes against its entry, and returns its payload.
+/// Checks a page against its entry, and returns its payload.
 pub(crate) fn open<'a>(page: &PageRef, bytes: &'a [u8], file: &Path) -> Result<&'a [u8]> {
     let corrupt = |what: &str| {
         Error::corrupt(file, format!("the page at offset {} ({:?}) {what}", page.offset, page.kind))

@@ -2,8 +2,9 @@
 
 use crate::limits::{MAX_PATH_BYTES, MAX_PATH_COMPONENT_BYTES};
 
-/// Checks that `path` stays below where it is put: no root, no `.` or `..`, no empty component,
-/// nothing that a terminal or another system would read differently. Returns what is wrong.
+/// Checks that `path` stays below its directory: it has no root, no `.` or `..`, no empty
+/// component, and no character that a terminal or another system would read differently. Returns
+/// the fault.
 pub(crate) fn check_relative(path: &str) -> Result<(), String> {
     if path.len() as u64 > MAX_PATH_BYTES {
         return Err(format!("a path of {} bytes is longer than the limit of {MAX_PATH_BYTES}", path.len()));
@@ -24,8 +25,8 @@ pub(crate) fn check_relative(path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// [`check_relative`], and no component may be hidden: a step's own files (`.lease`, temporaries)
-/// begin with a dot.
+/// Checks `path` as [`check_relative`], and that no component is hidden: a step's own files
+/// (`.lease`, temporaries) begin with a dot.
 pub(crate) fn check_visible(path: &str) -> Result<(), String> {
     check_relative(path)?;
     if path.split('/').any(|component| component.starts_with('.')) {
@@ -34,7 +35,7 @@ pub(crate) fn check_visible(path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// True if `path` is inside `dir`, both checked before.
+/// True if `path` is inside `dir`. Both were checked before.
 pub(crate) fn is_below(path: &str, dir: &str) -> bool {
     path.strip_prefix(dir).is_some_and(|rest| rest.len() > 1 && rest.starts_with('/'))
 }

@@ -1,7 +1,7 @@
-//! The last 4096 bytes of a data file: where its footer begins and where the page table is. It ends
-//! in its own CRC, and that very value is what manifest and index record of the file: it binds page
-//! table, pages, blocks and so every byte. (A CRC over *all* 4096 bytes would be the same for every
-//! trailer; see [`super::checksum`].)
+//! The last 4096 bytes of a data file: the places of its footer and its page table. The last field
+//! is the trailer's own CRC. Manifest and index record this CRC for the file. It covers the page
+//! table's checksum, which covers the pages, which cover all blocks. (A CRC over *all* 4096 bytes
+//! would be the same for every trailer; see [`super::checksum`].)
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use super::{FORMAT_VERSION, block};
 use crate::error::{Error, Result};
 use crate::limits::{MAX_FILE_BYTES, MAX_PAGE_BYTES, MAX_PAGES};
 
-/// Bytes of a trailer.
+/// The size of a trailer in bytes.
 pub const TRAILER_BYTES: u64 = 4096;
 /// See [`super::header`].
 const MAGIC: &[u8; 8] = b"\x89SWT\r\n\x1a\n";
@@ -21,40 +21,40 @@ const CRC_AT: usize = TRAILER_BYTES as usize - 4;
 /// The trailer of a data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trailer {
-    /// The same as in the header.
+    /// The file id, as in the header.
     pub file_id: u128,
-    /// Offset of the footer, after the last block; a multiple of 4096.
+    /// The offset of the footer, after the last block. A multiple of 4096.
     pub footer_offset: u64,
-    /// From there to the end of the file; a multiple of 4096.
+    /// The length of the footer, to the end of the file. A multiple of 4096.
     pub footer_length: u64,
-    /// Bytes of a block.
+    /// The size of a block in bytes.
     pub block_bytes: u64,
-    /// The table of the footer's pages.
+    /// The place of the footer's page table.
     pub page_table: PageTableRef,
-    /// The CRC that the trailer ends in.
+    /// The CRC of the trailer, its last field.
     pub crc: u32,
 }
 
 /// The place of a page table: between the last page and the trailer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageTableRef {
-    /// First byte in the file.
+    /// Its offset in the file.
     pub offset: u64,
-    /// Bytes, up to the trailer: the entries, and zeros after them.
+    /// Its length in bytes, up to the trailer: the entries, then zeros.
     pub length: u64,
-    /// Number of entries.
+    /// The number of entries.
     pub count: u32,
     /// CRC-32C of those bytes.
     pub crc: u32,
 }
 
 impl Trailer {
-    /// Length of the whole file.
+    /// Returns the length of the whole file.
     pub fn file_length(&self) -> u64 {
         self.footer_offset + self.footer_length
     }
 
-    /// How many blocks tile the file up to its footer.
+    /// Returns the number of blocks before the footer.
     pub fn block_count(&self) -> u64 {
         block::count(self.footer_offset, self.block_bytes)
     }
@@ -78,9 +78,9 @@ impl Trailer {
         (bytes, crc)
     }
 
-    /// Reads and checks the last 4096 bytes of a data file. `expected_crc` and `expected_id` are
-    /// what manifest or index say of the file; with them, a file that took another's place is found
-    /// here.
+    /// Decodes and checks the last 4096 bytes of a data file. `expected_crc` and `expected_id` are
+    /// from the manifest or the index. With them, this finds a file that was replaced by another
+    /// one.
     pub fn decode(
         bytes: &[u8],
         file: &Path,
@@ -134,7 +134,7 @@ impl Trailer {
         Some((version, Self { file_id, footer_offset, footer_length, block_bytes, page_table, crc }))
     }
 
-    /// Everything that readers compute with later; none of it can overflow after this.
+    /// Checks all values that readers compute with, so that no later arithmetic overflows.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         block::check_size(self.block_bytes)?;
         let aligned = |value: u64| value >= 4096 && value.is_multiple_of(4096);
@@ -158,9 +158,9 @@ impl Trailer {
     }
 }
 
-/// The pages that a footer holds, from the bytes of its page table (`trailer.page_table`). Pages
-/// tile the footer up to the table, index pages number their leaves without a gap, pages of block
-/// checksums cover every block.
+/// Decodes the page table of a footer (`trailer.page_table`). The pages tile the footer up to the
+/// table. Index pages number their leaves without a gap. Pages of block checksums cover every
+/// block.
 pub fn decode_page_table(trailer: &Trailer, bytes: &[u8], file: &Path) -> Result<Vec<PageRef>> {
     let corrupt = |what: &str| Error::corrupt(file, format!("its page table {what}"));
     let table = &trailer.page_table;

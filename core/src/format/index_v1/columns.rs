@@ -1,10 +1,10 @@
-//! Archived columns that are consumed in order, each value checked to be there.
+//! Archived columns. They are read in order, and each read checks that a value is left.
 
 use rkyv::primitive::{ArchivedI64, ArchivedU32, ArchivedU64};
 
 use crate::region::Dims;
 
-/// The result of reading a column; an error if it ended too early.
+/// The result of reading a column. The error says what is missing.
 pub(super) type ReadResult<T> = Result<T, String>;
 
 /// An archived number.
@@ -23,7 +23,7 @@ macro_rules! numbers {
 }
 numbers!(u8 => u8, ArchivedU32 => u32, ArchivedU64 => u64, ArchivedI64 => i64);
 
-/// The rest of a column.
+/// The rest of a column that is not read yet.
 pub(super) struct Column<'a, T> {
     rest: &'a [T],
     name: &'static str,
@@ -60,8 +60,8 @@ impl<'a, T: Number> Column<'a, T> {
 }
 
 impl Column<'_, ArchivedU64> {
-    /// Reads the numbers of so many dimensions. An index has several for each leaf, so a few are
-    /// read together, after one check of the length.
+    /// Reads the numbers of so many dimensions. Reads a few together after one check of the length,
+    /// because an index has several for each leaf.
     #[inline]
     pub(super) fn dims(&mut self, ndim: usize, into: &mut Dims) -> ReadResult<()> {
         let (taken, rest) = self.rest.split_at_checked(ndim).ok_or_else(|| short(self.name))?;
@@ -76,7 +76,7 @@ impl Column<'_, ArchivedU64> {
     }
 }
 
-/// The rest of a column of texts.
+/// The rest of a column of texts that is not read yet.
 pub(super) struct Texts<'a> {
     rest: &'a str,
     name: &'static str,

@@ -47,18 +47,18 @@ use crate::tree::Tree;
 /// An index file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IndexFile {
-    /// All of it.
+    /// Its content.
     pub bytes: Vec<u8>,
-    /// CRC-32C of all of it, recorded in the manifest.
+    /// CRC-32C of the whole file, which the manifest records.
     pub crc: u32,
 }
 
-/// The index file of an item. Refuses what [`decode`] would refuse.
+/// Encodes the index file of an item. Fails for an index that [`decode`] would refuse.
 pub fn encode(index: &Index) -> Result<IndexFile> {
     encode_as(index, Paging::DEFAULT, outline::is_worthwhile)
 }
 
-/// `is_outlined`: whether an index of so many pages gets an outline.
+/// Encodes an index file. `is_outlined` decides whether an index of so many pages gets an outline.
 fn encode_as(index: &Index, paging: Paging, is_outlined: fn(&Index, usize) -> bool) -> Result<IndexFile> {
     let pages = pages(index, Bounds::Item, paging)?;
     let mut root = Root {
@@ -92,8 +92,8 @@ fn encode_as(index: &Index, paging: Paging, is_outlined: fn(&Index, usize) -> bo
     Ok(IndexFile { bytes, crc })
 }
 
-/// Reads and checks a whole index file; `file` is for messages. Everything that [`super::check`]
-/// lists holds of the result; that chunks tile their tensors is not checked here.
+/// Decodes and checks a whole index file. `file` is for messages. The result fulfils all that
+/// [`super::check`] lists. It is not checked that chunks tile their tensors.
 pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     let opened = Opened::new(bytes, file)?;
     let index = opened.join(opened.tree()?, opened.leaves(Vec::new())?)?;
@@ -101,7 +101,7 @@ pub fn decode(bytes: &[u8], file: &Path) -> Result<Index> {
     Ok(index)
 }
 
-/// An index file whose checksums hold. The tree and the leaf records are read separately, and
+/// An index file with valid checksums. The tree and the leaf records are decoded separately, and
 /// leaves are checked by ranges, so that two threads can share the work.
 pub struct Opened<'a> {
     file: &'a Path,
@@ -112,7 +112,7 @@ pub struct Opened<'a> {
 }
 
 impl<'a> Opened<'a> {
-    /// Compares all checksums; what the pages say is not looked at yet.
+    /// Opens an index file and compares all checksums. Does not decode the pages.
     pub fn new(bytes: &'a [u8], file: &'a Path) -> Result<Self> {
         let header = IndexHeader::decode(bytes, file)?;
         if header.file_length != bytes.len() as u64 {
@@ -130,7 +130,7 @@ impl<'a> Opened<'a> {
         Ok(Self { file, header, root, outline, pages })
     }
 
-    /// The structure, checked.
+    /// Decodes and checks the tree.
     pub fn tree(&self) -> Result<Tree> {
         let tree = self.pages.tree()?;
         if let Err(fault) = check_tree(&tree) {
@@ -144,7 +144,7 @@ impl<'a> Opened<'a> {
         Ok(tree)
     }
 
-    /// How many records of leaves there will be room needed for.
+    /// Returns the number of leaf records to reserve memory for.
     pub fn leaf_count(&self) -> usize {
         self.pages.leaf_count()
     }
@@ -155,8 +155,7 @@ impl<'a> Opened<'a> {
         self.pages.leaves(room)
     }
 
-    /// The index of this tree and these leaves. Each leaf must pass [`Self::check`] before it is
-    /// used.
+    /// Joins a tree and leaves to an index. Each leaf must pass [`Self::check`] before it is used.
     pub fn join(&self, tree: Tree, leaves: Vec<LeafRecord>) -> Result<Index> {
         let index = Index { tree, leaves, files: self.root.files.clone() };
         check_counts(&index, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))?;
@@ -166,13 +165,13 @@ impl<'a> Opened<'a> {
         Ok(index)
     }
 
-    /// Checks some leaves of what [`Self::join`] gave.
+    /// Checks some leaves of an index from [`Self::join`].
     pub fn check(&self, index: &Index, leaves: Range<usize>) -> Result<()> {
         check_leaves(index, leaves, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))
     }
 }
 
-/// The pages of an index, in order, their checksums compared.
+/// The pages of an index in order, with valid checksums.
 struct Pages<'a> {
     file: &'a Path,
     pages: Vec<(PageRef, &'a page::ArchivedIndexPageV1)>,
@@ -188,7 +187,7 @@ impl<'a> Pages<'a> {
         Ok(Self { file, pages: archived.collect::<Result<Vec<_>>>()? })
     }
 
-    /// Number of leaves to reserve at once. Growing memory would be copied each time.
+    /// Returns the number of leaves to reserve memory for, because growing would copy them.
     fn leaf_count(&self) -> usize {
         self.pages.iter().map(|(_, page)| read::leaf_count(page)).sum::<usize>().min(MAX_LEAVES as usize)
     }
@@ -221,16 +220,16 @@ impl<'a> Pages<'a> {
 /// The leaves of one page of an index file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PagePart {
-    /// Number, in the item's index, of its first leaf; aliases and views name leaves by such
+    /// The number of its first leaf in the item's index. Aliases and views name leaves by these
     /// numbers.
     pub first_leaf: u64,
-    /// Containers and leaves of this page, and the containers above them.
+    /// The containers and leaves of this page, below the containers that lead to them.
     pub tree: Tree,
-    /// Records of its leaves.
+    /// The records of its leaves.
     pub leaves: Vec<LeafRecord>,
 }
 
-/// Reads and checks one page of an index file, from its bytes.
+/// Decodes and checks one page of an index file.
 pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Result<PagePart> {
     let payload = open(page, bytes, file)?;
     let mut assembler = read::Assembler::part();
@@ -244,12 +243,12 @@ pub fn decode_part(root: &Root, page: &PageRef, bytes: &[u8], file: &Path) -> Re
     Ok(PagePart { first_leaf: page.first, tree: index.tree, leaves: index.leaves })
 }
 
-/// The pages of an index, each with its entry (but for its offset).
+/// Encodes the pages of an index. Returns each with its entry, whose offset is not set.
 pub(super) fn encode_pages(index: &Index, bounds: Bounds) -> Result<Vec<(Vec<u8>, PageRef)>> {
     pages(index, bounds, Paging::DEFAULT)
 }
 
-/// Refuses an index that cannot be written.
+/// Checks that an index can be written.
 pub(crate) fn check_to_write(index: &Index, bounds: Bounds) -> Result<()> {
     check(index, bounds).map_err(|fault| match fault {
         IndexFault::Limit(error) => error,
@@ -265,7 +264,7 @@ fn pages(index: &Index, bounds: Bounds, paging: Paging) -> Result<Vec<(Vec<u8>, 
     Ok(pages)
 }
 
-/// An index from all of its pages, in order.
+/// Decodes an index from all of its pages, in order.
 pub(super) fn decode_pages(
     pages: Vec<(PageRef, &[u8])>,
     files: Vec<FileRecord>,

@@ -1,6 +1,6 @@
-//! The outline of a large index: all of it but the chunks of its tensors, which are nearly all of
-//! it where many ranks have saved. So a reader knows the whole structure at once, and reads a page
-//! of chunks where it wants one of its leaves: thousands of ranks must not each read all pages.
+//! The outline of a large index: the whole index without the chunks. With many ranks, nearly all of
+//! an index is chunks. A reader reads the outline first, then the pages of the leaves that it
+//! wants. So thousands of ranks need not read all pages each.
 
 use std::path::Path;
 
@@ -13,9 +13,9 @@ use crate::format::checksum::{crc32c, crc32c_of_both};
 use crate::format::index::{Chunks, Index, LeafRecord, TensorRecord};
 use crate::format::page::{PageKind, PageRef};
 
-/// Of fewer pages there is nothing to be left out.
+/// The least number of pages of an index with an outline. With fewer pages, none can be skipped.
 const LEAST_PAGES: usize = 4;
-/// So many chunks to a leaf, and an outline is a small part of the index.
+/// The least number of chunks per leaf of an index with an outline. The outline is then small.
 const LEAST_CHUNKS: usize = 4;
 
 /// True if an index of so many pages gets an outline.
@@ -24,7 +24,7 @@ pub(super) fn is_worthwhile(index: &Index, pages: usize) -> bool {
     pages >= LEAST_PAGES && chunks() >= LEAST_CHUNKS * index.leaves.len()
 }
 
-/// The outline of an index; nothing, if it would be larger than a page may be.
+/// Encodes the outline of an index. Empty if it would be larger than a page may be.
 pub(super) fn encode(index: &Index) -> Result<Vec<u8>> {
     let leaves = index.leaves.iter().map(without_chunks).collect();
     let outline = Index { tree: index.tree.clone(), leaves, files: Vec::new() };
@@ -35,7 +35,7 @@ pub(super) fn encode(index: &Index) -> Result<Vec<u8>> {
     }
 }
 
-/// The outline in the front of an index file, checked, where it has one.
+/// Decodes and checks the outline in the front of an index file, if it has one.
 pub(super) fn decode(header: &IndexHeader, root: &Root, bytes: &[u8], file: &Path) -> Result<Option<Index>> {
     if header.outline_length == 0 {
         return Ok(None);
@@ -64,7 +64,7 @@ pub(super) fn decode(header: &IndexHeader, root: &Root, bytes: &[u8], file: &Pat
     Ok(Some(outline))
 }
 
-/// True if it is what [`encode`] makes of that index.
+/// True if the outline is that of the index.
 pub(super) fn is_of(outline: &Index, index: &Index) -> bool {
     outline.tree == index.tree && are_of(&outline.leaves, &index.leaves)
 }
@@ -93,7 +93,7 @@ fn without_chunks(leaf: &LeafRecord) -> LeafRecord {
     }
 }
 
-/// An index file of which the front has been read: its outline, and what its pages are.
+/// The front of an index file: its outline and the list of its pages.
 #[derive(Debug)]
 pub struct Outline {
     root: Root,
@@ -102,9 +102,9 @@ pub struct Outline {
 }
 
 impl Outline {
-    /// From the first [`IndexHeader::pages_at`] bytes of a file that has an outline, as the
-    /// manifest knows it: `crc` is that of all of it, of which what the root table says of the
-    /// pages is a part.
+    /// Decodes the first [`IndexHeader::pages_at`] bytes of a file with an outline. `crc` is the
+    /// checksum of the whole file, from the manifest. It also covers the checksums of the pages in
+    /// the root table.
     pub fn decode(header: &IndexHeader, bytes: &[u8], crc: u32, file: &Path) -> Result<Self> {
         let root = Root::decode(header, bytes, file)?;
         let index = decode(header, &root, bytes, file)?
@@ -118,17 +118,17 @@ impl Outline {
         Ok(Self { root, index })
     }
 
-    /// All of the index but the chunks.
+    /// Returns the index without chunks.
     pub fn index(&self) -> &Index {
         &self.index
     }
 
-    /// The pages, in order.
+    /// Returns the pages, in order.
     pub fn pages(&self) -> &[PageRef] {
         &self.root.pages
     }
 
-    /// The number of the page that holds a leaf.
+    /// Returns the number of the page with a leaf.
     pub fn page_of(&self, leaf: u32) -> Option<usize> {
         let leaf = u64::from(leaf);
         let after = self.root.pages.partition_point(|page| page.first <= leaf);
@@ -136,7 +136,7 @@ impl Outline {
         self.root.pages.get(page).is_some_and(|found| leaf - found.first < found.count).then_some(page)
     }
 
-    /// The leaves of a page, with their chunks, from its bytes.
+    /// Decodes the leaves of a page, with their chunks.
     pub fn leaves(&self, page: &PageRef, bytes: &[u8], file: &Path) -> Result<Vec<LeafRecord>> {
         let PagePart { first_leaf, tree, leaves } = decode_part(&self.root, page, bytes, file)?;
         let first = usize::try_from(first_leaf).unwrap_or(usize::MAX);

@@ -1,11 +1,10 @@
 //! The structure of an index page, version 1: the archived form of [`IndexPageV1`] is the payload
 //! of the page. Never change it: a new version gets a new structure, and this one stays readable.
 //!
-//! Columns, consumed in order: a node whose component is a key takes the next `node_value` bytes of
-//! `names`, a tensor of `n` dimensions takes the next `n` of `tensor_dims`, a leaf with bytes takes
-//! the next extent, and so on. At the end of the page every column is used up. So nothing in a page
-//! can point anywhere but backwards to a node or a container kind, and memory is bounded by the
-//! page's size.
+//! The columns are read in order. A node whose component is a key takes the next `node_value` bytes
+//! of `names`. A tensor of `n` dimensions takes the next `n` of `tensor_dims`. A leaf with bytes
+//! takes the next extent, and so on. At the end of the page, every column is used up. So a page can
+//! refer only to earlier nodes and container kinds, and memory is bounded by the page's size.
 
 use rkyv::{Archive, Serialize};
 
@@ -51,85 +50,85 @@ pub(super) mod tag {
 /// A page of an index. See the module documentation.
 #[derive(Archive, Serialize, Debug, Default)]
 pub(super) struct IndexPageV1 {
-    /// Number, in the index, of the first node that is not repeated.
+    /// The number in the index of the first node that is not repeated.
     pub first_node: u64,
-    /// How many nodes at the front are repeated: the containers from the root down to the first own
-    /// node.
+    /// The number of repeated nodes at the front: the containers from the root down to the first
+    /// own node.
     pub repeated_nodes: u32,
 
-    /// Local number of the parent; smaller than the node's own, and the root's own for the root.
+    /// The local number of the parent, smaller than the node's own number. The root names itself.
     pub node_parent: Vec<u32>,
-    /// How the parent reaches it: `ROOT`, `KEY`, `INT`, `INDEX`, `FIELD`.
+    /// The tag of the node's component: `ROOT`, `KEY`, `INT`, `INDEX`, `FIELD`.
     pub node_tag: Vec<u8>,
-    /// Length of the name (`KEY`, `FIELD`), the number (`INT`, `INDEX`), or 0.
+    /// The length of the name (`KEY`, `FIELD`), the number (`INT`, `INDEX`), or 0.
     pub node_value: Vec<i64>,
     /// 0 for a leaf, else the container kind, counted from 1.
     pub node_kind: Vec<u32>,
     /// The names, one after the other.
     pub names: String,
 
-    /// The distinct container kinds: what each is.
+    /// The tag of each distinct container kind.
     pub kind_tag: Vec<u8>,
-    /// `DEQUE_BOUNDED`: the bound. `STATEFUL`: the kind of its state, counted from 1, an earlier
-    /// one. Else 0.
+    /// The bound (`DEQUE_BOUNDED`), or the kind of the state (`STATEFUL`), an earlier kind counted
+    /// from 1. Otherwise 0.
     pub kind_number: Vec<u64>,
-    /// Length of the type name, or 0.
+    /// The length of the type name, or 0.
     pub kind_name: Vec<u32>,
-    /// Length of the protocol (`STATEFUL`), or 0.
+    /// The length of the protocol (`STATEFUL`), or 0.
     pub kind_protocol: Vec<u32>,
     /// Type names and protocols, one after the other.
     pub kind_texts: String,
 
     /// The tag of each leaf: `TENSOR`, `OBJECT`, `ALIAS`.
     pub leaf_tag: Vec<u8>,
-    /// Of each alias: the leaf, by its number in the index.
+    /// For each alias, the number of its leaf in the index.
     pub alias_of: Vec<u32>,
 
-    /// Of each tensor: code of its dtype.
+    /// For each tensor, the code of its dtype.
     pub tensor_dtype: Vec<u8>,
-    /// Number of dimensions.
+    /// For each tensor, the number of dimensions.
     pub tensor_ndim: Vec<u8>,
     /// The shapes, one after the other.
     pub tensor_dims: Vec<u64>,
-    /// Number of chunks.
+    /// For each tensor, the number of chunks.
     pub tensor_chunks: Vec<u32>,
     /// 1 if it is a view.
     pub tensor_view: Vec<u8>,
-    /// 0, or 1 more than the length of its rank key.
+    /// For each tensor, 0, or the length of its rank key plus 1.
     pub tensor_rank_key: Vec<u32>,
     /// The rank keys, one after the other.
     pub rank_keys: String,
 
-    /// Of each view: the leaf, by its number in the index.
+    /// For each view, the number of its leaf in the index.
     pub view_of: Vec<u32>,
-    /// Dimensions of the tensor that is looked at.
+    /// For each view, the number of dimensions of the viewed tensor.
     pub view_ndim: Vec<u8>,
-    /// Offset, then extent, of each.
+    /// For each view, the offsets, then the extents.
     pub view_region: Vec<u64>,
-    /// Order of the dimensions, of each.
+    /// For each view, the order of the dimensions.
     pub view_permutation: Vec<u8>,
 
-    /// Of each chunk: `BOX` or `RUN`.
+    /// For each chunk, `BOX` or `RUN`.
     pub chunk_tag: Vec<u8>,
-    /// `BOX`: offset, then extent. `RUN`: start, length.
+    /// For each `BOX` the offsets, then the extents. For each `RUN` the start and the length.
     pub chunk_region: Vec<u64>,
-    /// `RAW`.
+    /// For each chunk, `RAW`.
     pub chunk_codec: Vec<u8>,
 
-    /// Of each chunk and object, in leaf order: `OWN`, `RANGE`, `PULLED`.
+    /// For each chunk and object, in leaf order: `OWN`, `RANGE`, `PULLED`.
     pub extent_tag: Vec<u8>,
-    /// Ordinal of the file, or number of the reader.
+    /// The ordinal of the file, or the number of the reader.
     pub extent_source: Vec<u32>,
-    /// First byte.
+    /// The offset of the first byte.
     pub extent_offset: Vec<u64>,
-    /// Number of bytes.
+    /// The length in bytes.
     pub extent_length: Vec<u64>,
     /// `BLOCK_CRC`, `ZIP`, `NO_INTEGRITY`.
     pub extent_integrity: Vec<u8>,
-    /// Of each extent with `ZIP`: the CRC-32.
+    /// For each extent with `ZIP`, the CRC-32.
     pub extent_zip: Vec<u32>,
 }
 
-// A change of rkyv or of its features that moves a byte must not compile.
+// If a change of rkyv or its features moves a byte, this must not compile.
 const _: () = assert!(size_of::<ArchivedIndexPageV1>() == 8 + 4 + 32 * 8);
 const _: () = assert!(align_of::<ArchivedIndexPageV1>() == 1);

@@ -20,22 +20,22 @@ use crate::limits::{MAX_DEPTH, MAX_NODES, MAX_TYPE_NAME_BYTES};
 use crate::region::{Dims, Region};
 use crate::tree::{ContainerKind, NodeKind, Tree};
 
-/// The payload of a page whose front says that it holds `count` leaves.
+/// Returns the archived page in a payload. `count` is the number of leaves in the page's front.
 pub(super) fn access(payload: &[u8], count: u64) -> ReadResult<&ArchivedIndexPageV1> {
     let page = rkyv::access::<ArchivedIndexPageV1, BoxedError>(payload)
-        .map_err(|error| format!("it is not well formed: {error}"))?;
+        .map_err(|error| format!("it is malformed: {error}"))?;
     if page.leaf_tag.len() as u64 != count {
-        return Err(format!("it holds {} leaves, its front says {count}", page.leaf_tag.len()));
+        return Err(format!("it has {} leaves, but its front says {count}", page.leaf_tag.len()));
     }
     Ok(page)
 }
 
-/// How many leaves a page has, and no more than it has something to say of.
+/// Returns the number of leaves to reserve memory for, bounded by the records in the page.
 pub(super) fn leaf_count(page: &ArchivedIndexPageV1) -> usize {
     page.leaf_tag.len().min(page.tensor_dtype.len() + page.extent_tag.len() + page.alias_of.len())
 }
 
-/// Adds the records of a page's leaves to those of the pages before it.
+/// Appends the records of a page's leaves.
 pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> ReadResult<()> {
     let mut extents = Extents::new(page);
     let mut tensors = Tensors::new(page);
@@ -56,7 +56,7 @@ pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> R
             }
             tag::OBJECT => out.push(LeafRecord::Object(extents.next()?)),
             tag::ALIAS => out.push(LeafRecord::Alias { of: aliases.next()? }),
-            other => return Err(format!("a leaf is of the unknown sort {other}")),
+            other => return Err(format!("a leaf has the unknown tag {other}")),
         }
     }
     aliases.end()?;
@@ -64,23 +64,23 @@ pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> R
     extents.end()
 }
 
-/// Puts the trees of pages together, in order.
+/// Joins the trees of pages, in order.
 #[derive(Default)]
 pub(super) struct Assembler {
     pub tree: Tree,
-    /// A single page is read, without those before it.
+    /// True if only one page is read, without its predecessors.
     is_part: bool,
     type_name_bytes: u64,
     names: Names,
 }
 
 impl Assembler {
-    /// For one page, without those before it.
+    /// Returns an assembler for a single page.
     pub(super) fn part() -> Self {
         Self { is_part: true, ..Self::default() }
     }
 
-    /// Adds the nodes of a page.
+    /// Appends the nodes of a page.
     pub(super) fn add(&mut self, page: &ArchivedIndexPageV1) -> ReadResult<()> {
         let kinds = kinds(page)?;
         let mut parents = Column::new(&page.node_parent, "node_parent");
@@ -89,8 +89,7 @@ impl Assembler {
         let mut node_kinds = Column::new(&page.node_kind, "node_kind");
         let mut texts = Texts::new(page.names.as_str(), "names");
         let repeated = page.repeated_nodes.to_native();
-        // The first page that is read begins with what it repeats; the following ones repeat what
-        // is there.
+        // The first page adds its repeated nodes. The following pages repeat known nodes.
         let before = self.tree.nodes().len() as u64;
         let begins = before == 0;
         let follows = page.first_node.to_native() == before;
@@ -105,14 +104,13 @@ impl Assembler {
         for local in 0..parents.len() as u32 {
             let parent = parents.next()?;
             if parent > local || (parent == local && local > 0) {
-                return Err(format!("node {local} does not stand behind its parent"));
+                return Err(format!("node {local} precedes its parent"));
             }
             let component = component(tags.next()?, values.next()?, &mut texts, &mut self.names)?;
             let kind = match node_kinds.next()? {
                 0 => None,
                 number => {
-                    let kind =
-                        kinds.get(number as usize - 1).ok_or("a container is of a kind that is none")?;
+                    let kind = kinds.get(number as usize - 1).ok_or("a container has an unknown kind")?;
                     self.type_name_bytes += kind.bytes;
                     if self.type_name_bytes > MAX_TYPE_NAME_BYTES {
                         return Err("its type names are too large".to_owned());
@@ -122,7 +120,7 @@ impl Assembler {
             };
             if local < repeated {
                 if (local > 0 && parent + 1 != local) || kind.is_none() {
-                    return Err("what it repeats is no chain of containers".to_owned());
+                    return Err("its repeated nodes are not a chain of containers".to_owned());
                 }
                 if !begins {
                     let known =
@@ -132,7 +130,7 @@ impl Assembler {
                             && matches!((&known.kind, kind), (NodeKind::Container(known), Some(kind)) if **known == *kind)
                     });
                     if !same {
-                        return Err("what it repeats is not what the page before left open".to_owned());
+                        return Err("its repeated nodes differ from the end of the page before".to_owned());
                     }
                     continue;
                 }
@@ -142,7 +140,7 @@ impl Assembler {
                 (false, Some(own)) => before as u32 + own,
                 (false, None) => *open
                     .get(parent as usize)
-                    .ok_or("what it repeats is not what the page before left open")?,
+                    .ok_or("its repeated nodes differ from the end of the page before")?,
             };
             let parent = (local > 0 || !begins).then_some(number);
             if let Some(kind) = kind {
@@ -154,7 +152,7 @@ impl Assembler {
         }
         if leaves != page.leaf_tag.len() {
             return Err(format!(
-                "{leaves} of its nodes are leaves, it has records of {}",
+                "{leaves} of its nodes are leaves, but it has {} leaf records",
                 page.leaf_tag.len()
             ));
         }
@@ -164,8 +162,8 @@ impl Assembler {
         texts.end()
     }
 
-    /// The containers from the root to the last node, the root first. Cut past the depth that any
-    /// tree may have.
+    /// Returns the containers from the root to the last node. Empty if they are deeper than a tree
+    /// may be.
     fn open_chain(&self) -> Vec<u32> {
         let nodes = self.tree.nodes();
         let mut chain = Vec::new();
@@ -185,8 +183,8 @@ impl Assembler {
     }
 }
 
-/// Recently read names, each at the one place that its hash gives. The names of one layer repeat in
-/// the next and then cost no memory. A missing or evicted name is allocated again.
+/// A cache of recently read names, each in the slot of its hash. The names of one layer repeat in
+/// the next, and then share their memory. A missing or evicted name is allocated again.
 #[derive(Default)]
 struct Names {
     recent: Vec<Arc<str>>,
@@ -220,13 +218,13 @@ fn component(tag: u8, value: i64, texts: &mut Texts<'_>, names: &mut Names) -> R
         tag::FIELD => Component::Field(name()?),
         tag::INT => Component::Int(value),
         tag::INDEX => Component::Index(u32::try_from(value).map_err(|_| "an index is out of bounds")?),
-        _ => return Err(format!("a component is of the unknown sort {tag}")),
+        _ => return Err(format!("a component has the unknown tag {tag}")),
     }))
 }
 
 struct ContainerKindEntry {
     container: ContainerKind,
-    /// About what a copy of it takes.
+    /// An estimate of the memory of a copy.
     bytes: u64,
     nesting: u64,
 }
@@ -261,7 +259,7 @@ fn kinds(page: &ArchivedIndexPageV1) -> ReadResult<Vec<ContainerKindEntry>> {
                 let inner = number
                     .checked_sub(1)
                     .and_then(|inner| kinds.get(usize::try_from(inner).ok()?))
-                    .ok_or("a container kind holds a kind that does not stand before it")?;
+                    .ok_or("a container kind refers to a kind that does not precede it")?;
                 bytes += inner.bytes + STATEFUL_BYTES;
                 nesting += inner.nesting;
                 ContainerKind::Stateful {
@@ -270,7 +268,7 @@ fn kinds(page: &ArchivedIndexPageV1) -> ReadResult<Vec<ContainerKindEntry>> {
                     inner: Box::new(inner.container.clone()),
                 }
             }
-            other => return Err(format!("a container is of the unknown kind {other}")),
+            other => return Err(format!("a container has the unknown tag {other}")),
         };
         total += bytes;
         if nesting > MAX_DEPTH || total > MAX_TYPE_NAME_BYTES {
@@ -379,8 +377,8 @@ impl<'a> Tensors<'a> {
         Dtype::from_code(code).ok_or_else(|| format!("a tensor is of the unknown dtype {code}"))
     }
 
-    /// Fills a record, of which the dtype is known, where it stands: it is large, and moving it
-    /// costs more than what is in it.
+    /// Fills a record in place, except for its dtype. It is large, and moving it costs more than
+    /// filling it.
     fn fill(&mut self, tensor: &mut TensorRecord, extents: &mut Extents<'_>) -> ReadResult<()> {
         let ndim = usize::from(self.ndims.next()?);
         self.dims.dims(ndim, &mut tensor.shape)?;
@@ -393,7 +391,7 @@ impl<'a> Tensors<'a> {
             other => return Err(format!("a tensor is a view of the unknown sort {other}")),
         }
         let count = self.chunk_counts.next()? as usize;
-        // A chunk that is not there must not be given room.
+        // Reserve no memory for chunks that the page does not have.
         tensor.chunks.reserve_exact(count.min(self.chunk_tags.len()));
         for _ in 0..count {
             tensor.chunks.push(ChunkRecord {
@@ -442,7 +440,7 @@ impl<'a> Tensors<'a> {
     }
 }
 
-/// Offset, then extent, of `ndim` dimensions.
+/// Reads the offsets, then the extents, of `ndim` dimensions.
 #[inline]
 fn region(numbers: &mut Column<'_, ArchivedU64>, ndim: usize) -> ReadResult<Region> {
     let mut region = Region { offset: Dims::new(), extent: Dims::new() };

@@ -17,7 +17,7 @@ use crate::leaf_path::Component;
 use crate::limits::{MAX_FILES, MAX_LEAVES, MAX_NODES, MAX_PAGE_BYTES, MAX_PAGES, MAX_ROOT_BYTES};
 use crate::tree::{NodeKind, Tree};
 
-/// Bytes of the header; the root table begins here.
+/// The size of the header in bytes. The root table follows it.
 pub const INDEX_HEADER_BYTES: u64 = 128;
 /// See [`crate::format::header`].
 const MAGIC: [u8; 8] = *b"\x89SWI\r\n\x1a\n";
@@ -25,24 +25,24 @@ const MAGIC: [u8; 8] = *b"\x89SWI\r\n\x1a\n";
 /// The root table, version 1; columns as in [`super::page`]. Never change it.
 #[derive(Archive, Serialize, Debug, Default)]
 pub(super) struct IndexRootV1 {
-    /// Bytes of each page, in order. The first page begins after the outline (or after the root
-    /// table), each other one after its predecessor.
+    /// The length of each page in bytes, in order. The first page follows the outline (or the root
+    /// table). Each other page follows its predecessor.
     pub page_length: Vec<u64>,
-    /// CRC-32C of those bytes.
+    /// CRC-32C of each page.
     pub page_crc: Vec<u32>,
-    /// How many leaves it holds.
+    /// The number of leaves in each page.
     pub page_leaves: Vec<u64>,
-    /// Of each leaf: the hash of its path ([`leaf_hashes`]).
+    /// The hash of each leaf's path ([`leaf_hashes`]).
     pub leaf_hash: Vec<u32>,
-    /// Of each file: length of its name.
+    /// The length of each file's name.
     pub file_name: Vec<u32>,
     /// The names, one after the other.
     pub file_names: String,
-    /// Bytes.
+    /// The length of each file in bytes.
     pub file_length: Vec<u64>,
-    /// Id in header and trailer: low and high half.
+    /// The id of each file, as in its header and trailer: low and high half.
     pub file_id: Vec<u64>,
-    /// CRC of its trailer.
+    /// The CRC of each file's trailer.
     pub file_trailer_crc: Vec<u32>,
 }
 
@@ -56,7 +56,7 @@ pub struct Root {
     pub pages: Vec<PageRef>,
     /// The files that extents name.
     pub files: Vec<FileRecord>,
-    /// Hash of each leaf's path, in leaf order; equal paths have equal hashes, a hash is no proof.
+    /// The hash of each leaf's path, in leaf order. Different paths may have equal hashes.
     pub leaf_hashes: Vec<u32>,
     /// Number of nodes of the whole tree.
     pub nodes: u64,
@@ -65,9 +65,9 @@ pub struct Root {
 /// The fixed header of an index file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexHeader {
-    /// Bytes of the whole file.
+    /// The length of the file in bytes.
     pub file_length: u64,
-    /// Bytes of the root table, which begins at [`INDEX_HEADER_BYTES`].
+    /// The length of the root table in bytes. It begins at [`INDEX_HEADER_BYTES`].
     pub root_length: u64,
     /// CRC-32C of the root table.
     pub root_crc: u32,
@@ -75,7 +75,7 @@ pub struct IndexHeader {
     pub leaves: u64,
     /// Number of nodes.
     pub nodes: u64,
-    /// Bytes of the outline, which follows the root table; 0 without an outline.
+    /// The length in bytes of the outline after the root table. 0 without an outline.
     pub outline_length: u64,
     /// CRC-32C of the outline.
     pub outline_crc: u32,
@@ -90,7 +90,7 @@ impl IndexHeader {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(INDEX_HEADER_BYTES as usize);
         bytes.put(&MAGIC);
-        bytes.put_u32(0); // the CRC's place
+        bytes.put_u32(0); // placeholder of the CRC
         bytes.put_u32(FORMAT_VERSION);
         bytes.put_u64(if self.outline_length > 0 { features::OUTLINE } else { 0 });
         bytes.put_u64(0); // optional features
@@ -145,7 +145,7 @@ impl IndexHeader {
 }
 
 impl Root {
-    /// The bytes of a root table.
+    /// Encodes a root table.
     pub(super) fn encode(&self) -> Result<Vec<u8>> {
         let mut columns = IndexRootV1 { leaf_hash: self.leaf_hashes.clone(), ..IndexRootV1::default() };
         for page in &self.pages {
@@ -166,8 +166,8 @@ impl Root {
         Ok(bytes.into_vec())
     }
 
-    /// Reads and checks the root table of an index file from `bytes`, the file's first
-    /// `INDEX_HEADER_BYTES + header.root_length` bytes or more.
+    /// Decodes and checks the root table of an index file. `bytes` are at least the first
+    /// `INDEX_HEADER_BYTES + header.root_length` bytes of the file.
     pub fn decode(header: &IndexHeader, bytes: &[u8], file: &Path) -> Result<Self> {
         let table = bytes
             .get(INDEX_HEADER_BYTES as usize..)
@@ -209,7 +209,7 @@ impl Root {
                 return Err(format!("a page has {length} bytes, more than the limit of {MAX_PAGE_BYTES}"));
             }
             pages.push(PageRef { kind: PageKind::Index, offset, length, crc, first, count });
-            offset += length; // at most MAX_PAGES times MAX_PAGE_BYTES
+            offset += length; // at most MAX_PAGES * MAX_PAGE_BYTES
             first = first.checked_add(count).ok_or("its pages hold too many leaves")?;
         }
         crcs.end()?;
@@ -265,11 +265,11 @@ pub(super) fn component_hash(parent: u32, component: &Component, scratch: &mut V
     crc32c(scratch)
 }
 
-/// The hashes of all leaves' paths, each node hashed once. The tree was checked.
+/// Returns the hashes of all leaves' paths. Each node is hashed once. The tree must be checked.
 ///
-/// The hash of a path takes its components in turn, and starts at 0. Each step is the CRC-32C of
-/// the hash so far (u32), the tag of the component (one byte, as in [`super::page`]), and its name
-/// in UTF-8 or its number as i64.
+/// The hash of a path starts at 0, and takes one component after the other. Each step is the
+/// CRC-32C of the hash so far (u32), the tag of the component (one byte, as in [`super::page`]),
+/// and its name in UTF-8 or its number as i64.
 pub(super) fn leaf_hashes(tree: &Tree) -> Vec<u32> {
     let mut hashes = Vec::with_capacity(tree.leaf_count());
     let mut open: Vec<(u32, u32)> = Vec::new();

@@ -1,19 +1,18 @@
-//! How the format spells what a tree is made of: a tag, a number and texts for each component and
-//! each kind of container. Columns are written from this, and a hash of a structure that is to mean
-//! the same in every build is taken over it.
+//! The encoding of components and container kinds as tags, numbers and texts. Columns are written
+//! from it. Hashes of structures use it too, because it is the same in every build.
 
 use super::page::tag;
 use crate::leaf_path::Component;
 use crate::tree::ContainerKind;
 
-/// A component of a leaf path; `None` is the root's.
+/// The spelling of a component of a leaf path. The root has the component `None`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ComponentSpelling<'a> {
-    /// Its sort.
+    /// Its tag.
     pub tag: u8,
-    /// The integer key or the index; 0 for one that has a name.
+    /// The integer key or the index. 0 for a named component.
     pub number: i64,
-    /// Its name; empty for one that is a number.
+    /// Its name. Empty for a numbered component.
     pub name: &'a str,
 }
 
@@ -31,18 +30,18 @@ impl<'a> ComponentSpelling<'a> {
     }
 }
 
-/// A kind of container.
+/// The spelling of a container kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KindSpelling<'a> {
-    /// Its sort.
+    /// Its tag.
     pub tag: u8,
-    /// The bound of one that has a bound, else 0.
+    /// Its bound, or 0.
     pub number: u64,
-    /// The name of its type, where it has one.
+    /// The name of its type, or empty.
     pub type_name: &'a str,
-    /// How its state was taken, where it was taken.
+    /// The protocol of a stateful object, or empty.
     pub protocol: &'a str,
-    /// The kind that it holds, where it holds one.
+    /// The kind of a stateful object's state.
     pub inner: Option<&'a ContainerKind>,
 }
 

@@ -574,7 +574,7 @@ fn trees_are_trees_in_pre_order_with_distinct_names() {
                 }
             });
         },
-        "stands twice",
+        "occurs twice",
     );
     // A key and an integer key that render alike differ, a key and a field do not.
     refused(
@@ -585,7 +585,7 @@ fn trees_are_trees_in_pre_order_with_distinct_names() {
                 }
             });
         },
-        "stands twice",
+        "occurs twice",
     );
     refused(
         |index| {

@@ -1,4 +1,4 @@
-//! An index becomes pages.
+//! Encodes an index into pages.
 
 use std::collections::HashMap;
 
@@ -11,12 +11,12 @@ use crate::format::index::{ChunkRegion, Codec, Extent, Index, Integrity, LeafRec
 use crate::format::page::{PageKind, PageRef, TARGET_PAGE_BYTES, encode};
 use crate::tree::{ContainerKind, Node, NodeKind};
 
-/// When a page is closed.
+/// The size at which a page is closed. The first limit that is reached counts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Paging {
-    /// It has about so many bytes.
+    /// About so many bytes.
     pub bytes: u64,
-    /// It has so many leaves.
+    /// So many leaves.
     pub leaves: u64,
 }
 
@@ -24,7 +24,7 @@ impl Paging {
     pub(super) const DEFAULT: Self = Self { bytes: TARGET_PAGE_BYTES, leaves: 64 << 10 };
 }
 
-/// The pages of an index that was checked, each with its entry (but for its offset).
+/// Encodes the pages of a checked index. Returns each with its entry, whose offset is not set.
 pub(super) fn pages(index: &Index, paging: Paging) -> Result<Vec<(Vec<u8>, PageRef)>> {
     let nodes = index.tree.nodes();
     let mut pages = Vec::new();
@@ -63,12 +63,12 @@ struct PageWriter<'a> {
     kinds: HashMap<&'a ContainerKind, u32>,
     first_leaf: u64,
     leaves: u64,
-    /// About what the archived form takes.
+    /// An estimate of the size of the archived form.
     bytes: u64,
 }
 
 impl<'a> PageWriter<'a> {
-    /// A page whose first own node is `first_node`, below the open containers.
+    /// Begins a page with the own node `first_node`, below the open containers.
     fn begin(nodes: &'a [Node], open: &[u32], first_node: usize, first_leaf: u64) -> Self {
         let columns = IndexPageV1 {
             first_node: first_node as u64,
@@ -82,8 +82,8 @@ impl<'a> PageWriter<'a> {
         page
     }
 
-    /// Adds an own node at a depth. Its parent is an own node too or, in pre-order, the repeated
-    /// node at the depth above.
+    /// Adds an own node at a depth. Its parent is an own node, or the repeated node one level
+    /// above.
     fn node(&mut self, node: &'a Node, depth: usize) {
         let columns = &self.columns;
         let local = match u64::from(node.parent).checked_sub(columns.first_node) {
@@ -100,8 +100,7 @@ impl<'a> PageWriter<'a> {
         };
         let columns = &mut self.columns;
         let ComponentSpelling { tag, number, name } = ComponentSpelling::of(node.component.as_ref());
-        // In the place of a number stands the length of a name, which was checked against its
-        // limit.
+        // Named components store the length of the name, which was checked before.
         let value = if matches!(tag, tag::KEY | tag::FIELD) { i64::from(name.len() as u32) } else { number };
         columns.node_parent.push(parent);
         columns.node_tag.push(tag);
@@ -111,7 +110,7 @@ impl<'a> PageWriter<'a> {
         self.bytes += 17 + name.len() as u64;
     }
 
-    /// The number of a container kind in this page, counted from 1.
+    /// Returns the number of a container kind in this page, counted from 1.
     fn kind(&mut self, kind: &'a ContainerKind) -> u32 {
         if let Some(&known) = self.kinds.get(kind) {
             return known;

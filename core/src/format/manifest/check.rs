@@ -142,7 +142,7 @@ fn unique<T: Eq + std::hash::Hash + std::fmt::Display + Copy>(
     value: T,
     what: &str,
 ) -> std::result::Result<(), String> {
-    if seen.insert(value) { Ok(()) } else { Err(format!("{what} `{value}` stands twice")) }
+    if seen.insert(value) { Ok(()) } else { Err(format!("{what} `{value}` occurs twice")) }
 }
 
 /// Levels of lists and objects, counted no further than one past the limit, so that the stack is

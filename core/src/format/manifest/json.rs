@@ -139,7 +139,7 @@ impl<'de> Visitor<'de> for UniqueKeys {
         while let Some(key) = map.next_key::<String>()? {
             map.next_value_seed(Self)?;
             if let Some(twice) = keys.replace(key) {
-                return Err(A::Error::custom(format_args!("the key {twice:?} stands twice in one object")));
+                return Err(A::Error::custom(format_args!("the key {twice:?} occurs twice in one object")));
             }
         }
         Ok(())

@@ -223,13 +223,13 @@ fn unknown_features_and_versions_are_refused_by_name() {
 
 #[test]
 fn duplicate_keys_are_refused_wherever_they_stand() {
-    refused_with(replaced("\"step\": ", "\"step\": 1, \"step\": "), "format", "\"step\" stands twice");
-    refused_with(replaced("\"loss\": ", "\"loss\": 1, \"loss\": "), "format", "\"loss\" stands twice");
-    refused_with(replaced("\"a\": null", "\"a\": 1, \"a\": 2"), "format", "\"a\" stands twice");
+    refused_with(replaced("\"step\": ", "\"step\": 1, \"step\": "), "format", "\"step\" occurs twice");
+    refused_with(replaced("\"loss\": ", "\"loss\": 1, \"loss\": "), "format", "\"loss\" occurs twice");
+    refused_with(replaced("\"a\": null", "\"a\": 1, \"a\": 2"), "format", "\"a\" occurs twice");
     refused_with(
         replaced("\"step\": ", "\"new\": 1, \"n\\u0065w\": 2, \"step\": "),
         "format",
-        "stands twice",
+        "occurs twice",
     );
 }
 
@@ -248,7 +248,7 @@ fn paths_that_leave_the_step_are_refused() {
 
 #[test]
 fn a_tombstone_names_nothing_that_lives() {
-    refused_with(edited(|text| text.replace("i2", "i1")), "format", "stands twice");
+    refused_with(edited(|text| text.replace("i2", "i1")), "format", "occurs twice");
     refused_with(replaced("i2/00000.data", "i0/00000.data"), "format", "not below");
 }
 
@@ -296,7 +296,7 @@ fn parts_that_overlap_or_nest_are_refused() {
 #[test]
 fn what_makes_no_sense_is_refused_on_read_and_on_write() {
     refused_with(replaced("\"position\": 2", "\"position\": 0"), "format", "position");
-    refused_with(replaced("\"name\": \"optimizer\"", "\"name\": \"params\""), "format", "stands twice");
+    refused_with(replaced("\"name\": \"optimizer\"", "\"name\": \"params\""), "format", "occurs twice");
     refused_with(replaced("\"length\": 12288", "\"length\": 100"), "format", "impossible length");
     refused_with(replaced("\"length\": 12288", "\"length\": 18446744073709551615"), "format", "data file");
     refused_with(replaced("\"world_size\": 2", "\"world_size\": 0"), "format", "world size");
