@@ -2,18 +2,18 @@
 
 use std::time::{Duration, Instant};
 
-/// Longer waits than this one (34 years) are as long as it: an instant can be named for it on every
-/// system.
+/// The longest wait (34 years). Longer timeouts are cut to it, because every system can represent
+/// such an instant.
 const FOREVER: Duration = Duration::from_secs(1 << 30);
 
-/// The instant at which a wait that begins now has lasted for `timeout`. One that is too long for
-/// the clock has no end, rather than being over at once.
+/// Returns the instant at which a wait that begins now has lasted for `timeout`. A timeout that is
+/// too long for the clock never ends.
 pub fn deadline_after(timeout: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(timeout.min(FOREVER)).unwrap_or(now)
 }
 
-/// The deadline of a wait that goes on as long as there is progress. `T` is a value that changes
+/// The deadline of a wait that continues as long as there is progress. `T` is a value that changes
 /// with all progress.
 pub struct StallTimer<T> {
     limit: Duration,
@@ -22,7 +22,7 @@ pub struct StallTimer<T> {
 }
 
 impl<T: PartialEq> StallTimer<T> {
-    /// A wait that begins now, and ends after `limit` without progress.
+    /// Returns a timer that starts now, and ends after `limit` without progress.
     pub fn new(limit: Duration) -> Self {
         Self { limit, deadline: deadline_after(limit), seen: None }
     }

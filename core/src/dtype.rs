@@ -1,12 +1,12 @@
-//! Element types, named as numpy and ml_dtypes name them. The engine moves bytes and does no
-//! arithmetic: a dtype is a name, a stored size, and a kind (which decides what a lossless cast
-//! is).
+//! Element types, with the names of numpy and ml_dtypes. The engine moves bytes and does no
+//! arithmetic. A dtype has a name, a stored size, and a kind, which decides which casts are
+//! lossless.
 //!
 //! Sub-byte types (`int4`, `uint4`, `int2`, `uint2`, `float4_*`, `float6_*`) are stored as
 //! ml_dtypes holds them in memory: **one byte per element**, unpacked. Multi-byte types are stored
 //! little-endian.
 
-/// The kind of a dtype's values. Casts within a kind to a wider type are lossless.
+/// The kind of a dtype's values. A cast to a wider dtype of the same kind is lossless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DtypeKind {
     /// `bool`
@@ -51,12 +51,12 @@ macro_rules! dtypes {
             /// The kind of its values.
             pub const fn kind(self) -> DtypeKind { match self { $(Self::$variant => DtypeKind::$kind,)* } }
 
-            /// The dtype of a code read from a file.
+            /// Returns the dtype with a code from a file.
             pub const fn from_code(code: u8) -> Option<Self> {
                 match code { $($code => Some(Self::$variant),)* _ => None }
             }
 
-            /// The dtype of that name.
+            /// Returns the dtype with that name.
             pub fn from_name(name: &str) -> Option<Self> {
                 match name { $($name => Some(Self::$variant),)* _ => None }
             }
@@ -128,7 +128,7 @@ dtypes! {
 }
 
 impl Dtype {
-    /// The code that stands for it in files.
+    /// Returns its code in files.
     pub const fn code(self) -> u8 {
         self as u8
     }

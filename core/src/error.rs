@@ -1,5 +1,5 @@
-//! The one error type of this crate. Every variant says what happened, where (leaf, file, block),
-//! and carries its cause; [`Error::kind`] is a stable name that the Python exceptions mirror.
+//! The error type of this crate. Every variant names what happened, the place (leaf, file, block),
+//! and its cause. [`Error::kind`] is a stable name, which the Python exceptions use.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::kind::Kind;
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// See the module documentation.
+/// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -19,25 +19,25 @@ pub enum Error {
     Io {
         /// The operation, as a verb: `write`, `fsync`, `rename`, `open`, `lock`, …
         op: &'static str,
-        /// The file or directory it was done to.
+        /// Its file or directory.
         path: PathBuf,
         /// The system's answer.
         source: io::Error,
     },
-    /// Stored bytes are not the bytes that were written.
+    /// Stored bytes differ from the written bytes.
     #[error("{} is corrupt{}{}: {what}", file.display(), of_leaf(leaf.as_deref()), in_block(*block))]
     Corrupt {
-        /// The file that holds the bytes.
+        /// The file with the bytes.
         file: PathBuf,
-        /// The rendered path of the leaf that would have been damaged, where one is known.
+        /// The rendered path of the damaged leaf, if it is known.
         leaf: Option<String>,
-        /// The block of the data file, where one is known.
+        /// The damaged block of the data file, if it is known.
         block: Option<u64>,
         /// The violated condition.
         what: String,
     },
-    /// A file is not of a form that this version reads (unknown version, unknown required feature,
-    /// foreign file).
+    /// This version cannot read a file: an unknown version, an unknown required feature, or a
+    /// foreign file.
     #[error("{} cannot be read: {what}", file.display())]
     Format {
         /// The file.
@@ -45,7 +45,7 @@ pub enum Error {
         /// The finding, and what this version understands.
         what: String,
     },
-    /// A bound of [`crate::limits`] was passed, on write or on read.
+    /// A limit of [`crate::limits`] is exceeded, on write or on read.
     #[error("{what} is {found}, more than the limit of {limit}")]
     Limit {
         /// The counted thing, with its place.
@@ -60,21 +60,21 @@ pub enum Error {
     Leaf {
         /// The rendered leaf path.
         leaf: String,
-        /// Why, and what to do.
+        /// The reason, and what to do.
         what: String,
     },
-    /// Nothing happened for too long.
+    /// There was no progress for the timeout.
     #[error("waited {seconds:.1} s for {waited_for}")]
     Timeout {
         /// The awaited event.
         waited_for: String,
-        /// For how long, in seconds.
+        /// The time of the wait, in seconds.
         seconds: f64,
     },
-    /// The other half of this operation ended first, by this.
+    /// The other half of this operation failed first, with this error.
     #[error("{0}")]
     Shared(Arc<Error>),
-    /// The other half of this operation ended first; its own error says why.
+    /// The other half of this operation ended first, and reports its own error.
     #[error("cancelled: {0}")]
     Cancelled(String),
     /// A leaf was changed between the call that saves it and its capture.
@@ -86,36 +86,36 @@ pub enum Error {
         /// The rendered leaf path.
         leaf: String,
     },
-    /// A device answered a call with an error. Those of a running kernel stay: the process's
-    /// context on that device is of no use any more.
+    /// A call of a device failed. After a failed kernel, all further calls fail, because the
+    /// process's context on that device is broken.
     #[error("{device}: {call} failed with {answer}")]
     Device {
         /// Its number and name.
         device: String,
         /// The call that failed.
         call: &'static str,
-        /// Name and number of its answer.
+        /// The name and number of the device's error.
         answer: String,
     },
-    /// There is no CUDA device that could be used.
+    /// There is no usable CUDA device.
     #[error("no CUDA device can be used: {0}")]
     NoDriver(String),
-    /// This handle was made before a `fork` and belongs to the parent process.
+    /// This handle was made before a `fork`, and belongs to the parent process.
     #[error(
         "this {0} was made before a fork and belongs to the parent process; open the checkpoint again in the child"
     )]
     Forked(&'static str),
-    /// The caller's arguments cannot work.
+    /// The caller's arguments are invalid.
     #[error("{0}")]
     Misuse(String),
-    /// An invariant of stepwell does not hold. Never the caller's mistake.
+    /// An invariant of stepwell does not hold. This is never the caller's mistake.
     #[error(
         "this is a bug in stepwell: expected {expected}, found {found}. Please report it with this message"
     )]
     Internal {
         /// The invariant, with its place.
         expected: String,
-        /// The state in its stead.
+        /// The state that was found.
         found: String,
     },
 }
@@ -129,22 +129,22 @@ fn in_block(block: Option<u64>) -> String {
 }
 
 impl Error {
-    /// A file operation that failed.
+    /// Returns the error of a failed file operation.
     pub fn io(op: &'static str, path: impl Into<PathBuf>, source: impl Into<io::Error>) -> Self {
         Self::Io { op, path: path.into(), source: source.into() }
     }
 
-    /// Damage that no leaf or block can be named for yet.
+    /// Returns the error for damage whose leaf and block are not known yet.
     pub fn corrupt(file: impl Into<PathBuf>, what: impl Into<String>) -> Self {
         Self::Corrupt { file: file.into(), leaf: None, block: None, what: what.into() }
     }
 
-    /// An invariant that does not hold: what it demands, and what was found in its place.
+    /// Returns the error for a broken invariant: the expected and the found state.
     pub fn internal(expected: impl Into<String>, found: impl Into<String>) -> Self {
         Self::Internal { expected: expected.into(), found: found.into() }
     }
 
-    /// Stable name of its [`Kind`]; part of the public interface.
+    /// Returns the stable name of its [`Kind`], a part of the public interface.
     pub fn kind(&self) -> &'static str {
         let kind = match self {
             Self::Io { .. } => Kind::Io,
@@ -163,7 +163,7 @@ impl Error {
         kind.name()
     }
 
-    /// The error itself, where two halves of an operation share one.
+    /// Returns the error that two halves of an operation share, or itself.
     pub fn inner(&self) -> &Self {
         match self {
             Self::Shared(error) => error.inner(),
@@ -171,7 +171,7 @@ impl Error {
         }
     }
 
-    /// The errno of a failed file operation.
+    /// Returns the errno of a failed file operation.
     pub fn errno(&self) -> Option<i32> {
         match self.inner() {
             Self::Io { source, .. } => source.raw_os_error(),
@@ -179,7 +179,7 @@ impl Error {
         }
     }
 
-    /// The file that the error is about, where it is about one.
+    /// Returns the file of the error, if there is one.
     pub fn file(&self) -> Option<&Path> {
         match self.inner() {
             Self::Io { path, .. } => Some(path),
@@ -188,18 +188,18 @@ impl Error {
         }
     }
 
-    /// True if the file or directory was not there (ENOENT).
+    /// True if the file or directory did not exist (ENOENT).
     pub fn is_not_found(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::NotFound)
     }
 
-    /// True if it is not there any more: [`Error::is_not_found`], or ESTALE, as a network file
-    /// system says it of what was open.
+    /// True if it no longer exists: [`Error::is_not_found`], or ESTALE, as a network file system
+    /// reports it for an open file.
     pub fn is_gone(&self) -> bool {
         self.is_not_found() || self.errno() == Some(libc::ESTALE)
     }
 
-    /// True if what was to be made is there already (EEXIST).
+    /// True if the file or directory to create exists already (EEXIST).
     pub fn already_exists(&self) -> bool {
         self.errno() == Some(libc::EEXIST)
     }
@@ -210,24 +210,24 @@ impl Error {
         matches!(self.errno(), Some(libc::EEXIST | libc::ENOTEMPTY))
     }
 
-    /// True if there is no room: on the disk, or for this user (ENOSPC, EDQUOT).
+    /// True if there is no space on the disk or in the user's quota (ENOSPC, EDQUOT).
     pub fn is_full(&self) -> bool {
         matches!(self.errno(), Some(libc::ENOSPC | libc::EDQUOT))
     }
 
-    /// True if the file system does not know what was asked of it, as a rename that swaps (EINVAL).
+    /// True if the file system does not support the request, such as a swapping rename (EINVAL).
     pub fn is_unknown_request(&self) -> bool {
         self.errno() == Some(libc::EINVAL)
     }
 
-    /// True if something else than a directory stands where one was to be (ENOTDIR).
+    /// True if a path has another file in place of a directory (ENOTDIR).
     pub fn is_no_directory(&self) -> bool {
         self.errno() == Some(libc::ENOTDIR)
     }
 
-    /// True if something else than a regular file stands where one was to be, or on the way to it:
-    /// a symlink, socket, pipe or directory (ENXIO, ENOTDIR, EISDIR, ELOOP; the engines themselves
-    /// say it without an errno).
+    /// True if a path has another file in place of a regular file or of a directory on the way to
+    /// it: a symlink, socket, pipe or directory (ENXIO, ENOTDIR, EISDIR, ELOOP). The engines report
+    /// this themselves without an errno.
     pub fn is_no_file(&self) -> bool {
         let Self::Io { source, .. } = self else { return false };
         match source.raw_os_error() {
@@ -236,7 +236,7 @@ impl Error {
         }
     }
 
-    /// True if the answer to a lock means that this file system has none (ENOLCK, EOPNOTSUPP,
+    /// True if the answer to a lock means that the file system has no locks (ENOLCK, EOPNOTSUPP,
     /// ENOSYS).
     pub fn is_without_locks(&self) -> bool {
         matches!(self.errno(), Some(libc::ENOLCK | libc::EOPNOTSUPP | libc::ENOSYS))

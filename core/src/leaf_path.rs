@@ -1,30 +1,30 @@
 //! Leaf paths: the address of a value in the state, a *list* of typed components, never a joined
 //! string.
 //!
-//! People and globs see a path as `params/layers[0]/w`. `/` separates keys and fields; brackets
-//! hold indices and integer keys (the container says which). `\`, `/`, `[` and `]` inside a key are
-//! escaped with `\`, and an empty key renders as `\e`, so the rendering is reversible. The empty
-//! path (a state that is itself a leaf) renders as the empty string.
+//! Messages and globs render a path as `params/layers[0]/w`. `/` separates keys and fields.
+//! Brackets enclose indices and integer keys; the container's kind tells which. A key's `\`, `/`,
+//! `[` and `]` are escaped with `\`, and an empty key is `\e`, so the rendering is reversible. The
+//! empty path (of a state that is one leaf) is the empty string.
 
 use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
-/// One step from a container to its child. Names are shared, because every layer of a model repeats
-/// them and paths are copied often.
+/// One step from a container to its child. Names are shared, because the layers of a model repeat
+/// them, and paths are copied often.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Component {
-    /// A string key of a mapping, verbatim (a dotted torch name is one key).
+    /// A string key of a mapping, verbatim. A dotted torch name is one key.
     Key(Arc<str>),
     /// An integer key of a mapping.
     Int(i64),
-    /// A place in a list, tuple or deque.
+    /// A position in a list, tuple or deque.
     Index(u32),
     /// A field of a namedtuple or dataclass, or an attribute.
     Field(Arc<str>),
 }
 
 impl Component {
-    /// Appends the rendering to `out`, which holds what stands before it.
+    /// Appends the rendering to `out`, which has the rendering of the parent.
     pub fn render(&self, out: &mut String) {
         match self {
             Self::Key(name) | Self::Field(name) => {
@@ -55,7 +55,7 @@ fn escape(name: &str, out: &mut String) {
     }
 }
 
-/// The address of a leaf. See the module documentation for how it renders.
+/// The address of a leaf. See the module documentation for its rendering.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeafPath(pub Vec<Component>);
 
@@ -68,7 +68,7 @@ impl fmt::Display for LeafPath {
         f.write_str(&out)
     }
 }
-/// A leaf in a message, by its rendered path; that of a state which is one leaf is empty.
+/// Returns a leaf for messages, from its rendered path, which is empty for a state of one leaf.
 pub fn named(path: &str) -> String {
     if path.is_empty() { "the whole state".to_owned() } else { format!("leaf `{path}`") }
 }

@@ -2,43 +2,43 @@
 
 use smallvec::SmallVec;
 
-/// One number for each dimension. Four are kept in place: a plan of 100 000 leaves would spend most
-/// of its time in the allocator otherwise.
+/// One number per dimension. Up to four are stored inline, because a plan of 100 000 leaves would
+/// otherwise spend most of its time in the allocator.
 pub type Dims<T = u64> = SmallVec<[T; 4]>;
 
 /// A box: `offset[d] .. offset[d] + extent[d]` along every dimension `d`. A 0-d region has one
 /// element.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
-    /// First element along each dimension.
+    /// The first element along each dimension.
     pub offset: Dims,
-    /// Number of elements along each dimension; same length as `offset`.
+    /// The number of elements along each dimension. It has the same length as `offset`.
     pub extent: Dims,
 }
 
 impl Region {
-    /// The region that covers all of `shape`.
+    /// Returns the region that covers all of `shape`.
     pub fn whole(shape: &[u64]) -> Self {
         Self { offset: Dims::from_elem(0, shape.len()), extent: Dims::from_slice(shape) }
     }
 
-    /// Number of dimensions.
+    /// Returns the number of dimensions.
     pub fn ndim(&self) -> usize {
         self.extent.len()
     }
 
-    /// Number of elements, or `None` where that does not fit 64 bits.
+    /// Returns the number of elements. `None` if it does not fit 64 bits.
     pub fn volume(&self) -> Option<u64> {
         volume(&self.extent)
     }
 
-    /// True if it holds no element.
+    /// True if it has no element.
     pub fn is_empty(&self) -> bool {
         self.extent.contains(&0)
     }
 
-    /// True if it lies inside a tensor of that shape. Overflow-safe: the numbers may come from a
-    /// file.
+    /// True if it is inside a tensor of that shape. The check cannot overflow, because the numbers
+    /// may be from a file.
     pub fn fits(&self, shape: &[u64]) -> bool {
         self.offset.len() == shape.len()
             && self.extent.len() == shape.len()
@@ -50,7 +50,7 @@ impl Region {
                 .all(|((&offset, &extent), &size)| offset.checked_add(extent).is_some_and(|end| end <= size))
     }
 
-    /// The elements in both, or `None` where there are none (or the dimensions differ).
+    /// Returns the common elements. `None` if there are none, or if the dimensions differ.
     pub fn intersect(&self, other: &Self) -> Option<Self> {
         if self.ndim() != other.ndim() {
             return None;
@@ -71,8 +71,7 @@ impl Region {
     }
 }
 
-/// Product of the extents; 1 for none; `None` on overflow (a zero extent gives 0 whatever the
-/// others are).
+/// Returns the product of the extents. 1 without extents, 0 if one is zero, `None` on overflow.
 pub fn volume(extent: &[u64]) -> Option<u64> {
     if extent.contains(&0) {
         return Some(0);
@@ -80,8 +79,8 @@ pub fn volume(extent: &[u64]) -> Option<u64> {
     extent.iter().try_fold(1_u64, |product, &n| product.checked_mul(n))
 }
 
-/// Strides of a row-major (C order) array of that shape, in elements. They saturate where the shape
-/// is larger than any memory.
+/// Returns the strides of a row-major (C order) array of that shape, in elements. They saturate if
+/// the shape is larger than any memory.
 pub fn row_major_strides(shape: &[u64]) -> Vec<u64> {
     let mut strides = vec![1_u64; shape.len()];
     for d in (1..shape.len()).rev() {

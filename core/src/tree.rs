@@ -1,21 +1,21 @@
 //! The structure of a state: containers and leaves in order, so that a restore without a target
-//! returns the saved types and order. Nodes are in pre-order and know their parent, so a leaf's
-//! path costs nothing until it is needed.
+//! returns the saved types and order. Nodes are in pre-order and have the number of their parent.
+//! Paths are computed on request.
 
 use std::collections::TryReserveError;
 
 use crate::leaf_path::{Component, LeafPath};
 use crate::sys::try_reserve_huge;
 
-/// The kind of a container. Type names describe what was saved; they never choose an import.
+/// The kind of a container. Its type names are descriptions. They never choose an import.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ContainerKind {
-    /// `dict`; insertion order is kept.
+    /// `dict`, in insertion order.
     Dict,
     /// `collections.OrderedDict`
     OrderedDict,
-    /// `collections.defaultdict`; its factory comes from the target, without one it is restored as
-    /// a `dict`.
+    /// `collections.defaultdict`. The target provides its factory. Without a target, it is restored
+    /// as a `dict`.
     DefaultDict,
     /// `list`
     List,
@@ -26,28 +26,27 @@ pub enum ContainerKind {
         /// The bound, or `None`.
         maxlen: Option<u64>,
     },
-    /// A namedtuple, its fields by name.
+    /// A namedtuple, with its fields by name.
     NamedTuple {
         /// `module.QualName`
         type_name: Box<str>,
     },
-    /// A dataclass, its fields by name.
+    /// A dataclass, with its fields by name.
     Dataclass {
         /// `module.QualName`
         type_name: Box<str>,
     },
-    /// An object that was expanded through its own protocol (`state_dict`, `get_state`, an
-    /// adapter); it has one child, at `Field("state")`-free paths: the children are those of the
-    /// state it gave.
+    /// An object that was saved through its own protocol (`state_dict`, `get_state`, an adapter).
+    /// Its children are those of its state, without a path component in between.
     Stateful {
         /// `module.QualName`
         type_name: Box<str>,
-        /// How its state was taken: `state_dict`, `get_state`, `numpy.random.Generator`, …
+        /// The protocol: `state_dict`, `get_state`, `numpy.random.Generator`, …
         protocol: Box<str>,
-        /// The container that its state was, or `Dict`.
+        /// The kind of its state.
         inner: Box<ContainerKind>,
     },
-    /// A registered node type (`sw.register`, a JAX pytree node), its children by key.
+    /// A registered node type (`sw.register`, a JAX pytree node), with its children by key.
     Custom {
         /// The name under which it was registered.
         type_name: Box<str>,
@@ -57,25 +56,25 @@ pub enum ContainerKind {
 /// The kind of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum NodeKind {
-    /// A container; its children are the nodes that name it as their parent.
+    /// A container. Its children are the nodes whose parent it is.
     Container(Box<ContainerKind>),
-    /// A leaf; leaves are numbered in pre-order.
+    /// A leaf. Leaves are numbered in pre-order.
     Leaf(u32),
 }
 
 /// One node of a [`Tree`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Node {
-    /// Number of the parent node; the root names itself.
+    /// The number of the parent node. The root is its own parent.
     pub parent: u32,
-    /// How the parent reaches it; `None` for the root.
+    /// The path component from the parent to it. `None` for the root.
     pub component: Option<Component>,
     /// Its kind.
     pub kind: NodeKind,
 }
 
 impl Node {
-    /// The kind of container that it is, where it is one.
+    /// Returns its container kind. `None` for a leaf.
     pub fn container(&self) -> Option<&ContainerKind> {
         match &self.kind {
             NodeKind::Container(kind) => Some(kind),
@@ -84,7 +83,7 @@ impl Node {
     }
 }
 
-/// A state's structure; node 0 is the root. An empty tree has no nodes.
+/// The structure of a state. Node 0 is the root. An empty tree has no nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Tree {
     nodes: Vec<Node>,
@@ -92,12 +91,12 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// A tree with no nodes.
+    /// Returns a tree without nodes.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Makes room for that many more nodes, and leaves among them.
+    /// Reserves memory for so many more nodes and leaves.
     pub fn try_reserve(&mut self, nodes: usize, leaves: usize) -> Result<(), TryReserveError> {
         try_reserve_huge(&mut self.nodes, nodes)?;
         self.leaf_nodes.try_reserve_exact(leaves)
@@ -113,8 +112,7 @@ impl Tree {
         self.push(parent, component, NodeKind::Container(kind.into()))
     }
 
-    /// Changes what is said of how a stateful object's state was taken. Nothing happens where the
-    /// node is none.
+    /// Changes the protocol of a stateful object. Does nothing for other nodes.
     pub fn map_protocol(&mut self, node: u32, map: impl FnOnce(&str) -> String) {
         if let Some(Node { kind: NodeKind::Container(kind), .. }) = self.nodes.get_mut(node as usize)
             && let ContainerKind::Stateful { protocol, .. } = &mut **kind
@@ -138,27 +136,27 @@ impl Tree {
         number
     }
 
-    /// The nodes themselves, in pre-order.
+    /// Returns the nodes in pre-order, for the caller to keep.
     pub fn into_nodes(self) -> Vec<Node> {
         self.nodes
     }
 
-    /// All nodes, in pre-order.
+    /// Returns all nodes in pre-order.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// Number of leaves.
+    /// Returns the number of leaves.
     pub fn leaf_count(&self) -> usize {
         self.leaf_nodes.len()
     }
 
-    /// The node number of a leaf.
+    /// Returns the node number of a leaf.
     pub fn leaf_node(&self, leaf: u32) -> Option<u32> {
         self.leaf_nodes.get(leaf as usize).copied()
     }
 
-    /// The path of a node (empty for the root, and for a number that is none of this tree).
+    /// Returns the path of a node. Empty for the root, and for an unknown number.
     pub fn path(&self, node: u32) -> LeafPath {
         let mut components = Vec::new();
         let mut at = node;
@@ -173,7 +171,7 @@ impl Tree {
         LeafPath(components)
     }
 
-    /// The path of a leaf.
+    /// Returns the path of a leaf.
     pub fn leaf_path(&self, leaf: u32) -> LeafPath {
         self.leaf_node(leaf).map(|node| self.path(node)).unwrap_or_default()
     }

@@ -1,10 +1,10 @@
-//! Objects: the typed values of leaves that are not tensors. A closed set; there is no pickle
-//! anywhere, and a file never chooses what is imported.
+//! Objects: the values of leaves that are not tensors. The set of types is closed. There is no
+//! pickle, and a file never chooses an import.
 
 use crate::dtype::Dtype;
 
-/// The value of an object leaf. Python scalar, numpy scalar and 0-d array are distinct: the first
-/// two are here, the third is a tensor.
+/// The value of an object leaf. Python scalars and numpy scalars are different values. A 0-d array
+/// is a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     /// `None`
@@ -33,14 +33,14 @@ pub enum Value {
     Tuple(Vec<Value>),
     /// `set` of plain values, in the order of their encodings.
     Set(Vec<Value>),
-    /// `frozenset` of plain values, likewise.
+    /// `frozenset` of plain values, in the order of their encodings.
     FrozenSet(Vec<Value>),
-    /// `dict` of plain values (inside another plain value; a `dict` in the state is a container),
-    /// order kept.
+    /// `dict` of plain values, in order, inside another plain value. (A `dict` in the state is a
+    /// container.)
     Dict(Vec<(Value, Value)>),
     /// A numpy scalar: its dtype and its little-endian bytes.
     NumpyScalar(Dtype, Vec<u8>),
-    /// Anything else that the front end knows how to take apart: a name that says what it is
-    /// (`enum`, `datetime.datetime`, `torch.Size`, `numpy.dtype`, …) and its parts.
+    /// A value of another type that the Python package describes by a name (`enum`,
+    /// `datetime.datetime`, `torch.Size`, `numpy.dtype`, …) and plain parts.
     Extension(String, Box<Value>),
 }

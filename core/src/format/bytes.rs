@@ -1,6 +1,6 @@
 //! Fixed-width little-endian fields, written and read in order.
 
-/// Reads fields from the front; `None` past the end.
+/// Unread bytes. Each field is read from their front. `None` at their end.
 pub(crate) struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -60,18 +60,17 @@ impl Put for Vec<u8> {
     }
 }
 
-/// Writes the CRC of everything after it into its place in a sealed front: `magic (8), crc (4),
-/// what it covers …`.
+/// Writes the CRC into the front of a file: `magic (8 bytes), CRC (4 bytes), covered bytes …`.
 pub(crate) fn seal_front(bytes: &mut [u8]) {
     if let Some((front, covered)) = bytes.split_at_mut_checked(12)
-        && let Some(place) = front.get_mut(8..)
+        && let Some(crc) = front.get_mut(8..)
     {
-        place.copy_from_slice(&super::checksum::crc32c(covered).to_le_bytes());
+        crc.copy_from_slice(&super::checksum::crc32c(covered).to_le_bytes());
     }
 }
 
-/// Checks a front that [`seal_front`] made and returns the bytes that its CRC covers. A record of
-/// ours announces each front, so anything else at that place is damage.
+/// Checks a front from [`seal_front`], and returns the bytes that its CRC covers. Another record
+/// names the file, so other content is damage.
 pub(crate) fn open_front<'a>(
     bytes: &'a [u8],
     magic: [u8; 8],
@@ -80,14 +79,14 @@ pub(crate) fn open_front<'a>(
 ) -> crate::Result<Fields<'a>> {
     let mut fields = Fields(bytes);
     let (Some(found), Some(crc)) = (fields.take(8), fields.u32()) else {
-        return Err(crate::Error::corrupt(file, format!("it is too short to hold {what}")));
+        return Err(crate::Error::corrupt(file, format!("it is too short for {what}")));
     };
-    let holds = super::checksum::crc32c(fields.0) == crc;
-    match (found == magic.as_slice(), holds) {
+    let is_intact = super::checksum::crc32c(fields.0) == crc;
+    match (found == magic.as_slice(), is_intact) {
         (true, true) => Ok(fields),
         (true, false) => Err(crate::Error::corrupt(file, format!("the checksum of {what} does not hold"))),
         (false, false) if bytes.iter().any(|&byte| byte != 0) => {
-            Err(crate::Error::corrupt(file, format!("where {what} belongs stand other bytes")))
+            Err(crate::Error::corrupt(file, format!("other bytes are in the place of {what}")))
         }
         (false, _) => Err(crate::Error::corrupt(file, format!("the first bytes of {what} are damaged"))),
     }

@@ -1,9 +1,9 @@
 //! Queues over a few threads that call `pread` and `pwrite`: the engines `threads` (O_DIRECT) and
 //! `buffered` (page cache).
 //!
-//! Threads belong to their queue, start when they are first needed and end with it. Memory in
-//! flight belongs to the thread that moves it, so a queue that gives up on a stuck disk leaves
-//! nothing dangling: the thread frees what it holds when the kernel at last answers.
+//! The threads belong to their queue. They start when they are first needed, and end with it. A
+//! thread owns the memory that it transfers. So a queue can be dropped while a disk hangs: the
+//! thread frees its memory when the kernel answers.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU64;
@@ -21,14 +21,14 @@ use super::{Completion, File, Queue, STALL_TIMEOUT, Transfer, full};
 use crate::sys::{Birth, Buffer, spawn, write_out};
 use crate::{Error, Result};
 
-/// Threads of one queue. Eight of them saturate what was measured; more only add memory bandwidth
-/// wars.
+/// The threads of one queue. Eight saturate all measured disks. More would only compete for memory
+/// bandwidth.
 const MAX_THREADS: usize = 8;
 
 /// See the module documentation.
 pub struct ThreadedQueue {
-    /// Leaked, not dropped, in a forked child: its threads do not exist there, and its locks may be
-    /// held permanently. `None` only then.
+    /// `None` only in a forked child, which leaks it: its threads do not exist there, and its locks
+    /// may be held permanently.
     inner: Option<Inner>,
     refused: VecDeque<Completion>,
     birth: Birth,
@@ -41,7 +41,7 @@ struct Inner {
     finish: Sender<Completion>,
     threads: Vec<JoinHandle<()>>,
     ready: VecDeque<Completion>,
-    /// Handed to the threads and not yet received back.
+    /// The number of transfers that the threads have.
     running: usize,
     depth: usize,
     alignment: usize,
@@ -49,7 +49,7 @@ struct Inner {
 }
 
 impl ThreadedQueue {
-    /// A queue of `depth` transfers, at offsets that are multiples of `alignment`.
+    /// Returns a queue of `depth` transfers, at offsets that are multiples of `alignment`.
     pub fn new(depth: usize, alignment: usize) -> Result<Self> {
         Self::with_stall_timeout(depth, alignment, STALL_TIMEOUT)
     }
@@ -69,7 +69,7 @@ impl ThreadedQueue {
             alignment,
             stall_timeout,
         };
-        // The first thread starts now, so that a process without room for one learns it here.
+        // Start the first thread now, so that a process without threads gets the error here.
         inner.start_thread().map_err(|source| Error::io("start a thread for", "<I/O queue>", source))?;
         Ok(Self { inner: Some(inner), refused: VecDeque::new(), birth: Birth::now() })
     }
@@ -102,13 +102,13 @@ impl Inner {
         true
     }
 
-    /// Gives the job back where the queue stays full.
+    /// Sends a job to the threads. Returns it if the queue stays full.
     fn submit(&mut self, job: TransferJob) -> Result<(), TransferJob> {
         if self.running >= self.depth && !self.receive(self.stall_timeout) {
             return Err(job);
         }
         if self.running >= self.threads.len() && self.threads.len() < MAX_THREADS.min(self.depth) {
-            // Those that run will do where the system refuses one more.
+            // If the system refuses one more thread, the running ones do the work.
             let _ = self.start_thread();
         }
         let Some(jobs) = &self.jobs else { return Err(job) };
@@ -144,9 +144,8 @@ fn perform(job: TransferJob) -> Completion {
     }
 }
 
-/// Has what was just written leave the page cache, as if it had never been there: a checkpoint that
-/// stayed would push out what the training reads, take fresh memory for every byte, and leave all
-/// of the disk's work to the fsync.
+/// Drops just written pages from the page cache. Otherwise a checkpoint would displace the pages of
+/// the training, take new memory for every byte, and leave all disk writes to the fsync.
 fn pass_through_cache(fd: BorrowedFd<'_>, offset: u64, len: usize) -> rustix::io::Result<()> {
     write_out(fd, offset, len).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
     // Advice only. The kernel may keep the pages.
@@ -170,8 +169,8 @@ impl Queue for ThreadedQueue {
             return;
         };
         match TransferJob::new(inner.alignment, transfer, file, offset, len, buffer, token) {
-            // Its bytes are there already: handing it to another thread and back would cost more
-            // than moving them.
+            // The bytes are in the page cache: passing the job to another thread and back would
+            // take longer than the copy.
             Ok(job) if transfer == Transfer::ReadCached => inner.ready.push_back(perform(job)),
             Ok(job) => {
                 if let Err(TransferJob { buffer, moving, .. }) = inner.submit(job) {
@@ -220,8 +219,8 @@ impl Drop for Inner {
         }
         while self.receive(self.stall_timeout) {}
         if self.running > 0 {
-            // Detached, each thread keeps its ends of the channels, its buffer and its file, and
-            // frees them when it is let go.
+            // Detach the threads. Each keeps its channels, its buffer and its file, and frees them
+            // when the kernel answers.
             tracing::error!(
                 transfers = self.running,
                 seconds = self.stall_timeout.as_secs_f64(),
@@ -229,7 +228,7 @@ impl Drop for Inner {
             );
             return;
         }
-        // All have answered, and their channel is closed.
+        // All jobs are done, and the channel is closed.
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -247,7 +246,7 @@ mod tests {
         let disk = open_disk(dir.path(), Engine::Buffered).unwrap();
         let file = disk.open_dir(dir.path()).unwrap().create_file("f", 0).unwrap();
         let mut queue = ThreadedQueue::with_stall_timeout(1, 1, Duration::from_millis(50)).unwrap();
-        // A transfer that no thread will ever answer.
+        // A transfer that no thread will answer.
         queue.inner.as_mut().unwrap().running = 1;
         let begun = std::time::Instant::now();
         queue.submit(Transfer::Write, &file, 0, 4096, Buffer::alone(4096).unwrap(), 7);

@@ -1,4 +1,4 @@
-//! Queues over io_uring: the kernel moves what is in flight, and nobody waits but the caller.
+//! Queues over io_uring: the kernel does the transfers, and only the caller waits.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,8 +21,8 @@ pub struct UringQueue {
 }
 
 impl UringQueue {
-    /// A queue of `depth` transfers, at offsets that are multiples of `alignment`. `memory` is
-    /// registered where the system allows it.
+    /// Returns a queue of `depth` transfers, at offsets that are multiples of `alignment`.
+    /// Registers `memory` if the system allows it.
     pub fn new(depth: usize, alignment: usize, memory: Vec<Arc<Mapping>>) -> Result<Self> {
         Self::with_stall_timeout(depth, alignment, memory, STALL_TIMEOUT)
     }
@@ -53,7 +53,7 @@ impl UringQueue {
         }
     }
 
-    /// Takes in what has come back, and sends on what is not done yet.
+    /// Takes completions, and submits the rest of unfinished transfers.
     fn reap(&mut self) {
         let mut restarted = false;
         while let Some((flight, answer)) = self.ring.take_finished() {
@@ -73,8 +73,8 @@ impl UringQueue {
 
     fn enter(&mut self, wait: Option<Duration>) {
         if let Err(error) = self.ring.enter(wait) {
-            // Transfers in flight may still complete. If they do not, the caller's deadline finds
-            // it.
+            // Transfers in flight may still complete. If they do not, the caller's deadline ends
+            // the wait.
             tracing::error!(%error, "io_uring_enter failed");
             std::thread::sleep(Duration::from_millis(10).min(wait.unwrap_or_default()));
         }
@@ -145,7 +145,7 @@ impl Queue for UringQueue {
     }
 }
 
-/// Checks that this memory can be registered, all at once.
+/// Checks that all this memory can be registered.
 pub fn try_register(memory: Vec<Arc<Mapping>>) -> Result<()> {
     let mut ring = Ring::<()>::new(1, STALL_TIMEOUT).map_err(|source| failed("io_uring_setup", source))?;
     ring.register(memory).map_err(|source| failed("io_uring_register", source))

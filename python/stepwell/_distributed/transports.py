@@ -1,9 +1,9 @@
-"""Transports of the bytes that the ranks of a restore exchange: collectives of torch or JAX, or
-messages of MPI. Always on the thread that calls ``restore``, where the training's own collectives
-run: two threads would order them differently on each rank.
+"""Transports for the bytes that the ranks of a restore exchange: collectives of torch or JAX, or
+messages of MPI. They run on the thread that calls ``restore``, like the training's collectives. Two
+threads could order their collectives differently on each rank.
 
-Waits end when those of the framework do: by the timeout of the process group (torch), when the
-coordination service misses a process (JAX), after ``Options.stall_timeout`` (MPI).
+The framework ends a wait: by the timeout of the process group (torch), or when the coordination
+service misses a process (JAX). With MPI, a wait ends after ``Options.stall_timeout``.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ if TYPE_CHECKING:
 _Rows: TypeAlias = Any
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ranks: TypeAlias = tuple[int, ...]
-#: Enters a collective, and returns what it has brought.
+#: Enters a collective, and returns the received bytes.
 Carry: TypeAlias = Callable[[], Bytes]
-#: Sends an array to a rank, and fills another one with what a rank sends; either may be ``None``.
+#: Sends an array to a rank, and fills another array from a rank. Either may be ``None``.
 _Swap: TypeAlias = Callable[[tuple[object, int] | None, tuple[object, int] | None], None]
 
 
 class Transport(Protocol):
-    """Carries bytes among some of the ranks, in ascending order. All of these make the call; no
-    other rank does.
+    """Transfers bytes between some of the ranks, in ascending order. Only these ranks make a call.
 
-    A call takes what memory this rank needs, waits for nobody, and returns what enters the
-    collective: whatever may fail on one rank alone fails before any rank is in it."""
+    A call allocates this rank's memory without a wait, and returns the function that enters the
+    collective. So a failure of one rank happens before any rank enters it."""
 
     #: For messages.
     name: str
-    #: This process, and how many there are.
+    #: The rank of this process, and the number of ranks.
     rank: int
     world_size: int
 
     def broadcast(self, buffer: Bytes, ranks: Ranks) -> Carry:
-        """Sends the bytes of the first rank. ``buffer`` is equally long on all, and may be
-        overwritten."""
+        """Sends the bytes of the first rank to the others. ``buffer`` has the same length on all
+        ranks, and may be overwritten."""
 
     def gather(self, share: Bytes, ranks: Ranks) -> Carry:
-        """A row for each of the ranks: what that one has. ``share`` is as long on all."""
+        """Collects the ``share`` of each rank, one per row. All shares have the same length."""
 
 
 def find(coordinator: Coordinator | None, stall_timeout: float) -> Transport:
@@ -96,7 +95,7 @@ def _tree(buffer: object, ranks: Ranks, rank: int, swap: _Swap) -> None:
 
 
 def _ring(rows: _Rows, ranks: Ranks, rank: int, swap: _Swap) -> None:
-    """A gather around a ring: each hands on to the next the row that it got last."""
+    """Gathers around a ring: each rank sends the row that it received last to the next rank."""
     me, count = ranks.index(rank), len(ranks)
     for step in range(count - 1):
         out, into = (me - step) % count, (me - step - 1) % count
@@ -104,8 +103,8 @@ def _ring(rows: _Rows, ranks: Ranks, rank: int, swap: _Swap) -> None:
 
 
 class _Torch:
-    """The collectives of a process group. Among a part of its ranks, messages from rank to rank: a
-    group of its own for each shard of a mesh would be made by all ranks together."""
+    """The collectives of a process group. A part of its ranks uses messages from rank to rank,
+    because all ranks would have to create a new group for each shard of a mesh."""
 
     name = "torch.distributed"
 
@@ -251,7 +250,7 @@ class _Mpi:
 
     def __init__(self, coordinator: MPI, stall_timeout: float) -> None:
         self._comm, self._mpi = coordinator._comm, coordinator._mpi
-        self._patience = stall_timeout
+        self._timeout = stall_timeout
         self.rank = coordinator.rank
         self.world_size = coordinator.world_size
 
@@ -278,10 +277,10 @@ class _Mpi:
             requests.append(self._comm.Irecv(into[0], source=into[1], tag=self._TAG))
         begun, pause = time.monotonic(), 0.0
         while not self._mpi.Request.Testall(requests):
-            if time.monotonic() - begun > self._patience:
+            if time.monotonic() - begun > self._timeout:
                 missing = [one[1] for one in (out, into) if one is not None]
                 error = CoordinationTimeout(
-                    f"waited {self._patience:.1f} s for rank(s) {missing} to exchange what was read"
+                    f"waited {self._timeout:.1f} s for rank(s) {missing} to exchange their bytes"
                 )
                 error.missing = missing
                 raise error

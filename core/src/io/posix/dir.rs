@@ -1,4 +1,4 @@
-//! An open directory, and what is done to names below it.
+//! An open directory, and operations on names below it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -30,7 +30,7 @@ impl PosixDir {
         Self { fd, path, settings }
     }
 
-    /// The descriptor, for the probe.
+    /// Returns the descriptor, for the probe.
     pub fn fd(&self) -> Result<BorrowedFd<'_>> {
         self.fd.get()
     }
@@ -40,7 +40,7 @@ impl PosixDir {
         move |errno| Error::io(op, &path, errno)
     }
 
-    /// Opens a file or lock below; the mode counts where it is made.
+    /// Opens a file or lock below. The mode is for a new file.
     fn open(&self, name: &str, flags: OFlags) -> Result<OwnedFd> {
         open_beneath(self.fd()?, name, flags, creation_mode(flags)).map_err(self.failed("open", name))
     }
@@ -54,14 +54,14 @@ impl PosixDir {
         in_parent(self.fd()?, name, act).map_err(self.failed(op, name))
     }
 
-    /// Takes away what this call has just made exclusively and could not finish.
+    /// Removes an entry that this call has created exclusively but could not finish.
     fn discard(&self, name: &str) {
         if let Err(error) = self.remove_file(name) {
             tracing::warn!(%error, "a file that could not be finished could not be removed either");
         }
     }
 
-    /// A data file that has just got this name, preallocated; the name goes where that fails.
+    /// Returns a new data file with this name, preallocated. If that fails, removes the name.
     fn to_write(&self, name: &str, fd: OwnedFd, len_hint: u64) -> Result<Arc<dyn File>> {
         let made = PosixFile::adopt(fd, self.path.join(name), &self.settings).and_then(|file| {
             if len_hint > 0 {
@@ -78,9 +78,9 @@ impl PosixDir {
         }
     }
 
-    /// True if a file has the owner, permissions and attributes that one made as `to` now would
-    /// have. The directory there has just been made by this process, so it shows them; a file with
-    /// attributes of its own (an access control list, a backup's checksum) is never the same.
+    /// True if a file has the owner, permissions and attributes of a file that is now created as
+    /// `to`. This process has just created that directory, which shows them. A file with its own
+    /// attributes (an access control list, a backup's checksum) never matches.
     fn is_as_new(&self, fd: &OwnedFd, stat: &rustix::fs::Stat, to: &str) -> Result<bool> {
         let above = to.rsplit_once('/').map_or(".", |(above, _)| above);
         let dir = rustix::fs::statat(self.fd()?, above, AtFlags::SYMLINK_NOFOLLOW)
@@ -91,7 +91,7 @@ impl PosixDir {
         }
         let mut names = Vec::with_capacity(256);
         Ok(match rustix::fs::flistxattr(fd, spare_capacity(&mut names)) {
-            // The label of SELinux is that of the place, which is the same.
+            // SELinux derives its label from the directory, so it is equal.
             Ok(_) => {
                 names.split(|&byte| byte == 0).all(|name| name.is_empty() || name == b"security.selinux")
             }
@@ -129,15 +129,15 @@ impl PosixDir {
     }
 }
 
-/// Bytes of one piece of a copy.
+/// The bytes that a copy moves at a time.
 const COPIED_AT_ONCE: usize = 8 << 20;
 
-/// `openat2` refuses a mode where nothing can be made.
+/// The mode of a new file. `openat2` refuses a mode if it creates no file.
 fn creation_mode(flags: OFlags) -> Mode {
     if flags.contains(OFlags::CREATE) { Mode::from_raw_mode(0o666) } else { Mode::empty() }
 }
 
-/// Its ctime in nanoseconds.
+/// Returns the ctime in nanoseconds.
 fn changed(stat: &rustix::fs::Stat) -> i64 {
     let nanoseconds = i64::try_from(stat.st_ctime_nsec).unwrap_or(0);
     stat.st_ctime.saturating_mul(1_000_000_000).saturating_add(nanoseconds)
@@ -185,7 +185,7 @@ impl Dir for PosixDir {
                 continue;
             }
             let kind = match entry.file_type() {
-                // Some file systems do not say.
+                // Some file systems do not report the type.
                 FileType::Unknown => match rustix::fs::statat(fd, raw, AtFlags::SYMLINK_NOFOLLOW) {
                     Ok(stat) => FileType::from_raw_mode(stat.st_mode),
                     Err(Errno::NOENT) => continue,
@@ -248,11 +248,11 @@ impl Dir for PosixDir {
         let keep = match with_exclusive_file(fd.as_fd(), || self.rename(from, to, Rename::NoReplace)) {
             Exclusive::Unavailable => return Ok(None),
             Exclusive::Undisturbed(renamed) => renamed.map(|()| true)?,
-            // They found the file by its old name, and have it open now.
+            // Another process has opened the file by its old name, and still has it open.
             Exclusive::Interrupted(renamed) => renamed.map(|()| false)?,
         };
-        // A link that was made since the first look keeps the file: who found the old name makes it
-        // yet. So it is looked for again as late as can be.
+        // Another process may have found the old name before, and made a hard link since. Check the
+        // number of links again as late as possible.
         let names = |fd: &OwnedFd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_nlink);
         let look = match fd.try_clone() {
             Ok(look) if keep && names(&fd) == 1 => look,
@@ -261,13 +261,13 @@ impl Dir for PosixDir {
                 return Ok(None);
             }
         };
-        // If this fails, our name is already gone.
+        // If this fails, the old name is already gone.
         let file = self.to_write(to, fd, len_hint);
         let ours = u64::from(file.is_ok());
         if names(&look) == ours {
             return file.map(Some);
         }
-        // It has another name; preallocation may have made it longer.
+        // It has another name. Preallocation may have made it longer.
         let _ = rustix::fs::ftruncate(&look, u64::try_from(stat.st_size).unwrap_or(0));
         if file.is_ok() {
             self.discard(to);
@@ -313,10 +313,10 @@ impl Dir for PosixDir {
         if len > limit {
             return Err(too_long(len));
         }
-        // All of it at once: read-ahead would take many round trips. It is only advice.
+        // Advise to read all of it at once: read-ahead would take many round trips.
         let _ = rustix::fs::fadvise(&fd, 0, None, rustix::fs::Advice::WillNeed);
-        // One byte more than there is, so that a file that grows meanwhile is noticed. A sparse
-        // file may claim any length: no memory for it is an answer, not the end of the process.
+        // Read one byte more than the length, to detect a growing file. A sparse file may claim any
+        // length, so a failed allocation is an error, not an abort.
         let mut bytes = Vec::new();
         let no_memory = |_| Error::io("read", self.path.join(name), io::ErrorKind::OutOfMemory);
         try_reserve_huge(&mut bytes, len as usize + 1).map_err(no_memory)?;
@@ -327,7 +327,7 @@ impl Dir for PosixDir {
             if bytes.len() == bytes.capacity() {
                 bytes.try_reserve(1).map_err(no_memory)?;
             }
-            // Into memory that nobody has filled with zeros first, and never far past the limit.
+            // Read into uninitialised memory, and never far beyond the limit.
             let count = retry_on_intr(|| rustix::io::read(&fd, spare_capacity(&mut bytes)))
                 .map_err(self.failed("read", name))?;
             if count == 0 {
@@ -366,15 +366,16 @@ impl Dir for PosixDir {
                 let plain = || retry_on_intr(|| rustix::fs::renameat(from_dir, from_last, to_dir, to_last));
                 match how {
                     Rename::Replace => plain(),
-                    // Not repeated: where an interrupted one was carried out, a second would undo
-                    // it.
+                    // Do not repeat it after EINTR: if the first call was carried out, a second one
+                    // would undo it.
                     Rename::Exchange => match renamed(RenameFlags::EXCHANGE) {
                         Err(Errno::NOSYS | Errno::OPNOTSUPP) => Err(Errno::INVAL),
                         answer => answer,
                     },
                     Rename::NoReplace => match flagged(RenameFlags::NOREPLACE) {
-                        // The file system (NFS, some FUSE) or the kernel has no such flag. A rename
-                        // of a directory into itself is EINVAL too, and again so below.
+                        // The file system (NFS, some FUSE) or the kernel does not support the flag.
+                        // A rename of a directory into itself is EINVAL too, also in the call
+                        // below.
                         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
                             match rustix::fs::statat(to_dir, to_last, AtFlags::SYMLINK_NOFOLLOW) {
                                 Ok(_) => Err(Errno::EXIST),
@@ -388,7 +389,7 @@ impl Dir for PosixDir {
             })
         });
         answer.map_err(|errno| {
-            // Which of the two names it is about only some answers tell.
+            // Only some errors tell which of the two names they concern.
             let name = if errno == Errno::EXIST { to } else { from };
             self.failed("rename", name)(errno)
         })

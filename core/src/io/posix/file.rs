@@ -16,15 +16,15 @@ use crate::{Error, Result};
 /// The system's answer about O_DIRECT on a file (`STATX_DIOALIGN`, Linux 6.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirectIo {
-    /// It does not say.
+    /// The system does not report it.
     Unknown,
-    /// Not on this file.
+    /// Not possible for this file.
     Unsupported,
-    /// With this alignment of memory and offsets, in bytes.
+    /// Possible, with this alignment of memory and offsets in bytes.
     Aligned(usize),
 }
 
-/// Asks for the alignment of direct I/O on an open file.
+/// Returns the alignment of direct I/O on an open file.
 pub fn direct_io(fd: BorrowedFd<'_>) -> DirectIo {
     let mask = StatxFlags::DIOALIGN;
     match retry_on_intr(|| rustix::fs::statx(fd, "", AtFlags::EMPTY_PATH, mask)) {
@@ -43,17 +43,17 @@ pub fn direct_io(fd: BorrowedFd<'_>) -> DirectIo {
 pub struct PosixFile {
     data: Arc<Descriptor>,
     direct: bool,
-    /// A second descriptor without O_DIRECT, made when a cached read first asks for it; `None`
-    /// where that is impossible.
+    /// A second descriptor without O_DIRECT, opened for the first buffered read. `None` if that is
+    /// impossible.
     buffered: OnceLock<Option<Arc<Descriptor>>>,
     path: PathBuf,
     settings: Arc<Settings>,
 }
 
 impl PosixFile {
-    /// Takes over a descriptor just opened with O_NONBLOCK (so that no pipe or device could make
-    /// the open wait): refuses what is not a regular file, and turns to direct I/O where the
-    /// settings and the file allow it.
+    /// Takes over a descriptor that was opened with O_NONBLOCK, so that the open does not wait for
+    /// a pipe or device. Fails if it is no regular file. Switches to direct I/O if the settings and
+    /// the file allow it.
     pub(super) fn adopt(fd: OwnedFd, path: PathBuf, settings: &Arc<Settings>) -> Result<Self> {
         let fd = Descriptor::new(fd, "file");
         let open = fd.get()?;
@@ -76,8 +76,7 @@ impl PosixFile {
         })
     }
 
-    /// The descriptor that a transfer goes through, and the alignment that short transfers have to
-    /// be continued at.
+    /// Returns the descriptor for a transfer, and the alignment at which short transfers continue.
     pub fn descriptor(&self, transfer: Transfer) -> (Arc<Descriptor>, usize) {
         if self.direct
             && transfer == Transfer::ReadCached
@@ -88,8 +87,8 @@ impl PosixFile {
         (Arc::clone(&self.data), if self.direct { self.settings.alignment } else { 1 })
     }
 
-    /// The same inode once more, without O_DIRECT. By way of `/proc`, since the name may belong to
-    /// another file by now; without `/proc`, not at all.
+    /// Opens the same inode again without O_DIRECT, through `/proc`, because the name may belong to
+    /// another file by now. Fails without `/proc`.
     fn reopen(&self) -> Option<Arc<Descriptor>> {
         let link = format!("/proc/self/fd/{}", self.data.get().ok()?.as_raw_fd());
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
@@ -106,8 +105,8 @@ impl PosixFile {
         move |errno| Error::io(op, &path, errno)
     }
 
-    /// Preallocates, so that a full disk shows now and so that direct writes need not extend the
-    /// file (twice as fast for small ones). File systems that cannot are left alone.
+    /// Preallocates, so that a full disk is detected now, and direct writes need not extend the
+    /// file (twice as fast for small ones). Does nothing on file systems without it.
     pub(super) fn preallocate(&self, len: u64) -> Result<()> {
         let fd = self.fd()?;
         let mode = rustix::fs::FallocateFlags::empty();
@@ -117,7 +116,7 @@ impl PosixFile {
         }
     }
 
-    /// Adds bytes at its end, from a multiple of [`SECTION_ALIGNMENT`] on: where they begin.
+    /// Extends the file at its end, from a multiple of [`SECTION_ALIGNMENT`]. Returns the offset.
     pub(super) fn extend(&self, len: u64) -> Result<u64> {
         let no_room = || Error::io("allocate", &self.path, Errno::FBIG);
         let first = self.len()?.checked_next_multiple_of(SECTION_ALIGNMENT).ok_or_else(no_room)?;
@@ -131,7 +130,7 @@ impl PosixFile {
         }
     }
 
-    /// Fills `into` from `offset`, less at the end of the file.
+    /// Reads into `into` from `offset`. Reads less at the end of the file.
     fn read_buffered(&self, fd: BorrowedFd<'_>, into: &mut [u8], offset: u64) -> Result<usize> {
         let mut done = 0;
         while let Some(rest) = into.get_mut(done..).filter(|rest| !rest.is_empty()) {
@@ -144,8 +143,8 @@ impl PosixFile {
         Ok(done)
     }
 
-    /// As [`Self::read_buffered`] by direct reads of whole blocks, which leave the page cache as it
-    /// is.
+    /// Reads as [`Self::read_buffered`], but with direct reads of whole blocks, which do not change
+    /// the page cache.
     fn read_direct(&self, fd: BorrowedFd<'_>, into: &mut [u8], offset: u64) -> Result<usize> {
         let align = self.settings.alignment as u64;
         self.settings.bounce.with(|buffer| {
@@ -172,8 +171,8 @@ impl PosixFile {
     }
 }
 
-/// Switches O_DIRECT on and O_NONBLOCK off, unless this very file wants a coarser alignment than
-/// the engine keeps to.
+/// Switches O_DIRECT on and O_NONBLOCK off, unless this file needs a coarser alignment than the
+/// engine uses.
 fn set_direct(fd: BorrowedFd<'_>, alignment: usize) -> bool {
     match direct_io(fd) {
         DirectIo::Unsupported => false,
@@ -199,8 +198,8 @@ impl File for PosixFile {
 
     fn sync(&self) -> Result<()> {
         let fd = self.fd()?;
-        // Not even after EINTR is an fsync tried again: an error that was reported once may be gone
-        // the second time.
+        // Never repeat an fsync, not even after EINTR: an error that was reported once may not be
+        // reported again.
         rustix::fs::fsync(fd).map_err(self.failed("fsync"))
     }
 

@@ -17,7 +17,7 @@ pub fn open_beneath(dir: BorrowedFd<'_>, name: &str, flags: OFlags, mode: Mode) 
         return open_by_component(dir, name, flags, mode);
     }
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    // The kernel answers EAGAIN where it cannot tell a rename that runs meanwhile from an escape.
+    // The kernel returns EAGAIN if it cannot distinguish a concurrent rename from an escape.
     for _ in 0..16 {
         match retry_on_intr(|| openat2(dir, name, flags | OFlags::CLOEXEC, mode, resolve)) {
             Err(Errno::AGAIN) => {}
@@ -27,7 +27,7 @@ pub fn open_beneath(dir: BorrowedFd<'_>, name: &str, flags: OFlags, mode: Mode) 
     open_by_component(dir, name, flags, mode)
 }
 
-/// Runs `act` on the directory that holds the last component of `name`, and that component.
+/// Runs `act` on the directory of the last component of `name`, and on that component.
 pub fn in_parent<T>(
     dir: BorrowedFd<'_>,
     name: &str,
@@ -45,8 +45,8 @@ pub fn in_parent<T>(
     }
 }
 
-/// True if `openat2` works in this process: not before Linux 5.6 (ENOSYS), nor under seccomp
-/// filters that are older than it (EPERM).
+/// True if `openat2` works in this process. It does not before Linux 5.6 (ENOSYS), nor under
+/// seccomp filters that do not know it (EPERM).
 fn have_openat2(dir: BorrowedFd<'_>) -> bool {
     static HAVE: OnceLock<bool> = OnceLock::new();
     *HAVE.get_or_init(|| {
@@ -57,8 +57,8 @@ fn have_openat2(dir: BorrowedFd<'_>) -> bool {
     })
 }
 
-/// The same with plain `openat`: since no component is `..` and no symlink is followed, nothing can
-/// lead out.
+/// Opens the name with plain `openat`. No component is `..` and no symlink is followed, so the path
+/// cannot leave the directory.
 fn open_by_component(dir: BorrowedFd<'_>, name: &str, flags: OFlags, mode: Mode) -> Result<OwnedFd> {
     let (parents, last) = name.rsplit_once('/').unwrap_or(("", name));
     let step = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
