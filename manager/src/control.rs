@@ -184,8 +184,8 @@ pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
     }
 }
 
-/// Returns the other writer that has taken the root over from this session, if any. Checked before
-/// every rename: without locks, this fence blocks an older writer.
+/// Returns the other writer that has taken the root over from this session, if any. Called before
+/// every rename. Without locks, only this check blocks an older writer.
 pub fn other_writer(root: &dyn Dir, session: &str) -> stepwell_core::Result<Option<String>> {
     Ok(read_epoch(root)?.filter(|epoch| epoch.session != session).map(|epoch| epoch.owner))
 }

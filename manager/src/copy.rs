@@ -92,14 +92,14 @@ pub(crate) fn into(
     let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
     let temporary = directory_layout::temporary(label, &environment.hex_id(), 0);
     // Its held lease shows that its writer is alive, and becomes the lease of the copy.
-    let OwnedTemporary { dir, life } = own_temporary(&**parent, &temporary, false)?;
+    let OwnedTemporary { dir, lease } = own_temporary(&**parent, &temporary, false)?;
     let written = write(source, &manifest, &dir, progress)
         .and_then(|()| verify(parent, &temporary, environment, source, progress))
         .and_then(|()| match aside::publish_copy(&**parent, &temporary, name) {
             Err(error) if error.already_exists() => Err(taken()),
             published => Ok(published?),
         });
-    drop(life);
+    drop(lease);
     if written.is_err()
         && let Err(error) = delete_tree(&**parent, &temporary)
         && !error.is_not_found()

@@ -19,7 +19,7 @@ pub const CONTROL: &str = ".stepwell";
 pub const ROOT_JSON: &str = "root.json";
 /// The writer's lock.
 pub const LOCK: &str = "lock";
-/// The fence: the file that names the current writer.
+/// The file that names the current writer. Every writer reads it before a rename.
 pub const EPOCH: &str = "epoch";
 /// The prefix of the heartbeat file of a writer without locks. The session follows it.
 pub const HEARTBEAT_PREFIX: &str = "beat-";
@@ -34,7 +34,7 @@ const BRANCH_PREFIX: &str = ".branch-";
 /// The longest label in a generated name, in bytes. Such a name always stays below 255.
 const MAX_LABEL_BYTES: usize = 128;
 
-/// A parsed name of a root's own.
+/// A generated name, parsed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum OwnName {
     /// The temporary of a save in progress, or of a crashed one.
@@ -46,19 +46,19 @@ pub enum OwnName {
         /// The save's number within its session.
         counter: u64,
     },
-    /// The mark that a rank gave up on its leader in a save.
+    /// The mark that a rank gave up on a silent leader in a save.
     GivenUp {
         /// The step's padded number, or the name of a singular checkpoint.
         label: String,
         /// The session of that save.
         session: String,
     },
-    /// Something on its way out.
+    /// A retired directory, to be deleted.
     Trash {
         /// The step's padded number, or the (perhaps shortened) name of a singular checkpoint.
         label: String,
     },
-    /// A directory that had a step's name and was none.
+    /// An invalid directory that had a step's name.
     Quarantine {
         /// That name, perhaps shortened.
         label: String,
@@ -96,8 +96,8 @@ pub fn temporary(label: &str, session: &str, counter: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
-/// Returns the name of the mark of a given-up save of several ranks. Every rank derives the same
-/// name.
+/// Returns the name of the mark that a rank gave up on the leader in a save. Every rank derives the
+/// same name.
 pub fn given_up(label: &str, session: &str, counter: u64) -> String {
     format!("{GIVEN_UP_PREFIX}{}-{session}-{counter}", shortened(label))
 }
@@ -107,12 +107,12 @@ pub fn trash(label: &str, unique: u128) -> String {
     format!("{TRASH_PREFIX}{}-{unique:032x}", shortened(label))
 }
 
-/// A directory that had a step's name and was none.
+/// Returns the quarantine name of an invalid directory that has a step's name.
 pub fn quarantine(name: &str, unique: u128) -> String {
     format!("{QUARANTINE_PREFIX}{}-{unique:032x}", shortened(name))
 }
 
-/// A step that `rewind` set aside.
+/// Returns the name of a step that `rewind` sets aside.
 pub fn branch(branch: &str, step_name: &str) -> String {
     format!("{BRANCH_PREFIX}{branch}.{step_name}")
 }
@@ -167,8 +167,7 @@ fn of_a_save(rest: &str) -> Option<(String, String, u64)> {
     Some((parts.next()?.to_owned(), session.to_owned(), counter))
 }
 
-/// True for a generated identity. Only names that end in one are deleted: a user's `.trash-old` is
-/// not.
+/// True for a generated id. Only names with one are deleted. A user's `.trash-old` stays.
 fn is_unique(text: &str) -> bool {
     text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }

@@ -103,12 +103,12 @@ struct KnownStep {
 /// The result of one pass over a root's directory.
 struct Pass {
     listing: Arc<Listing>,
-    /// Something was gone before it could be looked at.
-    vanished: bool,
-    /// A step of the previous pass is missing.
-    lost: bool,
-    /// A step is new since the previous pass.
-    new: bool,
+    /// True if an entry was gone before it could be inspected.
+    has_vanished: bool,
+    /// True if a step of the previous pass is missing.
+    misses_step: bool,
+    /// True if a step is new since the previous pass.
+    has_new_step: bool,
 }
 
 impl Discovery {
@@ -139,7 +139,7 @@ impl Discovery {
 
     /// Lists the root. Checks the `stat` of every manifest.
     pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
-        self.agree(root, names, false)
+        self.list_until_stable(root, names, false)
     }
 
     /// Lists the root. A writer inspects only changed names. See the module documentation.
@@ -151,7 +151,7 @@ impl Discovery {
                 changes.clear_up_to(at);
                 Ok(listing)
             }
-            None => self.agree(root, names, true),
+            None => self.list_until_stable(root, names, true),
         }
     }
 
@@ -159,7 +159,7 @@ impl Discovery {
     pub fn refresh(&self, root: &dyn Dir, names: &StepName) -> Result<()> {
         match &self.changes {
             Some(changes) if changes.is_older_than(MAX_LISTING_AGE) => {
-                self.agree(root, names, true).map(drop)
+                self.list_until_stable(root, names, true).map(drop)
             }
             _ => Ok(()),
         }
@@ -183,26 +183,31 @@ impl Discovery {
     }
 
     /// Lists the root until the result is certain.
-    fn agree(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Arc<Listing>> {
+    fn list_until_stable(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Arc<Listing>> {
         let mut passes = 0;
         loop {
             passes += 1;
             let begun = self.changes.as_ref().map(|changes| changes.now());
-            let shows = root.changed()?;
-            let Pass { listing, vanished, lost, new } = self.pass(root, names, by_entries)?;
+            let change_time = root.changed()?;
+            let Pass { listing, has_vanished, misses_step, has_new_step } =
+                self.pass(root, names, by_entries)?;
             // File systems have coarse timestamps, so an unchanged directory proves little about
             // the last milliseconds. A missing step proves more.
-            let still = root.changed()? == shows;
-            let whole = !vanished && !lost;
-            let again = passes > 1 && whole && !new;
-            let sure = if listing.steps.is_empty() { again && still } else { again || (whole && still) };
-            if sure
-                && still
+            let is_unchanged = root.changed()? == change_time;
+            let is_complete = !has_vanished && !misses_step;
+            let is_repeated = passes > 1 && is_complete && !has_new_step;
+            let is_certain = if listing.steps.is_empty() {
+                is_repeated && is_unchanged
+            } else {
+                is_repeated || (is_complete && is_unchanged)
+            };
+            if is_certain
+                && is_unchanged
                 && let (Some(changes), Some(begun)) = (&self.changes, begun)
             {
-                changes.listed(begun, shows);
+                changes.listed(begun, change_time);
             }
-            if sure || passes == MAX_PASSES {
+            if is_certain || passes == MAX_PASSES {
                 return Ok(listing);
             }
         }
@@ -237,13 +242,13 @@ impl Discovery {
     fn pass(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Pass> {
         let entries = root.unsorted_entries()?;
         // Hold no lock during disk operations.
-        let (others, mut lost) = {
+        let (others, mut misses_step) = {
             let cache = self.lock();
-            let mut there = 0;
+            let mut found = 0;
             let mut others = Vec::new();
             for entry in &entries {
                 let known = cache.known.get(&entry.name);
-                there += usize::from(known.is_some());
+                found += usize::from(known.is_some());
                 let is_same = |known: &KnownStep| known.entry == entry.inode && entry.kind == EntryKind::Dir;
                 if by_entries && known.is_some_and(is_same) {
                     continue;
@@ -252,7 +257,7 @@ impl Discovery {
                     others.push((entry, step));
                 }
             }
-            (others, there < cache.known.len())
+            (others, found < cache.known.len())
         };
         let threads = cores().min(others.len() / MANIFESTS_PER_THREAD).max(1);
         let answers = each("stepwell-list", threads, &others, |&(entry, step)| {
@@ -264,19 +269,19 @@ impl Discovery {
         }
         let mut cache = self.lock();
         let known = inspected.steps.iter().filter(|(name, _)| cache.known.contains_key(name)).count();
-        let (new, vanished) = (known < inspected.steps.len(), inspected.vanished);
+        let (has_new_step, has_vanished) = (known < inspected.steps.len(), inspected.vanished);
         if !by_entries {
-            lost |= known < cache.known.len();
+            misses_step |= known < cache.known.len();
             cache.known.clear();
-        } else if lost {
-            let there: HashSet<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
-            cache.known.retain(|name, _| there.contains(name.as_str()));
+        } else if misses_step {
+            let names: HashSet<&str> = entries.iter().map(|entry| entry.name.as_str()).collect();
+            cache.known.retain(|name, _| names.contains(name.as_str()));
         }
         for one in &inspected.quarantined {
-            lost |= cache.known.remove(&one.name).is_some();
+            misses_step |= cache.known.remove(&one.name).is_some();
         }
         cache.remember(names, inspected);
-        Ok(Pass { listing: Arc::clone(&cache.listing), vanished, lost, new })
+        Ok(Pass { listing: Arc::clone(&cache.listing), has_vanished, misses_step, has_new_step })
     }
 
     fn read(&self, root: &dyn Dir, name: &str, step: u64) -> Result<NameInspection> {
@@ -304,7 +309,7 @@ impl Discovery {
         }
         match read_manifest(root, name) {
             Ok(manifest) if manifest.step != step => Ok(not_a_step(format!(
-                "its manifest says that it is step {}: a step is not renamed by hand",
+                "its manifest says that it is step {}: do not rename steps by hand",
                 manifest.step
             ))),
             Ok(manifest) => Ok(NameInspection::Step(stat, Arc::new(manifest))),

@@ -70,17 +70,17 @@ pub enum Error {
     SaveFailed {
         /// The step.
         step: u64,
-        /// Why.
+        /// The cause.
         source: stepwell_core::Error,
     },
     /// The step has its name, but may not survive a power cut.
     #[error(
-        "step {step} was renamed into place, but making that durable failed ({source}); it is not counted as committed. Save again, or reopen the root: its next writer settles what is there"
+        "step {step} was renamed into place, but making that durable failed ({source}); it is not counted as committed. Save the step again, or open the root again: that syncs the step"
     )]
     DurabilityUncertain {
         /// The step.
         step: u64,
-        /// Why.
+        /// The cause.
         source: stepwell_core::Error,
     },
     /// A rank failed, so no rank committed.

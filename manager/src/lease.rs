@@ -91,7 +91,7 @@ pub struct OwnedTemporary {
     /// The directory.
     pub dir: Arc<dyn Dir>,
     /// Its held lease. `None` without locks.
-    pub life: Option<Box<dyn Lock>>,
+    pub lease: Option<Box<dyn Lock>>,
 }
 
 /// Creates a temporary whose held lease shows that its owner is alive, for temporaries that no
@@ -101,8 +101,8 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
     loop {
         tries -= 1;
         let dir = match parent.create_dir(name) {
-            // Another rank created it. Or this call did, and a process that will remove it as a
-            // dead writer's has not done so yet.
+            // Another rank created it. Or an earlier try of this call did, and another process
+            // takes it for a dead writer's and is about to remove it.
             Err(error) if error.already_exists() && (shared || tries < TEMPORARY_TRIES - 1) => {
                 parent.open_dir(name)
             }
@@ -115,20 +115,21 @@ pub fn own_temporary(parent: &dyn Dir, name: &str, shared: bool) -> stepwell_cor
         // Take a shared lock, so that readers need not wait right after the rename.
         let lock = match dir.try_lock(LEASE, LockKind::Shared, true) {
             Ok(lock) => lock,
-            Err(error) if error.is_without_locks() => return Ok(OwnedTemporary { dir, life: None }),
+            Err(error) if error.is_without_locks() => return Ok(OwnedTemporary { dir, lease: None }),
             // Another process removed it before it was locked.
             Err(error) if error.is_not_found() && tries > 0 => continue,
             Err(error) => {
-                // Otherwise a retry would find it.
+                // Remove it, so that a later save does not find it.
                 if !shared && let Err(error) = parent.remove_dir(name) {
                     tracing::warn!(%error, "removing an unlocked temporary failed");
                 }
                 return Err(error);
             }
         };
-        let stands = parent.stat(name)?.map(|stat| stat.id) == Some(dir.id()?);
+        // Another process may have removed the directory, or recreated it.
+        let is_same = parent.stat(name)?.map(|stat| stat.id) == Some(dir.id()?);
         match lock {
-            Some(lock) if stands => return Ok(OwnedTemporary { dir, life: Some(lock) }),
+            Some(lock) if is_same => return Ok(OwnedTemporary { dir, lease: Some(lock) }),
             _ if tries > 0 => std::thread::sleep(LEASE_POLL_INTERVAL),
             _ => {
                 let why = std::io::Error::other("another process removes it each time");

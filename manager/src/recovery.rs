@@ -59,7 +59,10 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
         recovered.abandoned.push(name);
         recovered.trash.push(trash);
     }
-    sweep_paths(root, of_paths, &mut recovered)?;
+    for (name, trash) in retire_of_dead_owners(root, of_paths)? {
+        recovered.abandoned.push(name);
+        recovered.trash.push(trash);
+    }
     Ok(recovered)
 }
 
@@ -75,30 +78,33 @@ pub(crate) fn of_session(root: &dyn Dir, session: &str) -> stepwell_core::Result
     Ok(root.entries()?.into_iter().map(|entry| entry.name).filter(|name| is_ours(name)).collect())
 }
 
-/// Retires temporaries of dead saves to a path, (name, trash) each. One whose owner is alive, or
-/// may be, stays.
-fn sweep_paths(root: &dyn Dir, names: Vec<(String, String)>, recovered: &mut Recovered) -> Result<()> {
-    if names.is_empty() {
-        return Ok(());
+/// Retires temporaries of saves to a path: old and new name each. One whose owner may be alive
+/// stays. Returns those that were retired, durably.
+pub(crate) fn retire_of_dead_owners(
+    dir: &dyn Dir,
+    renames: Vec<(String, String)>,
+) -> stepwell_core::Result<Vec<(String, String)>> {
+    if renames.is_empty() {
+        return Ok(renames);
     }
-    // One of them may be a step that a live save has just replaced. Make that replacement durable
-    // first.
-    root.sync()?;
-    let before = recovered.trash.len();
-    for (name, trash) in names {
-        match aside::retire_abandoned(root, &name, &trash) {
+    // One of them may be a checkpoint that a live save has just replaced. Make that replacement
+    // durable first.
+    dir.sync()?;
+    let mut retired = Vec::new();
+    for (name, trash) in renames {
+        match aside::retire_abandoned(dir, &name, &trash) {
             Ok(true) => {
-                recovered.abandoned.push(name);
-                recovered.trash.push(trash);
+                tracing::info!(%name, "removing leftovers of a killed save");
+                retired.push((name, trash));
             }
             Ok(false) => {}
             Err(error) => tracing::warn!(%name, %error, "removing leftovers of a save to a path failed"),
         }
     }
-    if recovered.trash.len() > before {
-        root.sync()?;
+    if !retired.is_empty() {
+        dir.sync()?;
     }
-    Ok(())
+    Ok(retired)
 }
 
 /// Finishes thinnings, and creates missing leases. A step that cannot be mended stays as it is,

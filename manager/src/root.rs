@@ -237,7 +237,7 @@ impl Root {
 
     /// Checks that this is still the root's writer. Call it before a step is retired, set aside or
     /// thinned.
-    pub(crate) fn check_fence(&self) -> Result<()> {
+    pub(crate) fn check_writer(&self) -> Result<()> {
         match other_writer(&*self.dir, &self.session)? {
             Some(owner) => Err(Error::Locked { root: self.path.clone(), owner: Some(owner) }),
             None => Ok(()),
@@ -275,7 +275,7 @@ impl Root {
 
     /// Syncs the root again for a step that may not be durable, as the next writer would. After a
     /// successful sync the step is committed and listed. Returns true if it is still uncertain.
-    pub(crate) fn settle_uncertain(&self, step: u64) -> bool {
+    pub(crate) fn sync_uncertain(&self, step: u64) -> bool {
         if !self.findings().uncertain.contains(&step) {
             return false;
         }

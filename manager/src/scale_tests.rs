@@ -28,7 +28,9 @@ use stepwell_reshard::read_plan::{self, Request};
 use stepwell_reshard::subchunk::{self, run_to_boxes};
 
 use crate::commit::ItemPart;
-use crate::commit::records::{Draft, Record, Vote, gather, records};
+use crate::commit::records::{Record, records};
+use crate::commit::vote::merge_votes;
+use crate::commit::{Draft, Vote};
 use crate::directory_layout::MANIFEST;
 use crate::state::{self, Census, Holders, LeafSource, Part, StateSource, Writing, plain_leaves};
 use crate::stored_index::StoredIndex;
@@ -349,7 +351,7 @@ fn what_planning_and_committing_cost() {
             let votes = of_node.into_iter().map(|(vote, _)| vote.encode().unwrap()).collect::<Vec<_>>();
             let (message, took) = timed(|| {
                 let votes = (first..).zip(&votes).map(|(rank, vote)| Vote::decode(rank, vote).unwrap());
-                gather(&draft, &attempt, first, votes.collect()).encode().unwrap()
+                merge_votes(&draft, &attempt, first, votes.collect()).encode().unwrap()
             });
             gathers.push(took);
             all += message.len();

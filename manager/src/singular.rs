@@ -17,7 +17,7 @@ use stepwell_core::io::{Dir, EntryKind};
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::spawn;
 
-use crate::commit::{Existing, aside};
+use crate::commit::Existing;
 use crate::coordination::team::{RankHeartbeat, Team};
 use crate::directory_layout::{self, CONTROL, OwnName};
 use crate::discovery::read_manifest;
@@ -153,7 +153,7 @@ impl PathTicket {
             target: name.clone(),
             existing: *existing,
             counter: 0,
-            fenced: false,
+            in_root: false,
             stale: false,
         };
         let (job, capturing) = prepared.split(environment, options, place);
@@ -306,7 +306,7 @@ impl Ending {
         if let Err(error) = cleaned.map_err(Error::from).and_then(|cleaned| cleaned) {
             tracing::warn!(%error, "cleaning up after a save to a path failed");
         }
-        let callbacks = save.settle(ended.outcome);
+        let callbacks = save.set_outcome(ended.outcome);
         save.call(callbacks);
         persist::log_commit(&save, &team, "a checkpoint", &path);
     }
@@ -332,16 +332,16 @@ pub fn sweep(path: &Path, environment: &Environment) -> Result<Vec<String>> {
 /// lease no process holds. Returns all trash of that path, ready to be deleted. Removes nothing
 /// because of its age, and nothing without locks.
 fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwell_core::Result<Vec<String>> {
-    let mut trash = Vec::new();
-    let mut found = Vec::new();
     if parent.stat(CONTROL)?.is_some() {
         // In a root, its next writer removes leftovers, also those of saves to a path.
-        return Ok(trash);
+        return Ok(Vec::new());
     }
+    let mut trash = Vec::new();
+    let mut renames = Vec::new();
     for entry in parent.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Temporary { label, .. }) if directory_layout::is_label_of(&label, name) => {
-                found.push(entry.name);
+                renames.push((entry.name, directory_layout::trash(&label, environment.rng.next_u128())));
             }
             Some(OwnName::Trash { label } | OwnName::GivenUp { label, .. })
                 if directory_layout::is_label_of(&label, name) =>
@@ -351,22 +351,12 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
             _ => {}
         }
     }
-    if !found.is_empty() {
-        // One of them may be a checkpoint that was just replaced. Make that replacement durable
-        // first.
+    let retired = recovery::retire_of_dead_owners(parent, renames)?;
+    if retired.is_empty() && !trash.is_empty() {
+        // A killed process may have renamed it without a sync.
         parent.sync()?;
     }
-    for temporary in found {
-        let label = directory_layout::label_of_path(name);
-        let new = directory_layout::trash(&label, environment.rng.next_u128());
-        if aside::retire_abandoned(parent, &temporary, &new)? {
-            tracing::info!(%temporary, "removing leftovers of a killed save");
-            trash.push(new);
-        }
-    }
-    if !trash.is_empty() {
-        parent.sync()?;
-    }
+    trash.extend(retired.into_iter().map(|(_, trash)| trash));
     Ok(trash)
 }
 
@@ -375,7 +365,7 @@ pub(crate) fn split(path: &Path) -> Result<(&Path, String)> {
     let name = path.file_name().and_then(|name| name.to_str()).ok_or_else(bad)?;
     if name.starts_with('.') {
         return Err(Error::Invalid(format!(
-            "{}: a checkpoint's name does not start with a dot; those names are temporary ones",
+            "{}: the name of a checkpoint must not start with a dot. Such names are temporary",
             path.display()
         )));
     }

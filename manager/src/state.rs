@@ -179,9 +179,9 @@ pub(crate) fn items(
         let dir = writing.dir(number, &group.name);
         let (tree, origins) = subtree(&state.tree, &group.nodes);
         let leaves = leaves(state, &origins, chunks, &shares, &mut tensor_bytes)?;
-        let unsettled = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_unsettled(holder(**origin)));
-        let unsettled = unsettled.map(|(here, _)| here).collect();
-        let draft = DraftItem { dir: dir.clone(), name: group.name, top_level: group.top_level, unsettled };
+        let undecided = (0_u32..).zip(&origins).filter(|(_, origin)| shares.is_undecided(holder(**origin)));
+        let undecided = undecided.map(|(here, _)| here).collect();
+        let draft = DraftItem { dir: dir.clone(), name: group.name, top_level: group.top_level, undecided };
         if origins.is_empty() || origins.iter().any(|&origin| shares.is_mine(holder(origin))) {
             plans.push(ItemPlan { dir, tree, leaves });
         } else {
@@ -401,7 +401,8 @@ fn leaves(
         out.push(match source {
             Some(LeafSource::Tensor { dtype, shape, provider, .. }) => {
                 let itemsize = dtype.size() as u64;
-                let options = if is_on_a_device(&**provider) { chunks.on_device() } else { *chunks };
+                let is_in_host = provider.devices().is_empty();
+                let options = if is_in_host { *chunks } else { chunks.on_device() };
                 // The array has the tensor's shape, so a chunk has one region in both. No chunk
                 // crosses the border of a part.
                 let mut chunks: Vec<ChunkPlan> = Vec::new();
@@ -457,12 +458,6 @@ fn too_many_chunks(
         options.target_bytes
     );
     stepwell_core::Error::Leaf { leaf: tree.leaf_path(leaf).to_string(), what }.into()
-}
-
-fn is_on_a_device(provider: &dyn StateProvider) -> bool {
-    let mut found = false;
-    provider.queues(&mut |_| found = true);
-    found
 }
 
 /// Returns a hash of the structure: paths, kinds, dtypes, shapes and ties, but no values. It is

@@ -33,11 +33,11 @@ use stepwell_core::leaf_path::Component;
 use stepwell_core::region::Region;
 use stepwell_core::sys::Buffer;
 use stepwell_core::tree::{ContainerKind, Tree};
-use stepwell_manager::commit::driver::{PolledVotes, World};
 use stepwell_manager::commit::{
     Announcement, Commit, CommitPlan, Draft, DraftItem, Existing, ItemPart, LeaderNews, Machine, Verdict,
     Vote,
 };
+use stepwell_manager::commit::{PolledVotes, World};
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::coordination::team::RankHeartbeat;
 use stepwell_manager::discovery::{damage, read_manifest};
@@ -144,7 +144,7 @@ fn byte_of(session: &str, save: u64, rank: u32) -> u8 {
 
 fn item() -> DraftItem {
     let entry = TopLevel { name: "w".into(), position: 0, others: Others::new() };
-    DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![entry], unsettled: vec![] }
+    DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![entry], undecided: vec![] }
 }
 
 fn index(rank: u32, writers: &[u32], file_id: u128) -> Index {
@@ -469,7 +469,7 @@ impl History {
             world_size: job.ranks,
             nodes: job.nodes.clone(),
             stall_timeout: STALL,
-            fenced: true,
+            in_root: true,
             stale: false,
         };
         let draft = Draft {

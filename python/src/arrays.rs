@@ -1,5 +1,5 @@
-//! Arrays of other libraries: which classes are arrays, and how their memory is taken hold of. The
-//! package's adapters say so (`array_type`); nothing here knows a framework.
+//! Arrays of other libraries: their classes, and how to export their memory. The package's adapters
+//! register them (`array_type`). This module knows no framework.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,33 +11,34 @@ use crate::ingest::HeldBuffer;
 
 /// A class whose instances are arrays.
 pub struct ArrayType {
-    /// Kept, so that its address stays its own.
+    /// Keeps the class alive, so that its address is not reused.
     _class: Py<PyType>,
-    /// Name of the library.
+    /// The name of its library.
     pub library: Arc<str>,
     /// True if its instances export a buffer, and have a numpy dtype.
     pub buffer: bool,
-    /// Instance → DLPack capsule (or a tuple of it and of what is held with it), where there is no
-    /// buffer.
+    /// A function from an instance to its DLPack capsule, or to a tuple of the capsule and an
+    /// object to keep alive. Used if there is no buffer.
     pub capsule: Py<PyAny>,
-    /// For one on a device: instance, the handle of the stream that it is to be copied on → a
-    /// capsule of what that stream sees, or `None` where it cannot be held. Without it, the order
-    /// is that of the library's current stream.
+    /// A function for instances on a device. Arguments: an instance, and the handle of the stream
+    /// that copies it. Returns a capsule ordered after the library's work for that stream, or
+    /// `None` if the memory cannot be exported. Without it, the library's current stream determines
+    /// the order.
     pub on_device: Option<Py<PyAny>>,
     /// True if its instances never change.
     pub immutable: bool,
-    /// Which of them are in one piece of memory; others are described by the package.
+    /// The test whether an instance is one piece of memory. Python describes the others.
     whole: Option<Whole>,
 }
 
 impl ArrayType {
-    /// True if all of that array is in one piece of memory.
+    /// True if the array is one piece of memory.
     pub fn is_whole(&self, array: &Bound<'_, PyAny>) -> bool {
         self.whole.as_ref().is_none_or(|whole| whole.holds(array))
     }
 }
 
-/// An attribute, and the class of its value where all of an array is in one piece of memory.
+/// An attribute of arrays, and the class of its value in arrays that are one piece of memory.
 struct Whole {
     attribute: String,
     class: Py<PyType>,
@@ -49,7 +50,7 @@ impl Whole {
     }
 }
 
-/// The classes that are known, by their address.
+/// The registered classes, by address.
 #[derive(Clone, Default)]
 pub struct Known(HashMap<usize, Arc<ArrayType>>);
 
@@ -59,8 +60,8 @@ impl Known {
         self.0.get(&address(object))
     }
 
-    /// Exports the memory of an array: through the buffer protocol, or through a registered class.
-    /// A `writable` export is checked to be writable.
+    /// Exports the memory of an array, through the buffer protocol or its registered class. Fails
+    /// if `writable` and the memory is read-only.
     pub fn hold(&self, array: &Bound<'_, PyAny>, writable: bool) -> PyResult<HeldBuffer> {
         let known = self.array(array).filter(|known| !(writable && known.immutable));
         match known {
@@ -79,19 +80,19 @@ fn address(object: &Bound<'_, PyAny>) -> usize {
 
 static KNOWN: Mutex<Option<Arc<Known>>> = Mutex::new(None);
 
-/// Those that are known now.
+/// Returns the registered classes.
 pub fn known() -> Arc<Known> {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner).clone().unwrap_or_default()
 }
 
-/// True if an object is of a class of arrays.
+/// True if an object's class is registered.
 pub fn is_known(object: &Bound<'_, PyAny>) -> bool {
     let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     known.as_ref().is_some_and(|known| known.array(object).is_some())
 }
 
-/// Makes a class of arrays known. Subclasses are not meant: they may be something else. An array
-/// whose memory cannot be had like this is described by the package.
+/// Registers a class of arrays, without its subclasses. If the memory of an instance cannot be
+/// exported, Python describes the instance.
 #[pyfunction]
 #[pyo3(signature = (class_, library, buffer, capsule, immutable, whole = None, on_device = None))]
 pub fn array_type(

@@ -1,5 +1,5 @@
-//! A board that Python keeps: what the engine's threads put there and look for, a thread of
-//! Python's does for them. They never touch Python themselves.
+//! A board that Python provides. The engine's threads never touch Python. A Python thread carries
+//! out their requests to put and read messages.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,16 +14,16 @@ use stepwell_manager::Error;
 use stepwell_manager::coordination::shared_directory::Membership;
 use stepwell_manager::coordination::{Coordinator, Message};
 
-/// How long the thread of Python's may take for one request: it has a connection of its own, and
-/// holds nothing else up.
+/// The timeout of one request. The Python thread has its own connection, so no other work delays
+/// it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
-/// Between two looks for a message.
+/// Poll interval for a message.
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
 const LAST_PAUSE: Duration = Duration::from_millis(10);
 
 type Answer = Result<Option<Message>, String>;
 
-/// A request to Python: an operation (`put`, `get`, `remove`), a key, and the value of a `put`.
+/// A request to Python: an operation (`put`, `get`, `remove`), a key, and the message of a `put`.
 struct Request {
     operation: &'static str,
     key: String,
@@ -42,7 +42,7 @@ struct Shared {
     changed: Condvar,
 }
 
-/// The engine's end of it, for Python: requests out, answers in.
+/// The queue of requests, for the Python thread that answers them.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Board {
     shared: Arc<Shared>,
@@ -50,7 +50,7 @@ pub struct Board {
     world_size: u32,
     node: String,
     namespace: String,
-    /// The request that Python is at.
+    /// The request that Python is answering.
     at: Mutex<Option<Sender<Answer>>>,
 }
 
@@ -62,7 +62,7 @@ impl Board {
         Self { shared, rank, world_size, node, namespace, at: Mutex::new(None) }
     }
 
-    /// The next request, waited for: operation, key, message. `None` once it is closed.
+    /// Waits for the next request: operation, key, message. `None` once the board is closed.
     fn next<'py>(&self, py: Python<'py>) -> Option<(&'static str, String, Option<Bound<'py, PyBytes>>)> {
         let request = py.detach(|| {
             let mut queue = self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner);
@@ -81,18 +81,18 @@ impl Board {
         Some((operation, key, message.map(|message| PyBytes::new(py, &message))))
     }
 
-    /// The answer to it: the message that is there, or `None`.
+    /// Answers the request with a message, or `None`.
     #[pyo3(signature = (message = None))]
     fn answer(&self, message: Option<Vec<u8>>) {
         self.send(Ok(message));
     }
 
-    /// Fails the request with Python's reason.
+    /// Fails the request, with the reason.
     fn fail(&self, why: String) {
         self.send(Err(why));
     }
 
-    /// Nothing is asked any more.
+    /// Closes the board. Later requests fail.
     fn close(&self) {
         let mut queue = self.shared.queue.lock().unwrap_or_else(PoisonError::into_inner);
         queue.closed = true;
@@ -105,12 +105,12 @@ impl Board {
 impl Board {
     fn send(&self, answer: Answer) {
         if let Some(sender) = self.at.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // The requester may have given up.
+            // The requester may have timed out.
             let _ = sender.send(answer);
         }
     }
 
-    /// The board for the engine.
+    /// Returns the board for the engine.
     pub fn coordinator(&self) -> AskedBoard {
         AskedBoard {
             shared: Arc::clone(&self.shared),
@@ -208,15 +208,15 @@ impl Coordinator for AskedBoard {
     }
 }
 
-/// How the ranks of a manager agree, as Python says it: a board, or `(rank, world_size, job_id,
-/// directory)` of a shared directory, where `None` is the root's own.
+/// A coordinator as Python passes it: a board, or `(rank, world_size, job_id, directory)` of a
+/// shared directory. The directory `None` is the root's own.
 #[derive(FromPyObject)]
 pub enum Agreeing<'py> {
     Board(PyRef<'py, Board>),
     Directory((u32, u32, String, Option<std::path::PathBuf>)),
 }
 
-/// The same, for the engine.
+/// Returns the coordinator for the engine.
 pub enum Ranks {
     Board(AskedBoard),
     Directory(Membership, Option<std::path::PathBuf>),

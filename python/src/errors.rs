@@ -1,5 +1,5 @@
-//! Errors of the engine → exceptions of the package. The class is found by the error's stable kind;
-//! leaf, file, block, rank and errno travel as attributes.
+//! Converts errors of the engine to exceptions of the package. The stable kind of an error
+//! determines the class. Leaf, file, block, rank and errno become attributes.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -9,12 +9,12 @@ use stepwell_manager::{Advice, Error as ManagerError};
 
 use crate::hooks::hooks;
 
-/// The exception for an error of the manager.
+/// Returns the exception for an error of the manager.
 pub fn raise_manager(py: Python<'_>, error: &ManagerError) -> PyErr {
     build(py, error).unwrap_or_else(|failure| failure)
 }
 
-/// The exception for an error of the engine below it.
+/// Returns the exception for an error of `stepwell_core`.
 pub fn raise(py: Python<'_>, error: &CoreError) -> PyErr {
     let error = error.inner();
     let attributes = PyDict::new(py);
@@ -23,24 +23,24 @@ pub fn raise(py: Python<'_>, error: &CoreError) -> PyErr {
     built.unwrap_or_else(|failure| failure)
 }
 
-/// A call that cannot work.
+/// Returns the exception for a wrong argument.
 pub fn invalid(py: Python<'_>, what: &str) -> PyErr {
     raise_manager(py, &ManagerError::Invalid(what.to_owned()))
 }
 
-/// A handle that was closed.
+/// Returns the exception for a use of a closed handle.
 pub fn closed(py: Python<'_>, what: &str) -> PyErr {
     make(py, Kind::Closed.name(), what, &PyDict::new(py)).unwrap_or_else(|failure| failure)
 }
 
-/// [`raise_manager`] for a failure that must not be lost: making an exception runs Python, and so
-/// signal handlers, which may raise (`Err`).
+/// Returns the exception for a failure that must not be lost. Making an exception runs Python, and
+/// so signal handlers. If one raises, returns its exception as `Err`.
 pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
     let attributes = PyDict::new(py);
     if let Some(core) = error.core() {
         core_attributes(core, &attributes)?;
     }
-    // One that is inner late has what it had.
+    // An inner error sets its attributes too.
     let inner = match error {
         ManagerError::Earlier { source, .. } => source,
         error => error,
@@ -52,7 +52,7 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
         ManagerError::RankFailed { rank, .. } => attributes.set_item("rank", rank)?,
         ManagerError::Relayed(relayed) => attributes.set_item("rank", relayed.rank)?,
         ManagerError::DonatedBuffer { leaf } => attributes.set_item("leaf", leaf)?,
-        // This rank was: it has missed nobody.
+        // The other ranks missed this rank. This rank missed none.
         ManagerError::GivenUpOn { .. } => attributes.set_item("missing", Vec::<u32>::new())?,
         ManagerError::StepExists { step, .. }
         | ManagerError::StepOrder { step, .. }
@@ -61,14 +61,14 @@ pub fn build(py: Python<'_>, error: &ManagerError) -> PyResult<PyErr> {
         _ => {}
     }
     let message = match error.advice() {
-        Some(advice) => format!("{error}. {}", words(advice)),
+        Some(advice) => format!("{error}. {}", advice_text(advice)),
         None => error.to_string(),
     };
     make(py, error.kind(), &message, &attributes)
 }
 
-/// An advice of the engine in the terms of the package.
-fn words(advice: Advice) -> &'static str {
+/// Returns the engine's advice in the terms of the Python package.
+fn advice_text(advice: Advice) -> &'static str {
     match advice {
         Advice::ReplaceOrKeepStep => {
             "Pass exists=\"replace\" to write it again, or exists=\"skip\" to keep it (a manager's save)"

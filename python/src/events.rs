@@ -1,8 +1,8 @@
 //! The queue of Python's notifier thread: due callbacks, log lines, and buffers to release.
 //!
-//! Engine threads only ever push here; they never attach to the interpreter. The notifier waits
-//! detached, and drops owners and runs callbacks attached. A queue belongs to one process: after a
-//! fork the child makes its own.
+//! Engine threads only push events here. They never attach to the interpreter. The notifier waits
+//! detached. Attached, it drops buffers and runs callbacks. A queue belongs to one process, so a
+//! forked child makes its own.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -13,13 +13,13 @@ use pyo3::prelude::*;
 use crate::flatten::Flat;
 use crate::log::{self, Line};
 
-/// Something for the notifier to do.
+/// A task of the notifier.
 enum Event {
-    /// Run the callback of that number.
+    /// Run the callback with that number.
     Callback(u64),
-    /// Log this.
+    /// Log a line.
     Line(Line),
-    /// Give buffers back.
+    /// Release the buffers of a state.
     Release(Box<Flat>),
 }
 
@@ -36,7 +36,7 @@ impl EventQueue {
     }
 }
 
-/// The queue of one process's notifier. The latest one made is where the engine's log goes.
+/// The queue of one process's notifier. The engine logs to the latest queue.
 #[pyclass(frozen, module = "stepwell._core")]
 #[derive(Clone, Default)]
 pub struct Events {
@@ -44,12 +44,12 @@ pub struct Events {
 }
 
 impl Events {
-    /// Has a callback run. From any thread.
+    /// Makes the notifier run a callback. Any thread may call it.
     pub fn callback(&self, number: u64) {
         self.queue.push(Event::Callback(number));
     }
 
-    /// Has a line logged. From any thread.
+    /// Makes the notifier log a line. Any thread may call it.
     pub fn line(&self, line: Line) {
         self.queue.push(Event::Line(line));
     }
@@ -71,14 +71,13 @@ impl Events {
         events
     }
 
-    /// Has the callback of that number run on the notifier's thread; 0 ends the thread.
+    /// Makes the notifier run the callback with that number. 0 ends its thread.
     fn post(&self, number: u64) {
         self.callback(number);
     }
 
-    /// Waits, detached, for callbacks that are due and lines to log (level, target, text), and
-    /// gives back the buffers that engine threads are done with. Returns at least every `timeout`
-    /// seconds.
+    /// Waits, detached, for due callbacks and for log lines (level, target, text). Releases buffers
+    /// that the engine no longer uses. Returns at least every `timeout` seconds.
     #[pyo3(signature = (timeout = 60.0))]
     fn next(&self, py: Python<'_>, timeout: f64) -> Vec<Notice> {
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(Duration::from_secs(60));
@@ -97,7 +96,7 @@ impl Events {
                 Event::Callback(number) => Some(Notice::Callback(number)),
                 Event::Line(line) => Some(Notice::Line(line)),
                 Event::Release(flat) => {
-                    drop(flat); // attached here, so the buffers go back at once
+                    drop(flat); // attached here, so this releases the buffers at once
                     None
                 }
             })
@@ -105,8 +104,8 @@ impl Events {
     }
 }
 
-/// A flattened state in the engine. The thread that drops its last share passes it to the notifier;
-/// [`Parcel::give_back`] needs no notifier.
+/// A flattened state that the engine uses. The thread that drops the last share passes it to the
+/// notifier. [`Parcel::give_back`] needs no notifier.
 pub struct Parcel {
     flat: Option<Box<Flat>>,
     events: Events,
@@ -123,7 +122,7 @@ impl Parcel {
         self.flat.as_deref()
     }
 
-    /// Gives the buffers back at once if this is the last share.
+    /// Releases the buffers at once if this is the last share.
     pub fn give_back(self: Arc<Self>, _: Python<'_>) {
         if let Some(mut parcel) = Arc::into_inner(self) {
             drop(parcel.flat.take());

@@ -1,12 +1,11 @@
-//! Calls into the Python package: describe a value that is not an exact built-in, revive one, and
-//! find the exception of an error. Looked up once.
+//! Functions and types of the Python package that this crate uses. They are looked up once.
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 use stepwell_core::dtype::Dtype;
 
-/// Python functions and types that the walk needs at hand.
+/// The functions and types.
 pub struct Hooks {
     /// `numpy.ndarray`
     pub ndarray: Py<PyAny>,
@@ -26,7 +25,7 @@ pub struct Hooks {
 
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
-/// The hooks of this interpreter.
+/// Returns the hooks of this interpreter.
 pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     HOOKS.get_or_try_init(py, || {
         let adapters = py.import("stepwell._adapters")?;
@@ -44,12 +43,12 @@ pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
     })
 }
 
-/// The exception for a leaf that cannot be stored.
+/// Returns the exception for a leaf that cannot be stored.
 pub fn unsupported(py: Python<'_>, leaf: &str, what: &str) -> PyErr {
     crate::errors::raise(py, &stepwell_core::Error::Leaf { leaf: leaf.to_owned(), what: what.to_owned() })
 }
 
-/// The dtype of that name, or an error that says that the package and the engine disagree.
+/// Returns the dtype with a name. An error means that the package and the engine have other dtypes.
 pub fn dtype_named(name: &str) -> PyResult<Dtype> {
     Dtype::from_name(name)
         .ok_or_else(|| pyo3::exceptions::PyValueError::new_err(format!("the engine knows no dtype `{name}`")))

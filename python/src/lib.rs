@@ -1,19 +1,18 @@
-//! Python bindings: no policy, no format, no framework logic. The package `stepwell` beside this
-//! crate is the public face; this module (`stepwell._core`) is what it calls.
+//! The Python bindings, without policy, format or framework logic. The package `stepwell` beside
+//! this crate is the public interface. It calls this module, `stepwell._core`.
 //!
-//! | module | what it holds |
+//! | module | content |
 //! |---|---|
-//! | [`flatten`] [`values`] | a state → tree and leaves; object leaves ↔ values |
+//! | [`flatten`] [`values`] | turns a state into a tree and leaves; Python values as object leaves |
 //! | [`arrays`] [`ingest`] | arrays of other libraries; memory that Python owns, the only unsafe code |
-//! | [`errors`] [`hooks`] | exceptions, and what is asked of the package |
-//! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types and what it does by path, as Python sees them |
-//! | [`matching`] [`options`] | what is asked of them, and what they answer |
+//! | [`errors`] [`hooks`] | exceptions; functions of the package that this crate calls |
+//! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types, and its functions of a path |
+//! | [`matching`] [`options`] | the match of a restore; options |
 //! | [`convert`] | conversions into files of other formats, which the package plans |
 //! | [`foreign`] | bytes of other libraries' files, for the package's format modules |
-//! | [`state`] | a flattened state between its walk and its capture |
-//! | [`board`] | what carries the messages of several processes, where that is Python's |
-//! | [`snapshot`] | a flattened state as the engine takes it |
-//! | [`events`] [`log`] [`wait`] | what waits for the notifier thread; the engine's log; waits that answer signals |
+//! | [`state`] [`snapshot`] | a flattened state; the request of a save |
+//! | [`board`] | a coordinator that Python provides |
+//! | [`events`] [`log`] [`wait`] | tasks of the notifier thread; the engine's log; waits that handle signals |
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
@@ -57,22 +56,21 @@ mod _core {
     #[pymodule_export]
     use crate::foreign::{read_foreign, safetensors_header, safetensors_header_length, zip_members};
     #[pymodule_export]
-    use crate::manager::{Held, Manager, Turn};
+    use crate::manager::{Held, Manager, Ticket};
     #[pymodule_export]
     use crate::matching::{first_globs, flat_pieces, match_state, renamed};
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
-    use crate::singular::{PathTurn, add_metrics, cuda, engine_choice, forget_damaged, open_path, repair};
+    use crate::singular::{PathTicket, add_metrics, cuda, engine_choice, forget_damaged, open_path, repair};
     #[pymodule_export]
     use crate::state::{State, covers, flatten, is_plain, shared_memory};
 
-    /// Version of the package and its engine.
+    /// The version of the package and its engine.
     #[pymodule_export]
     const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-    /// Bounds of what is stored: those that the package checks before the engine does, so that its
-    /// errors name the argument.
+    /// Limits that the package checks before the engine does, so that its errors name the argument.
     #[pymodule_export]
     const MAX_STEP: u64 = limits::MAX_STEP;
     #[pymodule_export]
@@ -91,13 +89,13 @@ mod _core {
         Ok(())
     }
 
-    /// The stable names of all kinds of errors.
+    /// Returns the stable names of all kinds of errors.
     #[pyfunction]
     fn error_kinds() -> Vec<&'static str> {
         stepwell_core::Kind::ALL.iter().map(|kind| kind.name()).collect()
     }
 
-    /// Names of all dtypes that the format knows.
+    /// Returns the names of all dtypes of the format.
     #[pyfunction]
     fn dtype_names() -> Vec<&'static str> {
         stepwell_core::dtype::Dtype::ALL.iter().map(|dtype| dtype.name()).collect()

@@ -1,8 +1,8 @@
 //! Forwards the engine's `tracing` events to Python's `logging`.
 //!
-//! The module's one subscriber puts level, target and text into the notifier's queue, and the
-//! notifier calls `logging`. So engine threads never touch Python. Levels below INFO are ignored,
-//! and spans are not followed: an important event names its step itself.
+//! The module's only subscriber puts level, target and text into the notifier's queue, and the
+//! notifier calls `logging`. So engine threads never touch Python. Levels below INFO and spans are
+//! ignored. So every important event names its step.
 
 use std::fmt::{self, Write};
 use std::sync::{RwLock, TryLockError};
@@ -14,17 +14,16 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::events::Events;
 
-/// Level as `logging` counts, target, text.
+/// A level of `logging`, a target, and a text.
 pub type Line = (u8, String, String);
 
 /// The queue for lines, and the process that owns it. A forked child must not push into its
-/// parent's. Neither side waits for it: in a forked child, a missing thread may hold it.
+/// parent's queue. No thread waits for this lock: in a forked child, its holder may not exist.
 static SINK: RwLock<Option<(u32, Events)>> = RwLock::new(None);
 
-/// Makes this process's lines go to a queue.
+/// Sends this process's lines to a queue.
 pub fn listen(events: &Events) {
-    // In a forked child another thread of the parent may have held this when it forked: then the
-    // child stays silent.
+    // If another thread of the parent held this lock at the fork, the child logs nothing.
     let mut sink = match SINK.try_write() {
         Ok(sink) => sink,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -33,9 +32,9 @@ pub fn listen(events: &Events) {
     *sink = Some((std::process::id(), events.clone()));
 }
 
-/// Begins to listen to the engine, once per process.
+/// Starts to receive the engine's events, once per process.
 pub fn install() {
-    // Another subscriber can only be one of an earlier import: it serves as well.
+    // Another subscriber can only be that of an earlier import, and works as well.
     let _ = tracing::subscriber::set_global_default(Lines);
 }
 
@@ -84,7 +83,7 @@ impl Subscriber for Lines {
     fn exit(&self, _: &Id) {}
 }
 
-/// The message, and the fields behind it.
+/// The message of an event, then its fields.
 #[derive(Default)]
 struct Text {
     message: String,

@@ -1,10 +1,12 @@
-//! The manager of one root, as Python sees it. Calls that may wait run on a thread of their own, so
-//! that signals are answered.
+//! The manager of one root, as Python sees it. Calls that may wait run on another thread, so that
+//! signal handlers run meanwhile.
+
+mod closing;
+mod ticket;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -13,7 +15,7 @@ use pyo3::types::PyString;
 
 use stepwell_core::deadline::StallTimer;
 use stepwell_core::sys::spawn;
-use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save, SaveRequest, Ticket};
+use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save};
 
 use crate::board::Agreeing;
 use crate::checkpoint::{Checkpoint, CopiedPart, part_of, telling};
@@ -22,14 +24,18 @@ use crate::events::Events;
 use crate::ingest::streams_of;
 use crate::options;
 use crate::save_handle::SaveHandle;
-use crate::snapshot::{OnDevices, Snapshot, source};
+use crate::snapshot::{OnDevices, Snapshot, request};
 use crate::state::{ChoiceArguments, flatten};
 use crate::wait;
 
+use self::closing::Closing;
+
+pub use self::ticket::Ticket;
+
 type Error = stepwell_manager::Error;
 
-/// The engine's close has a deadline that no progress moves. Those who wait for it look at the
-/// progress; it has all the time there is.
+/// The timeout of the engine's close. It has a fixed deadline, so this is practically none: the
+/// callers that wait for it check its progress.
 const NO_DEADLINE: Duration = Duration::from_secs(1_000_000_000);
 
 /// The manager of one root.
@@ -37,67 +43,22 @@ const NO_DEADLINE: Duration = Duration::from_secs(1_000_000_000);
 pub struct Manager {
     inner: Arc<Engined>,
     stall_timeout: Duration,
-    /// Saves that were not over when last looked at: what waits look at to see progress.
+    /// The saves that were pending at the last check. Waits measure their progress.
     saves: Mutex<Vec<Save>>,
     /// The worker thread for queries.
     standby: wait::Standby,
-    /// There from the first `close` on.
+    /// Set by the first `close`.
     closing: OnceLock<Arc<Closing>>,
-}
-
-/// The one close of a manager, on its own thread. Callers of `close` wait for it; an interrupt or a
-/// timeout ends only that wait.
-#[derive(Default)]
-struct Closing {
-    state: Mutex<ClosingState>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct ClosingState {
-    over: bool,
-    /// For the first that sees it.
-    failure: Option<Error>,
-}
-
-impl Closing {
-    /// How it ended (a failure: for the first that asks); `None` while it goes on.
-    fn wait(&self, timeout: Duration) -> Option<Result<(), Error>> {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let (mut state, _) = self
-            .changed
-            .wait_timeout_while(state, timeout, |state| !state.over)
-            .unwrap_or_else(PoisonError::into_inner);
-        state.over.then(|| state.failure.take().map_or(Ok(()), Err))
-    }
-
-    fn end(&self, result: Result<(), Error>) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.over = true;
-        state.failure = result.err();
-        self.changed.notify_all();
-    }
-
-    /// Takes back a failure that could not be told: the next who asks gets it.
-    fn put_back(&self, error: Error) {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).failure = Some(error);
-    }
-
-    /// True if there is nothing left to wait for, nor to tell.
-    fn is_over(&self) -> bool {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.over && state.failure.is_none()
-    }
 }
 
 impl Drop for Manager {
     fn drop(&mut self) {
-        // A close that was begun goes on by itself, and those who called it have heard of it.
+        // A close that has begun continues on its own thread, and reports to its callers.
         if self.inner.is_closed() {
             return;
         }
-        // The engine's own drop closes what was not closed, which may wait for the disk: not while
-        // Python is held up. In a forked child that does nothing.
+        // The engine's drop would close it, and may wait for the disk while it holds the GIL. So
+        // close it detached. In a forked child, close does nothing.
         let closed = Python::try_attach(|py| py.detach(|| self.inner.close(None)));
         if let Some(Err(error)) = closed
             && !matches!(error, Error::ForkedProcess(_))
@@ -149,8 +110,8 @@ impl Manager {
         })
     }
 
-    /// The right to save a step; or the save of it that is pending already; or why `save` does
-    /// nothing with it. Raises an existing step, one below the latest, and earlier failures.
+    /// Returns the ticket for a save of the step, its pending save, or the reason why nothing is
+    /// saved. Raises for an existing step, for one below the latest, and after earlier failures.
     fn decide<'py>(
         slf: &Bound<'py, Self>,
         step: u64,
@@ -162,7 +123,7 @@ impl Manager {
         let exists = exists_named(exists)?;
         this.check_before_saving(py, step)?;
         match this.query(py, move |inner| inner.decide(step, force, exists, &answers))? {
-            Decision::Save(ticket) => Bound::new(py, Turn::new(slf, ticket)).map(Bound::into_any),
+            Decision::Save(ticket) => Bound::new(py, Ticket::new(slf, ticket)).map(Bound::into_any),
             Decision::Pending(save) => Bound::new(py, SaveHandle::new(save)).map(Bound::into_any),
             Decision::Refuse(refusal) => Ok(PyString::new(py, &refusal.to_string()).into_any()),
         }
@@ -170,36 +131,36 @@ impl Manager {
 
     fn should_save(&self, py: Python<'_>, step: u64, answers: BTreeMap<String, bool>) -> PyResult<bool> {
         if self.inner.ranks().1 > 1 {
-            // It may have to ask.
+            // It may ask the leader.
             return self.query(py, move |inner| inner.should_save(step, &answers));
         }
         let inner = Arc::clone(&self.inner);
         py.detach(move || inner.should_save(step, &answers)).map_err(|error| raise_manager(py, &error))
     }
 
-    /// This process's rank, and how many there are.
+    /// Returns this process's rank, and the number of ranks.
     fn ranks(&self) -> (u32, u32) {
         self.inner.ranks()
     }
 
-    /// The step that a restore takes: the leader's answer, on every rank.
+    /// Returns the step of a restore: the leader's answer, on every rank.
     #[pyo3(signature = (step = None))]
     fn choose(&self, py: Python<'_>, step: Option<u64>) -> PyResult<u64> {
         self.query(py, move |inner| inner.choose(step))
     }
 
-    /// Of these stored leaves, in order, those that no rank wants; `None`: the ranks do not restore
-    /// in the same way. Every rank asks once in a restore, before it reads.
+    /// Returns those of these stored leaves that no rank wants, in order. `None` if the ranks do
+    /// not restore in the same way. Every rank calls it once in a restore, before it reads.
     fn wanted_by_none(&self, py: Python<'_>, how: String, leaves: Vec<u32>) -> PyResult<Option<Vec<u32>>> {
         self.together(py, move |inner| inner.wanted_by_none(&how, leaves))
     }
 
-    /// True if all ranks say the same; all of them ask.
+    /// True if all ranks pass the same text. All ranks make this call.
     fn alike(&self, py: Python<'_>, what: String) -> PyResult<bool> {
         self.together(py, move |inner| inner.alike(&what))
     }
 
-    /// One end for all ranks: where one has failed (`cause`), all raise.
+    /// Raises on all ranks if one of them has failed (`cause`).
     #[pyo3(signature = (what, cause = None))]
     fn agree(&self, py: Python<'_>, what: String, cause: Option<String>) -> PyResult<()> {
         self.together(py, move |inner| {
@@ -208,16 +169,16 @@ impl Manager {
         })
     }
 
-    /// Something that is none of the ranks' answers has raised in one of these calls: the others
-    /// are told.
+    /// Reports to the other ranks that a call of a restore raised on this rank, for a reason that
+    /// is not an answer of the ranks.
     fn leave_restore(&self, cause: &str) {
         let (inner, cause) = (Arc::clone(&self.inner), cause.to_owned());
         // The caller does not wait for this.
         let _ = spawn("stepwell-leave", move || inner.leave_restore(&cause));
     }
 
-    /// Ends the session of several ranks: a call of this one failed before it was known which save
-    /// it makes.
+    /// Ends the session of several ranks, because a call of this rank failed before its save had a
+    /// number.
     fn end_session(&self, py: Python<'_>, cause: String) -> PyResult<()> {
         self.query(py, move |inner| {
             inner.end_session(&cause);
@@ -235,7 +196,7 @@ impl Manager {
         waiting.into_iter().try_for_each(|save| SaveHandle::new(save).wait_captured(py, None).map(drop))
     }
 
-    /// The numbers of the devices from which something is still to be captured behind a call.
+    /// Returns the numbers of the devices whose arrays are still to be captured.
     fn devices_in_flight(&self) -> Vec<u32> {
         let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         let devices: BTreeSet<u32> = saves.iter().flat_map(Save::devices).collect();
@@ -263,12 +224,12 @@ impl Manager {
                 continue;
             }
             handle.wait_started(py)?;
-            save.precede(&streams).map_err(|error| raise(py, &error))?;
+            save.fence(&streams).map_err(|error| raise(py, &error))?;
         }
         Ok(())
     }
 
-    /// Raises what `save` would raise about a state.
+    /// Raises the errors that `save` would raise for a state.
     fn check(
         &self,
         py: Python<'_>,
@@ -277,10 +238,9 @@ impl Manager {
         events: &Events,
     ) -> PyResult<()> {
         let state = flatten(state, choice, self.inner.ranks().1 == 1)?;
-        let (state, parcel) = source(&state, Snapshot::Auto, &OnDevices::default(), events)?
-            .map_err(|error| raise_manager(py, &error))?;
+        let (request, parcel) = request(py, 0, &state, Snapshot::Auto, OnDevices::default(), events)?;
         let inner = Arc::clone(&self.inner);
-        let checked = py.detach(move || inner.check(state));
+        let checked = py.detach(move || inner.check(request.state));
         parcel.give_back(py);
         checked.map_err(|error| raise_manager(py, &error))
     }
@@ -339,7 +299,7 @@ impl Manager {
         self.query(py, move |inner| inner.metrics(step))
     }
 
-    /// The metrics of an open step, which may have been retired meanwhile.
+    /// Returns the metrics of an open step, even if it was retired meanwhile.
     fn metrics_of(&self, py: Python<'_>, checkpoint: &Checkpoint) -> PyResult<BTreeMap<String, f64>> {
         let opened = checkpoint.get(py)?;
         let step = opened.step().map_err(|error| raise_manager(py, &error))?;
@@ -355,7 +315,8 @@ impl Manager {
         self.query(py, move |inner| inner.delete(step))
     }
 
-    /// Copies an open checkpoint into this root, as its step; `progress` as in its `verify`.
+    /// Copies an open checkpoint into this root, with its step number. `progress` is called as in
+    /// `verify`.
     #[pyo3(signature = (checkpoint, part, progress = None))]
     fn add(
         &self,
@@ -406,8 +367,8 @@ impl Manager {
         serde_json::to_string(&report).map_err(|error| PyRuntimeError::new_err(error.to_string()))
     }
 
-    /// Applies retention now; the steps that went, out of sight and durably. Their files go until
-    /// the end of `close`.
+    /// Applies retention now. Returns the retired steps. They are durably invisible, and their
+    /// files are deleted before `close` ends.
     fn apply_retention(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         let inner = Arc::clone(&self.inner);
         call(py, move || inner.apply_retention())
@@ -424,40 +385,42 @@ impl Manager {
         Checkpoint::open(py, move || inner.checkpoint(step))
     }
 
-    /// Waits in slices: a failure that is due is not taken by a wait that was interrupted.
+    /// Waits for all saves, and raises a failure. Polls, so that an interrupted wait does not take
+    /// a failure.
     #[pyo3(signature = (timeout = None))]
     fn wait_until_finished(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = wait::seconds(timeout);
         let begun = Instant::now();
         let mut timer = StallTimer::new(self.stall_timeout);
         let mut last = None;
-        let answer = wait::poll(py, limit, |slice| match self.inner.wait_until_finished(Some(slice)) {
-            Err(Error::Timeout { waited_for, .. }) => {
-                let waited = begun.elapsed();
-                let stalled = limit.is_none() && timer.left(self.moved()).is_zero();
-                let error = Error::Timeout { waited_for, waited };
-                if stalled {
-                    return Some(Err(error));
+        let answer =
+            wait::poll(py, limit, |interval| match self.inner.wait_until_finished(Some(interval)) {
+                Err(Error::Timeout { waited_for, .. }) => {
+                    let waited = begun.elapsed();
+                    let stalled = limit.is_none() && timer.left(self.count_progress()).is_zero();
+                    let error = Error::Timeout { waited_for, waited };
+                    if stalled {
+                        return Some(Err(error));
+                    }
+                    last = Some(error);
+                    None
                 }
-                last = Some(error);
-                None
-            }
-            answer => Some(answer),
-        })?;
+                answer => Some(answer),
+            })?;
         match (answer, last) {
-            (Some(answer), _) => answer.map_err(|error| self.tell(py, &error)),
+            (Some(answer), _) => answer.map_err(|error| self.raise_failure(py, &error)),
             (None, Some(error)) => Err(raise_manager(py, &error)),
             (None, None) => Ok(()),
         }
     }
 
     fn check_for_errors(&self, py: Python<'_>) -> PyResult<()> {
-        self.inner.check_for_errors().map_err(|error| self.tell(py, &error))
+        self.inner.check_for_errors().map_err(|error| self.raise_failure(py, &error))
     }
 
-    /// Begins to close, once, and waits for that. After an interrupt or a timeout the closing goes
-    /// on, and may be waited for again. Without a timeout it gives up when nothing at all has
-    /// happened for the stall timeout.
+    /// Starts the close, once, and waits for it. After an interrupt or a timeout, the close
+    /// continues, and another call may wait for it. Without a timeout, the wait fails after the
+    /// stall timeout without progress.
     #[pyo3(signature = (timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = wait::seconds(timeout);
@@ -477,7 +440,7 @@ impl Manager {
             closing
         });
         let begun = Instant::now();
-        // The leader waits for the other ranks as long, and says whom it waited for.
+        // Twice as long with several ranks: the leader's own timeout names the missing ranks.
         let stall_timeout =
             if self.inner.ranks().1 > 1 { self.stall_timeout.saturating_mul(2) } else { self.stall_timeout };
         let mut timer = StallTimer::new(stall_timeout);
@@ -485,10 +448,10 @@ impl Manager {
             let waited_for = self.pending_saves().unwrap_or_else(|| "the close of the manager".to_owned());
             Error::Timeout { waited_for, waited: begun.elapsed() }
         };
-        let answer = wait::poll(py, limit, |slice| {
+        let answer = wait::poll(py, limit, |interval| {
             let stalled =
-                || (limit.is_none() && timer.left(self.moved()).is_zero()).then(|| Err(timed_out()));
-            closing.wait(slice).or_else(stalled)
+                || (limit.is_none() && timer.left(self.count_progress()).is_zero()).then(|| Err(timed_out()));
+            closing.wait(interval).or_else(stalled)
         })?;
         match answer {
             Some(Ok(())) => Ok(()),
@@ -500,13 +463,13 @@ impl Manager {
         }
     }
 
-    /// Something that changes as long as pending saves get on: how many there are, and the bytes
-    /// they have moved.
+    /// Returns a value that changes with the progress of pending saves: their number, and a
+    /// counter.
     fn progress(&self) -> (usize, u64) {
-        self.moved()
+        self.count_progress()
     }
 
-    /// True if `close` is over, so that there is nothing to wait for any more.
+    /// True if the close has ended, and a caller has got its failure.
     fn is_closed(&self) -> bool {
         self.closing.get().is_some_and(|closing| closing.is_over())
     }
@@ -514,18 +477,19 @@ impl Manager {
 
 impl Manager {
     fn check_before_saving(&self, py: Python<'_>, step: u64) -> PyResult<()> {
-        self.inner.check_before_saving(step).map_err(|error| self.tell(py, &error))
+        self.inner.check_before_saving(step).map_err(|error| self.raise_failure(py, &error))
     }
 
-    /// The exception for a failure of an earlier save. A signal handler that raises while the
-    /// exception is made has the word instead; the failure is kept then, for the next who asks.
-    fn tell(&self, py: Python<'_>, error: &Error) -> PyErr {
+    /// Returns the exception for a failure of an earlier save. If a signal handler raises
+    /// meanwhile, returns its exception, and keeps the failure for the next caller.
+    fn raise_failure(&self, py: Python<'_>, error: &Error) -> PyErr {
         build(py, error).unwrap_or_else(|interrupt| {
             self.inner.put_back(error);
             interrupt
         })
     }
 
+    /// Adds a save to the pending ones.
     fn remember(&self, save: &Save) {
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.retain(|save| !save.is_done());
@@ -534,8 +498,8 @@ impl Manager {
         }
     }
 
-    /// How many saves are pending, and a number that changes as long as they get on.
-    fn moved(&self) -> (usize, u64) {
+    /// Returns the number of pending saves, and a counter that changes with their progress.
+    fn count_progress(&self) -> (usize, u64) {
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.retain(|save| !save.is_done());
         (saves.len(), saves.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.progress_counter())))
@@ -543,13 +507,13 @@ impl Manager {
 
     /// Describes the saves that `close` waits for.
     fn pending_saves(&self) -> Option<String> {
-        let (pending, _) = self.moved();
+        let (pending, _) = self.count_progress();
         let saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.first().map(|first| format!("{pending} save(s), the oldest of step {}", first.step()))
     }
 
-    /// A call that all ranks of a restore make. Waits for a rank that reads for long; the call
-    /// itself names a silent rank.
+    /// Makes a call of all ranks in a restore. It has no timeout here, because a rank may read for
+    /// long. The call itself fails for a silent rank, and names it.
     fn together<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -559,15 +523,15 @@ impl Manager {
         call(py, move || ask(&inner))
     }
 
-    /// A call that reads directories and small files: a disk that does not answer must not take
-    /// Ctrl-C with it, nor be waited for without an end.
+    /// Makes a call that reads directories and small files. If the disk does not answer, Ctrl-C
+    /// still works, and the call fails after the stall timeout.
     fn query<T: Send + 'static>(
         &self,
         py: Python<'_>,
         ask: impl FnOnce(&Engined) -> Result<T, Error> + Send + 'static,
     ) -> PyResult<T> {
         let inner = Arc::clone(&self.inner);
-        // Calls to other ranks have their own deadline, and name the rank that they waited for.
+        // Twice as long with several ranks: their own timeout names the missing ranks.
         let limit =
             if inner.ranks().1 > 1 { self.stall_timeout.saturating_mul(2) } else { self.stall_timeout };
         let answer = self.standby.on_thread_within(py, limit, move || ask(&inner))?;
@@ -582,114 +546,14 @@ impl Manager {
     }
 }
 
-/// The right to save one step. On several ranks it ends the save of all where it is not used.
-#[pyclass(frozen, module = "stepwell._core")]
-pub struct Turn {
-    manager: Py<Manager>,
-    step: u64,
-    ticket: Mutex<Option<Ticket>>,
-    /// Why it is not used, for the other ranks.
-    cause: Arc<OnceLock<String>>,
-}
-
-impl Turn {
-    fn new(manager: &Bound<'_, Manager>, ticket: Ticket) -> Self {
-        let (step, cause) = (ticket.step(), ticket.cause());
-        Self { manager: manager.clone().unbind(), step, ticket: Mutex::new(Some(ticket)), cause }
-    }
-
-    fn take(&self) -> Option<Ticket> {
-        self.ticket.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-}
-
-#[pymethods]
-impl Turn {
-    /// Saves a state, and returns when it is captured. `on_devices` answers for the CUDA devices of
-    /// the state: their current streams, and the memory there that changes in guarded updates only.
-    /// An interrupt ends the save: what raises is told by then, and nothing reads the state any
-    /// more.
-    #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
-    fn save(
-        &self,
-        py: Python<'_>,
-        state: &Bound<'_, PyAny>,
-        choice: ChoiceArguments,
-        metrics: BTreeMap<String, f64>,
-        custom_metadata: &str,
-        snapshot: &str,
-        on_devices: &Bound<'_, PyAny>,
-        events: &Events,
-    ) -> PyResult<SaveHandle> {
-        let manager = self.manager.get();
-        manager.check_before_saving(py, self.step)?;
-        let state = flatten(state, choice, manager.inner.ranks().1 == 1)?;
-        let (streams, attached): (HashMap<u32, u64>, _) = on_devices.call1((state.devices()?,))?.extract()?;
-        let devices = OnDevices::new(py, &streams, attached)?;
-        let snapshot = Snapshot::named(snapshot)?;
-        let (source, parcel) =
-            source(&state, snapshot, &devices, events)?.map_err(|error| raise_manager(py, &error))?;
-        let cancel = Arc::new(AtomicBool::new(false));
-        let request = SaveRequest {
-            streams: devices.streams,
-            metrics,
-            custom_metadata: json(custom_metadata)?,
-            cancel: Arc::clone(&cancel),
-            drops_providers: snapshot == Snapshot::Eager,
-            ..SaveRequest::new(self.step, source)
-        };
-        let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this turn was used"))?;
-        let inner = Arc::clone(&manager.inner);
-        let planned = if inner.ranks().1 > 1 {
-            // The ranks may have to tell each other what they have.
-            let inner = Arc::clone(&inner);
-            wait::on_thread(py, move || inner.plan(ticket, request))?
-        } else {
-            py.detach(|| inner.plan(ticket, request))
-        };
-        let ready = planned.map_err(|error| raise_manager(py, &error))?;
-        let save = if inner.begins_at_once(&ready) {
-            // Nothing to wait for: a thread of its own would take longer than what it does.
-            py.detach(|| inner.begin(ready))
-        } else {
-            wait::until_stopped(
-                py,
-                &cancel,
-                move || inner.begin(ready),
-                // Captured whole before it could be stopped: it goes on, and the manager tells of
-                // its failure as of any other's.
-                |late| late.into_iter().for_each(|save| manager.remember(&save)),
-            )?
-        }
-        .map_err(|error| raise_manager(py, &error))?;
-        manager.remember(&save);
-        parcel.give_back(py);
-        Ok(SaveHandle::new(save))
-    }
-
-    /// Ends the save on all ranks, if this one has not taken part yet: its caller has raised.
-    fn fail(&self, py: Python<'_>, cause: String) -> PyResult<()> {
-        let _ = self.cause.set(cause);
-        match self.take() {
-            Some(ticket) if self.manager.get().inner.ranks().1 > 1 => {
-                self.manager.get().query(py, move |_| {
-                    drop(ticket);
-                    Ok(())
-                })
-            }
-            _ => Ok(()),
-        }
-    }
-}
-
 /// A held step.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Held {
     hold: Mutex<Option<Hold>>,
 }
 
-/// The report of a rank's own failure. Other ranks get the leader's failure as it is, and any other
-/// one in the leader's words.
+/// Returns the error of a failure on this rank. The other ranks get it through the leader, which
+/// adds the rank to another rank's failure.
 fn failed(inner: &Engined, cause: String) -> Error {
     match inner.ranks() {
         (0, _) => Error::RankFailed { rank: 0, cause },

@@ -1,4 +1,4 @@
-//! Options as JSON from the package → options of the manager.
+//! Decodes the package's options from JSON.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use stepwell_manager::{Environment, Options};
 use crate::board::Ranks;
 use crate::errors::invalid;
 
-/// The JSON of `stepwell._options.to_json`. A name or type that the two sides do not share is an
-/// error, never a default.
+/// The JSON of `stepwell._options.to_json`. Unknown names and wrong types are errors, never
+/// defaults.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Written {
@@ -24,19 +24,19 @@ struct Written {
     options: Options,
 }
 
-/// The manager's options, and which engine to use.
+/// Returns the manager's options, and the I/O engine.
 pub fn parse(py: Python<'_>, text: &str) -> PyResult<(Options, Engine)> {
     let Written { engine: name, options } =
         serde_json::from_str(text).map_err(|error| invalid(py, &format!("options: {error}")))?;
     Ok((options, engine(py, &name)?))
 }
 
-/// An engine by its name.
+/// Returns the I/O engine with a name.
 pub fn engine(py: Python<'_>, name: &str) -> PyResult<Engine> {
     name.parse().map_err(|error| invalid(py, &format!("{error}")))
 }
 
-/// The real environment of one process, for `path`.
+/// Returns the real environment of a single process for `path`.
 pub fn environment(
     path: &Path,
     engine: Engine,
@@ -45,8 +45,8 @@ pub fn environment(
     Ok(Environment::single_process(shared_disk(path, engine, purpose)?))
 }
 
-/// The real world of one of several processes. They meet where the root is, if nothing else carries
-/// their messages.
+/// Returns the real environment of one of several processes. Without another coordinator, they meet
+/// in the root.
 pub fn environment_of(
     path: &Path,
     engine: Engine,

@@ -1,4 +1,4 @@
-//! The future of one save, as Python sees it: waits that answer signals, errors as exceptions.
+//! The future of one save, as Python sees it. Its waits handle signals. Errors become exceptions.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::errors::{build, raise_manager};
 use crate::events::Events;
 use crate::wait;
 
-/// A save that was begun, or refused.
+/// A save that has begun or was refused.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct SaveHandle {
     save: Save,
@@ -27,14 +27,14 @@ impl SaveHandle {
         Self { save, seen: AtomicBool::new(false) }
     }
 
-    /// Returns once every copy of the capture was started; raises when nothing has happened for the
-    /// stall timeout.
+    /// Waits until every copy of the capture has started. Raises after the stall timeout without
+    /// progress.
     pub fn wait_started(&self, py: Python<'_>) -> PyResult<()> {
         self.wait(py, None, "the capture", |save, slice| save.wait_started(Some(slice)).ok()).map(drop)
     }
 
-    /// Waits for something of the save; `None` after the timeout. Without one it ends, with an
-    /// error, when neither this save nor one before it has got on for the stall timeout.
+    /// Waits for an event of the save. Returns `None` after the timeout. Without one, fails after
+    /// the stall timeout without progress of this save or an earlier one.
     fn wait<T: Send>(
         &self,
         py: Python<'_>,
@@ -71,8 +71,8 @@ impl SaveHandle {
         self.save.captured()
     }
 
-    /// True if it is captured, within the timeout. Without one: raises when nothing has happened
-    /// for the stall timeout.
+    /// Waits for the capture. Returns false after the timeout. Without one, raises after the stall
+    /// timeout without progress.
     #[pyo3(signature = (timeout = None))]
     pub fn wait_captured(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let captured =
@@ -80,9 +80,9 @@ impl SaveHandle {
         Ok(captured.is_some())
     }
 
-    /// Returns once it is committed; raises what made it fail, or `TimeoutError`. Without a
-    /// timeout: raises when nothing has happened for the stall timeout, as every wait does; the
-    /// save goes on.
+    /// Waits for the commit, and raises the save's failure. Raises `TimeoutError` after the
+    /// timeout, or, without one, after the stall timeout without progress. The save itself
+    /// continues.
     #[pyo3(signature = (timeout = None))]
     fn result(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let ended = |save: &Save, slice| save.wait_unseen(Some(slice)).ok().flatten();
@@ -102,14 +102,13 @@ impl SaveHandle {
         }
     }
 
-    /// Has `events` run a callback once it is over.
+    /// Makes `events` run a callback once the save is over.
     fn on_done(&self, events: &Events, number: u64) {
         let events = events.clone();
         self.save.on_done(Box::new(move |_| events.callback(number)));
     }
 
-    /// The failure, if there is one that this handle has not shown. Looking is not seeing: it stays
-    /// unseen.
+    /// Returns a failure that this handle has not reported. It stays unseen.
     fn unseen_failure(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         Ok(match self.save.outcome() {
             Some(Outcome::NotCommitted(error) | Outcome::DurabilityUncertain(error))
@@ -121,9 +120,9 @@ impl SaveHandle {
         })
     }
 
-    /// How it ended, and why not well (text and kind): `("committed", None, None)`, `("failed",
-    /// text, kind)`, `("uncertain", text, kind)`; `("pending", None, None)` before. Looking is not
-    /// seeing.
+    /// Returns the outcome, with text and kind of a failure: `("committed", None, None)`,
+    /// `("failed", text, kind)`, `("uncertain", text, kind)`, or `("pending", None, None)`. A
+    /// failure stays unseen.
     fn outcome(&self) -> (&'static str, Option<String>, Option<&'static str>) {
         match self.save.outcome() {
             None => ("pending", None, None),
@@ -135,13 +134,13 @@ impl SaveHandle {
         }
     }
 
-    /// A number that grows as long as the save gets on.
+    /// Returns a number that changes with the progress of the save.
     fn progress(&self) -> u64 {
         let stats = self.save.stats().pipeline;
         stats.captured_bytes.wrapping_add(stats.written_bytes)
     }
 
-    /// Bytes, files, seconds per phase.
+    /// Returns the bytes, the files, and the seconds of each phase.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.save.stats();
         let out = PyDict::new(py);

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use pyo3::exceptions::PyRuntimeError;
@@ -11,7 +10,7 @@ use pyo3::prelude::*;
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::sys::{Driver, driver};
 use stepwell_manager::root::PathKind;
-use stepwell_manager::singular::PathTicket;
+use stepwell_manager::singular;
 use stepwell_manager::{Environment, Error, Manager as Engined, Options, SaveRequest, metrics, root};
 
 use crate::board::Agreeing;
@@ -21,29 +20,29 @@ use crate::events::Events;
 use crate::manager::{call, exists_named, json};
 use crate::options;
 use crate::save_handle::SaveHandle;
-use crate::snapshot::{OnDevices, Snapshot, source};
+use crate::snapshot::{OnDevices, Snapshot, request};
 use crate::state::State;
 use crate::wait;
 
-/// The right to save to one path. On several ranks it ends the save of all where it is not used.
+/// The right to save to one path. On several ranks, dropping it unused ends the save on all ranks.
 #[pyclass(frozen, module = "stepwell._core")]
-pub struct PathTurn {
+pub struct PathTicket {
     path: PathBuf,
-    ticket: Mutex<Option<PathTicket>>,
-    /// Why it is not used, for the other ranks.
+    unused: Mutex<Option<singular::PathTicket>>,
+    /// The reason why it is not used, for the other ranks.
     cause: Arc<OnceLock<String>>,
 }
 
-impl PathTurn {
-    fn take(&self) -> Option<PathTicket> {
-        self.ticket.lock().unwrap_or_else(PoisonError::into_inner).take()
+impl PathTicket {
+    fn take(&self) -> Option<singular::PathTicket> {
+        self.unused.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
 #[pymethods]
-impl PathTurn {
-    /// Looks at the path. Several ranks meet here. Raises for a path that exists and is not to be
-    /// replaced.
+impl PathTicket {
+    /// Checks the path. Several ranks meet here. Raises for an existing path, unless `exists`
+    /// allows its replacement.
     #[new]
     #[pyo3(signature = (path, exists, options, ranks = None))]
     fn new(
@@ -59,13 +58,13 @@ impl PathTurn {
         let at = path.clone();
         let ticket = call(py, move || {
             let environment = options::environment_of(&at, engine, &options, ranks)?;
-            PathTicket::new(&at, exists, &options, &environment)
+            singular::PathTicket::new(&at, exists, &options, &environment)
         })?;
         let cause = ticket.cause();
-        Ok(Self { path, ticket: Mutex::new(Some(ticket)), cause })
+        Ok(Self { path, unused: Mutex::new(Some(ticket)), cause })
     }
 
-    /// Saves a flattened state; returns when it is captured.
+    /// Saves a flattened state. Returns when it is captured.
     #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
     fn save(
         &self,
@@ -77,28 +76,19 @@ impl PathTurn {
         streams: HashMap<u32, u64>,
         events: &Events,
     ) -> PyResult<SaveHandle> {
-        let cancel = Arc::new(AtomicBool::new(false));
         let devices = OnDevices::new(py, &streams, Vec::new())?;
-        let snapshot = Snapshot::named(snapshot)?;
-        let (source, parcel) =
-            source(state, snapshot, &devices, events)?.map_err(|error| raise_manager(py, &error))?;
-        let request = SaveRequest {
-            streams: devices.streams,
-            metrics,
-            custom_metadata: json(custom_metadata)?,
-            cancel: Arc::clone(&cancel),
-            drops_providers: snapshot == Snapshot::Eager,
-            ..SaveRequest::new(0, source)
-        };
-        let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this turn was used"))?;
+        let (request, parcel) = request(py, 0, state, Snapshot::named(snapshot)?, devices, events)?;
+        let request = SaveRequest { metrics, custom_metadata: json(custom_metadata)?, ..request };
+        let cancel = Arc::clone(&request.cancel);
+        let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this ticket was used before"))?;
         let shown = self.path.display().to_string();
         let save = wait::until_stopped(
             py,
             &cancel,
             move || ticket.save(request),
             |late| {
-                // Captured whole before it could be stopped: it goes on, and someone must hear how
-                // it ends.
+                // It was captured before it could be stopped, so it goes on. Keep its handle to
+                // report its failure.
                 if let Ok(save) = late {
                     let kept = py
                         .import("stepwell._singular")
@@ -114,7 +104,7 @@ impl PathTurn {
         Ok(SaveHandle::new(save))
     }
 
-    /// Ends the save on all ranks, if this one has not taken part yet: its caller has raised.
+    /// Ends the save on all ranks because the caller has raised, unless this ticket was used.
     fn fail(&self, py: Python<'_>, cause: String) -> PyResult<()> {
         let _ = self.cause.set(cause);
         let ticket = self.take();
@@ -122,7 +112,7 @@ impl PathTurn {
     }
 }
 
-/// Opens a checkpoint: one at that very path, or the newest step (or `step`) of a root.
+/// Opens the checkpoint at the path, or the newest step (or `step`) of the root there.
 #[pyfunction]
 #[pyo3(signature = (path, step = None, engine = "auto"))]
 pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str) -> PyResult<Checkpoint> {
@@ -134,7 +124,7 @@ pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str)
             PathKind::Absent => return Err(gone()),
             PathKind::Checkpoint => false,
             PathKind::Root => true,
-            // A copy may have lost what says that it is one.
+            // A copy of a root may lack its `.stepwell` directory.
             PathKind::Directory => {
                 step.is_some() || !reader(&path, environment.clone())?.all_steps()?.is_empty()
             }
@@ -165,8 +155,8 @@ pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<St
     })
 }
 
-/// One item of a repaired step: its name, its index, the damage of that (or `None`), its number of
-/// leaves, and true if the manifest records the index again.
+/// An item of a repaired step: its name, its index, the damage of the index (or `None`), its number
+/// of leaves, and true if the manifest records the index again.
 type RepairedItem = (String, String, Option<String>, u64, bool);
 
 /// Rebuilds the damaged indexes of a step's directory.
@@ -188,7 +178,7 @@ pub fn forget_damaged(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     })
 }
 
-/// Which engine serves a path, and why: engine, direct, alignment, registered, reasons.
+/// Returns the I/O engine for a path, and why: engine, direct, alignment, registered, reasons.
 #[pyfunction]
 #[pyo3(signature = (path, engine = "auto"))]
 pub fn engine_choice(
@@ -203,7 +193,7 @@ pub fn engine_choice(
 }
 
 /// Returns the CUDA driver's version and the names of its devices, and `None`; or the reason why no
-/// driver can be used. Asking initialises CUDA in this process.
+/// driver can be used. This call initialises CUDA in this process.
 #[pyfunction]
 pub fn cuda() -> (Option<(i32, Vec<String>)>, Option<String>) {
     let names = |driver: &'static Driver| -> Result<_, stepwell_core::Error> {

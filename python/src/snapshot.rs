@@ -1,4 +1,4 @@
-//! A flattened state as the engine takes it, and when its arrays are captured.
+//! The request of a save: a flattened state for the engine, and when its arrays are captured.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,11 +8,12 @@ use pyo3::prelude::*;
 
 use stepwell_core::provider::{CaptureTiming, StateProvider};
 use stepwell_manager::state::Part;
-use stepwell_manager::{Error, LeafSource, StateSource, Streams};
+use stepwell_manager::{Error, LeafSource, SaveRequest, StateSource, Streams};
 use stepwell_reshard::glob::PathText;
 
+use crate::errors::raise_manager;
 use crate::events::{Events, Parcel};
-use crate::flatten::Leaf;
+use crate::flatten::{Flat, Leaf};
 use crate::ingest::{HeldBuffer, provider_of, streams_of};
 use crate::state::State;
 
@@ -21,17 +22,17 @@ use crate::state::State;
 pub struct OnDevices {
     /// The current streams, by the number of their device.
     pub streams: Streams,
-    /// Memory that changes in guarded updates only: first byte, and how many.
+    /// Memory that changes only in guarded updates: address and length in bytes.
     attached: HashMap<usize, usize>,
 }
 
 impl OnDevices {
-    /// From what Python has: streams by their handles.
+    /// Converts Python's description. Streams are given as handles.
     pub fn new(py: Python<'_>, streams: &HashMap<u32, u64>, attached: Vec<(usize, usize)>) -> PyResult<Self> {
         Ok(Self { streams: streams_of(py, streams)?, attached: attached.into_iter().collect() })
     }
 
-    /// True if all of an array is memory that changes in guarded updates only.
+    /// True if all memory of an array changes only in guarded updates.
     fn is_attached(&self, buffer: &HeldBuffer) -> bool {
         let (below, len) = buffer.span();
         let first = buffer.address() as usize - below;
@@ -39,21 +40,37 @@ impl OnDevices {
     }
 }
 
-/// A flattened state as the manager takes it, and a share of the parcel that keeps the arrays'
-/// memory. Each provider has one too. The caller gives its share back when `save` returns.
-pub fn source(
+/// Returns a request without metrics and metadata, and a share of the parcel that keeps the arrays'
+/// memory. Each provider has a share too. The caller gives its share back when `save` returns.
+pub fn request(
+    py: Python<'_>,
+    step: u64,
     state: &State,
     snapshot: Snapshot,
-    devices: &OnDevices,
+    devices: OnDevices,
     events: &Events,
-) -> PyResult<Result<(StateSource, Arc<Parcel>), Error>> {
+) -> PyResult<(SaveRequest, Arc<Parcel>)> {
     let flat = state.take().ok_or_else(|| PyRuntimeError::new_err("this state was handed over before"))?;
     let parcel = Parcel::new(flat, events.clone());
-    let Some(flat) = parcel.flat() else {
-        return Err(PyRuntimeError::new_err("an empty parcel"));
+    let flat = parcel.flat().ok_or_else(|| PyRuntimeError::new_err("an empty parcel"))?;
+    let source = source(flat, &parcel, snapshot, &devices).map_err(|error| raise_manager(py, &error))?;
+    let request = SaveRequest {
+        streams: devices.streams,
+        drops_providers: snapshot == Snapshot::Eager,
+        ..SaveRequest::new(step, source)
     };
+    Ok((request, parcel))
+}
+
+/// Returns a flattened state as the manager takes it.
+fn source(
+    flat: &Flat,
+    parcel: &Arc<Parcel>,
+    snapshot: Snapshot,
+    devices: &OnDevices,
+) -> Result<StateSource, Error> {
     let provider = |buffer: &HeldBuffer, immutable: bool| -> Result<Arc<dyn StateProvider>, Error> {
-        Ok(provider_of(&parcel, buffer, snapshot.timing(buffer, immutable, devices))?)
+        Ok(provider_of(parcel, buffer, snapshot.timing(buffer, immutable, devices))?)
     };
     let leaf = |(number, leaf): (u32, &Leaf)| -> Result<LeafSource, Error> {
         let drifts = flat.drifting.binary_search(&number).is_ok();
@@ -82,9 +99,7 @@ pub fn source(
         }
     };
     let leaves = (0_u32..).zip(&flat.leaves).map(|one| cast((one.0, leaf(one)?)));
-    let leaves = leaves.collect::<Result<_, Error>>();
-    let tree = flat.tree.clone();
-    Ok(leaves.map(|leaves| (StateSource { tree, leaves }, parcel)))
+    Ok(StateSource { tree: flat.tree.clone(), leaves: leaves.collect::<Result<_, Error>>()? })
 }
 
 /// When the arrays of a state are captured.
@@ -92,9 +107,9 @@ pub fn source(
 pub enum Snapshot {
     /// Mutable leaves before `save` returns, immutable ones after it.
     Auto,
-    /// All of it after `save` has returned: the caller changes nothing before it is captured.
+    /// All leaves after `save` returns. The caller changes none of them before their capture.
     Lazy,
-    /// All of it before `save` returns.
+    /// All leaves before `save` returns.
     Eager,
 }
 
@@ -108,8 +123,8 @@ impl Snapshot {
         }
     }
 
-    /// How soon an array must be captured. One on a device whose stream is not known, and that may
-    /// change, cannot be fenced there.
+    /// Returns the timing of an array. A mutable array on a device without a known stream cannot be
+    /// fenced, so it is copied.
     fn timing(self, buffer: &HeldBuffer, immutable: bool, devices: &OnDevices) -> CaptureTiming {
         match self {
             Self::Eager => CaptureTiming::Copied,

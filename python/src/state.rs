@@ -16,18 +16,18 @@ use crate::errors::invalid;
 use crate::flatten::{Choice, Flat, Leaf};
 use crate::hooks::dtype_named;
 
-/// A leaf: kind, dtype, and shape (for an alias: the leaf that it is tied to).
+/// A leaf: its kind, dtype, and shape. For an alias, the shape is the leaf that it is tied to.
 type StateLeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>);
 
-/// A flattened state: structure, object values, and arrays by reference (their buffers are held
-/// until this is dropped).
+/// A flattened state: structure, object values, and arrays by reference. Their buffers are held
+/// until this is dropped.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct State {
     flat: Mutex<Option<Flat>>,
 }
 
 impl State {
-    /// Hands the state over; `None` if that was done before.
+    /// Takes the state out. `None` if it was taken before.
     pub fn take(&self) -> Option<Flat> {
         self.flat.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -44,14 +44,15 @@ impl State {
         self.with(|flat| flat.leaves.len())
     }
 
-    /// Rendered leaf paths, in order.
+    /// Returns the rendered leaf paths, in order.
     fn paths(&self) -> PyResult<Vec<String>> {
         self.with(|flat| {
             (0..flat.leaves.len() as u32).map(|leaf| flat.tree.leaf_path(leaf).to_string()).collect()
         })
     }
 
-    /// All leaves: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None, [of])`.
+    /// Returns all leaves: `("array", dtype, shape)`, `("object", None, None)` or `("alias", None,
+    /// [leaf])`.
     fn leaves(&self) -> PyResult<Vec<StateLeafRow>> {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
@@ -64,7 +65,7 @@ impl State {
         })
     }
 
-    /// The numbers of the CUDA devices that arrays are on, each once.
+    /// Returns the numbers of the CUDA devices that have arrays, each once.
     pub fn devices(&self) -> PyResult<BTreeSet<u32>> {
         self.with(|flat| {
             let mut found = BTreeSet::new();
@@ -81,7 +82,7 @@ impl State {
         })
     }
 
-    /// Bytes of all arrays, ties counted once.
+    /// Returns the bytes of all arrays. Tied ones count once.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
         let bytes = |leaf: &Leaf| match leaf {
@@ -96,8 +97,8 @@ impl State {
 /// The part of a state to save: `include`, `exclude`, and `cast` as pairs of glob and dtype.
 pub type ChoiceArguments = (Option<Vec<String>>, Vec<String>, Vec<(String, String)>);
 
-/// Flattens the chosen part of a state; `UnsupportedLeaf` names what cannot be stored. With
-/// `is_whole` the state is not one of several ranks' parts, and a glob that matches nothing raises.
+/// Flattens the chosen part of a state. `UnsupportedLeaf` names a leaf that cannot be stored. If
+/// `is_whole`, the state is not one rank's part of several, and a glob without a match raises.
 #[pyfunction]
 #[pyo3(signature = (state, choice = ChoiceArguments::default(), is_whole = true))]
 pub fn flatten(state: &Bound<'_, PyAny>, choice: ChoiceArguments, is_whole: bool) -> PyResult<State> {
@@ -117,18 +118,18 @@ pub fn flatten(state: &Bound<'_, PyAny>, choice: ChoiceArguments, is_whole: bool
     Ok(State { flat: Mutex::new(Some(flat)) })
 }
 
-/// Two arrays, by number, whose memory overlaps or lies between the other's elements, and the
-/// addresses of their first elements.
+/// Two arrays whose spans of memory overlap: their numbers, and the addresses of their first
+/// elements.
 type Close = (usize, usize, usize, usize);
 
-/// Looks for arrays that share memory. The first `filled` of them are to be filled. Returns the
-/// numbers of those whose strides do not tell that their elements are apart, and all pairs whose
-/// memory may overlap, of which the first is to be filled.
+/// Finds arrays that may share memory. The first `filled` arrays are to be filled. Returns the
+/// numbers of those whose strides do not exclude overlapping elements. Also returns all pairs with
+/// overlapping spans, of which the first is to be filled.
 #[pyfunction]
 pub fn shared_memory(arrays: Vec<Bound<'_, PyAny>>, filled: usize) -> PyResult<(Vec<usize>, Vec<Close>)> {
     let known = crate::arrays::known();
     let mut spread = Vec::new();
-    // The lowest byte, the one after the highest, the number, and the first element.
+    // Spans: the first byte, the end, the array's number, and the address of its first element.
     let mut spans = Vec::with_capacity(arrays.len());
     for (number, array) in arrays.iter().enumerate() {
         let buffer = known.hold(array, false)?;
@@ -156,7 +157,7 @@ pub fn shared_memory(arrays: Vec<Bound<'_, PyAny>>, filled: usize) -> PyResult<(
     Ok((spread, pairs))
 }
 
-/// Why boxes, `(offset, extent)`, are not all of an array of that shape, each element once.
+/// Returns why regions, `(offset, extent)`, do not cover an array of that shape exactly once.
 #[pyfunction]
 pub fn covers(shape: Vec<u64>, boxes: Vec<(Vec<u64>, Vec<u64>)>) -> Option<String> {
     let region = |(offset, extent): (Vec<u64>, Vec<u64>)| {
@@ -166,7 +167,7 @@ pub fn covers(shape: Vec<u64>, boxes: Vec<(Vec<u64>, Vec<u64>)>) -> Option<Strin
     tiling::check(&shape, &boxes).err().map(|fault| fault.to_string())
 }
 
-/// True if a value is one object leaf: a scalar, or a sequence or set of plain values only.
+/// True if a value is one object leaf: a scalar, or a sequence or set of only plain values.
 #[pyfunction]
 pub fn is_plain(value: &Bound<'_, PyAny>) -> PyResult<bool> {
     let hooks = crate::hooks::hooks(value.py())?;

@@ -1,5 +1,5 @@
-//! Object leaves: Python values ↔ [`Value`]. Exact built-in types are handled here; what else there
-//! is, Python describes.
+//! Converts Python values to object leaves ([`Value`]) and back. This module handles exact built-in
+//! types. Python describes all others.
 
 use pyo3::prelude::*;
 use pyo3::types::{
@@ -14,21 +14,20 @@ use stepwell_core::value::Value;
 use crate::arrays;
 use crate::hooks::{Hooks, dtype_named};
 
-/// A classified value.
+/// The class of a value.
 pub enum Plain {
-    /// An object leaf.
+    /// It is an object leaf.
     Value(Value),
-    /// No object: an array, a container, or something that holds one.
+    /// It is no object leaf: an array or a container, or it contains one.
     Not,
-    /// It cannot be stored at all, and why.
+    /// It cannot be stored, for this reason.
     Refused(String),
 }
 
-/// Why what is nested too deep is refused.
+/// The reason for refusing values that are nested too deeply.
 pub const TOO_DEEP: &str = "nested more than 128 deep (does it hold itself?); flatten it";
 
-/// The value of an exact built-in scalar type, without asking Python; `None` if it is none of
-/// those.
+/// Returns the value of an exact built-in scalar type. `None` for other types.
 pub fn exact_scalar(object: &Bound<'_, PyAny>) -> PyResult<Option<Value>> {
     if object.is_exact_instance_of::<PyFloat>() {
         return Ok(Some(Value::Float(object.extract()?)));
@@ -71,8 +70,8 @@ fn integer(object: &Bound<'_, PyAny>) -> PyResult<Value> {
     Ok(Value::BigInt(bytes.extract()?))
 }
 
-/// A `str`; one with lone surrogates (file names from the system) has no UTF-8 and is kept as
-/// bytes.
+/// Converts a `str`. One with lone surrogates (such as a file name of the system) has no UTF-8
+/// encoding, and is stored as bytes.
 fn text(string: &Bound<'_, PyString>) -> PyResult<Value> {
     if let Ok(utf8) = string.to_str() {
         return Ok(Value::Str(utf8.to_owned()));
@@ -81,9 +80,9 @@ fn text(string: &Bound<'_, PyString>) -> PyResult<Value> {
     Ok(Value::Extension("str".into(), Box::new(Value::Bytes(bytes))))
 }
 
-/// Turns an object into a value if it is plain: a scalar, a sequence or set of plain values, or an
-/// object that Python can take apart into such. `dicts`: whether a `dict` is a plain value here
-/// (inside the parts of an extension) or a container (in the state).
+/// Converts an object if it is plain: a scalar, a sequence or set of plain values, or an object
+/// that Python describes by such values. If `dicts`, a `dict` is a plain value, as in the parts of
+/// an extension. Otherwise it is a container, as in a state.
 pub fn to_value(hooks: &Hooks, object: &Bound<'_, PyAny>, dicts: bool, depth: u64) -> PyResult<Plain> {
     if depth > MAX_DEPTH {
         return Ok(Plain::Refused(TOO_DEEP.into()));
@@ -113,7 +112,7 @@ pub fn to_value(hooks: &Hooks, object: &Bound<'_, PyAny>, dicts: bool, depth: u6
     described(hooks, &description, depth)
 }
 
-/// The value of what `describe` answered, where that is one.
+/// Converts the answer of `describe` if it describes a plain value.
 pub fn described(hooks: &Hooks, description: &Bound<'_, PyAny>, depth: u64) -> PyResult<Plain> {
     let tag: String = description.get_item(0)?.extract()?;
     match tag.as_str() {
@@ -150,7 +149,7 @@ pub fn described(hooks: &Hooks, description: &Bound<'_, PyAny>, depth: u64) -> P
     }
 }
 
-/// Several values, or why not.
+/// The values of a sequence, or the class of an element that is not plain.
 enum Several {
     Values(Vec<Value>),
     Not,
@@ -177,8 +176,8 @@ fn sequence<'py>(
     for item in items {
         match to_value(hooks, &item, dicts, depth + 1)? {
             Plain::Value(value) => values.push(value),
-            // A refused element makes the sequence a container, whose walk then names the element
-            // by its own path.
+            // A refused element makes the sequence a container. Its walk then names the path of the
+            // element.
             Plain::Not | Plain::Refused(_) if !dicts => return Ok(Several::Not),
             Plain::Not => return Ok(Several::Not),
             Plain::Refused(why) => return Ok(Several::Refused(why)),
@@ -211,7 +210,7 @@ fn mapping(hooks: &Hooks, dict: &Bound<'_, PyDict>, depth: u64) -> PyResult<Plai
     Ok(Plain::Value(Value::Dict(pairs)))
 }
 
-/// The Python object of a value. `reviver` is a `stepwell._state.leaves.Reviver`.
+/// Returns the Python object of a value. `reviver` is a `stepwell._state.leaves.Reviver`.
 pub fn to_python<'py>(
     py: Python<'py>,
     value: &Value,

@@ -1,4 +1,4 @@
-//! Waiting without holding up Python: detached, and awake often enough that Ctrl-C is answered.
+//! Waits that are detached from Python, and handle signals such as Ctrl-C.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,8 +14,8 @@ use stepwell_core::sys::{Birth, spawn};
 /// Poll interval for pending signals.
 pub const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Polls `ready` with slices of time until it answers or the timeout has passed (`None`). Signal
-/// handlers run in between; what they raise ends the wait.
+/// Calls `ready` with a short interval until it answers. Returns `None` after the timeout. Signal
+/// handlers run in between. If one raises, the wait ends with its exception.
 pub fn poll<T: Send>(
     py: Python<'_>,
     timeout: Option<Duration>,
@@ -23,10 +23,10 @@ pub fn poll<T: Send>(
 ) -> PyResult<Option<T>> {
     let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     loop {
-        let slice = deadline.map_or(SIGNAL_POLL_INTERVAL, |deadline| {
+        let interval = deadline.map_or(SIGNAL_POLL_INTERVAL, |deadline| {
             deadline.saturating_duration_since(Instant::now()).min(SIGNAL_POLL_INTERVAL)
         });
-        if let Some(answer) = py.detach(|| ready(slice)) {
+        if let Some(answer) = py.detach(|| ready(interval)) {
             return Ok(Some(answer));
         }
         py.check_signals()?;
@@ -36,13 +36,13 @@ pub fn poll<T: Send>(
     }
 }
 
-/// Seconds as the package gives them; what no clock can hold is no deadline.
+/// Converts seconds of the package. A value that is too large means no timeout.
 pub fn seconds(timeout: Option<f64>) -> Option<Duration> {
     timeout.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
 }
 
-/// Runs work on a thread of its own and waits for it, so that a signal handler runs at once. If one
-/// raises, the work goes on by itself.
+/// Runs work on a thread of its own and waits for it, so that signal handlers run at once. If one
+/// raises, the work continues without this call.
 pub fn on_thread<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> T + Send + 'static,
@@ -50,20 +50,20 @@ pub fn on_thread<T: Send + 'static>(
     wait_for(py, &mut start(work)?)?.ok_or_else(no_answer)
 }
 
-/// A thread that has ended its work and waits for more: making one takes longer than most
-/// questions. It ends when this is dropped, or cleared.
+/// An idle thread for the next call, because starting one takes longer than most calls. The thread
+/// ends when this is dropped or cleared.
 #[derive(Default)]
 pub struct Standby(Mutex<Option<Worker>>);
 
 struct Worker {
     work: Sender<Box<dyn FnOnce() + Send>>,
-    /// In a forked child nobody waits.
+    /// The process that started it. A forked child does not have the thread.
     birth: Birth,
 }
 
 impl Standby {
-    /// [`on_thread`], on the thread that waits or on a new one, for work that may not come back:
-    /// `None` after that long. The work goes on by itself then, and its thread ends with it.
+    /// Runs work that may hang as [`on_thread`], on the idle thread or a new one. Returns `None`
+    /// after the limit. Then the work continues without this call, and its thread ends with it.
     pub fn on_thread_within<T: Send + 'static>(
         &self,
         py: Python<'_>,
@@ -72,7 +72,7 @@ impl Standby {
     ) -> PyResult<Option<T>> {
         let (send, mut receive) = channel();
         let worker = self.take().map_or_else(Worker::start, Ok)?;
-        // The work and everything that it holds is dropped before its answer is sent.
+        // Drop the work, with everything it owns, before the caller gets the answer.
         worker.work.send(Box::new(move || drop(send.send(work())))).map_err(|_| no_answer())?;
         match wait_within(py, Some(limit), &mut receive)? {
             Ok(answer) => {
@@ -84,13 +84,13 @@ impl Standby {
         }
     }
 
-    /// Has the thread end.
+    /// Ends the idle thread.
     pub fn clear(&self) {
         self.put(None);
     }
 
     fn take(&self) -> Option<Worker> {
-        // Never wait here: in a forked child, the holder may not exist.
+        // Never wait for this lock: in a forked child, its holder may not exist.
         self.0.try_lock().ok()?.take().filter(|worker| worker.birth.is_here())
     }
 
@@ -109,9 +109,9 @@ impl Worker {
     }
 }
 
-/// Runs work that reads the caller's memory, on a thread of its own. A signal handler that raises
-/// sets `stop`, which the work checks, and this returns only after the work has ended. Its later
-/// answer goes to `late`. Signals in between are handled after the return.
+/// Runs work that reads the caller's memory, on a thread of its own. If a signal handler raises,
+/// sets `stop`, which the work checks, and returns only after the work has ended. `late` then gets
+/// the answer. Signals that arrive meanwhile are handled after the return.
 pub fn until_stopped<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
@@ -123,7 +123,7 @@ pub fn until_stopped<T: Send + 'static>(
         Ok(answer) => answer.ok_or_else(no_answer),
         Err(interrupt) => {
             stop.store(true, Ordering::Release);
-            // Moved in and out: a receiver cannot be shared between threads.
+            // Move it in and out, because a receiver cannot be shared between threads.
             if let Ok(answer) = py.detach(move || receive.recv()) {
                 late(answer);
             }
@@ -141,7 +141,7 @@ fn start_named<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> PyResult<(JoinHandle<()>, Receiver<T>)> {
     let (send, receive) = channel();
-    // The work and everything that it holds is dropped before its answer is sent.
+    // Drop the work, with everything it owns, before the caller gets the answer.
     let thread = spawn(name, move || drop(send.send(work()))).map_err(no_thread)?;
     Ok((thread, receive))
 }
@@ -156,8 +156,8 @@ fn no_answer() -> PyErr {
 }
 
 /// Runs work that writes into the caller's memory, on a thread of its own, and always waits for its
-/// end. `on_poll` runs here, as do signal handlers. An exception from one sets `stop`, which
-/// the work checks.
+/// end. Calls `on_poll` and signal handlers meanwhile. If one raises, sets `stop`, which the work
+/// checks.
 pub fn to_the_end<T: Send + 'static>(
     py: Python<'_>,
     stop: &AtomicBool,
@@ -193,9 +193,9 @@ fn wait_within<T: Send>(
     limit: Option<Duration>,
     receive: &mut Receiver<T>,
 ) -> PyResult<Result<T, RecvTimeoutError>> {
-    let answer = poll(py, limit, |slice| {
+    let answer = poll(py, limit, |interval| {
         let receive = &mut *receive; // exclusive, since a receiver cannot be shared between threads
-        match receive.recv_timeout(slice) {
+        match receive.recv_timeout(interval) {
             Err(RecvTimeoutError::Timeout) => None,
             answer => Some(answer),
         }

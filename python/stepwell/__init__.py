@@ -42,7 +42,10 @@ if _typing.TYPE_CHECKING:
     from . import coordinators, events, maps, providers, results, sharding
     from ._checkpoint import Checkpoint, Metadata
     from ._convert import convert, export
+    from ._engine_info import engine_info
     from ._manager import CheckpointManager
+    from ._opening import metadata, restore, restore_async, verify, watch
+    from ._opening import open as open
     from ._options import Options, StepName
     from ._policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
     from ._repair import repair
@@ -57,18 +60,7 @@ if _typing.TYPE_CHECKING:
         keep_steps,
     )
     from ._save_result import Save
-    from ._singular import (
-        add_metrics,
-        engine_info,
-        metadata,
-        restore,
-        restore_async,
-        save,
-        save_async,
-        verify,
-        watch,
-    )
-    from ._singular import open as open
+    from ._singular import add_metrics, save, save_async
     from ._state.registry import register
     from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
     from ._steps import inspect
@@ -79,13 +71,15 @@ _MODULES = {
     "_checkpoint": "Checkpoint Metadata",
     "_convert": "convert export",
     "_manager": "CheckpointManager",
+    "_engine_info": "engine_info",
+    "_opening": "metadata open restore restore_async verify watch",
     "_options": "Options StepName",
     "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
     "_repair": "repair",
     "_restore.report": "RestoreReport",
     "_retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
     "_save_result": "Save",
-    "_singular": "add_metrics engine_info metadata open restore restore_async save save_async verify watch",
+    "_singular": "add_metrics save save_async",
     "_state.registry": "register",
     "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
     "_steps": "inspect",

@@ -18,11 +18,11 @@ from ._checkpoint import Checkpoint
 from ._checks import flag, one_of, shown
 from ._choice import FLOATS, choice_of
 from ._locations import Path, absolute
+from ._opening import open as open_checkpoint
 from ._paths import Component, named, render
 from ._public import public
 from ._restore.options import Globs
 from ._restore.structure import Structure
-from ._singular import open as open_checkpoint
 from ._state.leaves import Reviver
 from .errors import CorruptCheckpoint, MisuseError
 from .formats import find

@@ -22,10 +22,10 @@ __all__ = [
     "Events",
     "Held",
     "Manager",
-    "PathTurn",
+    "PathTicket",
     "SaveHandle",
     "State",
-    "Turn",
+    "Ticket",
     "add_metrics",
     "array_type",
     "compare_tensors",
@@ -196,7 +196,7 @@ class Manager:
     ) -> Manager: ...
     def decide(
         self, step: int, force: bool, exists: str, answers: dict[str, bool]
-    ) -> Turn | SaveHandle | str: ...
+    ) -> Ticket | SaveHandle | str: ...
     def should_save(self, step: int, answers: dict[str, bool]) -> bool: ...
     def ranks(self) -> tuple[int, int]: ...
     def choose(self, step: int | None = None) -> int: ...
@@ -241,7 +241,7 @@ class Manager:
     def is_closed(self) -> bool: ...
 
 @final
-class Turn:
+class Ticket:
     def save(
         self,
         state: object,
@@ -255,14 +255,14 @@ class Turn:
     def fail(self, cause: str) -> None: ...
 
 @final
-class PathTurn:
+class PathTicket:
     def __new__(
         cls,
         path: _Path,
         exists: str,
         options: str,
         ranks: Board | tuple[int, int, str, _Path | None] | None = None,
-    ) -> PathTurn: ...
+    ) -> PathTicket: ...
     def save(
         self,
         state: State,

@@ -248,27 +248,27 @@ class CheckpointManager(Reading):
                 # The others make this call all the same.
                 failure, force = error, force is True
                 exists = exists if isinstance(exists, str) and exists in _EXISTS else "error"
-            turn = core.decide(step, force, exists, answers)
+            ticket = core.decide(step, force, exists, answers)
             try:
                 if failure is not None:
                     # The others may have begun this save all the same.
                     raise failure
-                if isinstance(turn, _core.Turn) and is_callable_state(state):
+                if isinstance(ticket, _core.Ticket) and is_callable_state(state):
                     state = state()
                     # It may have taken long, and saved something itself.
                     if alone:
-                        turn = core.decide(step, True, exists, answers)
-                if isinstance(turn, str):
+                        ticket = core.decide(step, True, exists, answers)
+                if isinstance(ticket, str):
                     self._tell_read_only()
-                    return Save(step, None, turn)
-                if isinstance(turn, _core.SaveHandle):
+                    return Save(step, None, ticket)
+                if isinstance(ticket, _core.SaveHandle):
                     # It shares the result of the pending save: its waiter returns when the step is
                     # durable.
-                    return Save(step, turn)
+                    return Save(step, ticket)
                 if snapshot == "lazy" and self._updates.is_running:
                     snapshot = "auto"
                 with as_rank(core.ranks()):
-                    handle = turn.save(
+                    handle = ticket.save(
                         adapters.as_saved(state),
                         choice,
                         numbers,
@@ -278,9 +278,9 @@ class CheckpointManager(Reading):
                         lifecycle.notifier.events,
                     )
             except BaseException as error:
-                if isinstance(turn, _core.Turn):
+                if isinstance(ticket, _core.Ticket):
                     # The other ranks may have begun this save, and wait for this one.
-                    turn.fail(f"{type(error).__name__}: {error}")
+                    ticket.fail(f"{type(error).__name__}: {error}")
                 raise
             save = Save(step, handle)
             self._saves[:] = [*(one for one in self._saves if not one.done()), save]

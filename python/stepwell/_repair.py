@@ -15,8 +15,8 @@ from . import _lifecycle as lifecycle
 from ._checkpoint import VerifyReport
 from ._checks import flag, step_number
 from ._locations import MANIFEST, Path, explain, explaining, is_directory, readable
+from ._opening import open as opened
 from ._public import public
-from ._singular import open as opened
 from ._steps import inspect
 from ._verification import Progress
 from ._verification import verify as verified

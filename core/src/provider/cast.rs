@@ -31,9 +31,7 @@ impl CastProvider {
                 "a save casts between float16, bfloat16, float32 and float64, not {from} to {to}"
             ));
         }
-        let mut on_device = false;
-        inner.queues(&mut |_| on_device = true);
-        if on_device {
+        if !inner.devices().is_empty() {
             return Err(format!("it is on a device, where a save cannot cast it to {to}"));
         }
         Ok(Self { inner, from, to, leaf: leaf.into() })

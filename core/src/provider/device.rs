@@ -1,17 +1,17 @@
-//! Leaves in the memory of a device: copied by its own engine, while its caller computes.
+//! Leaves in the memory of a device. The device copies them while the caller computes.
 
 use std::sync::Arc;
 
 use super::{CaptureTiming, Fill, StateProvider};
 use crate::Result;
 use crate::region::Region;
-use crate::staging::{CopyQueue, Filling, Slot};
-use crate::sys::DeviceSource;
+use crate::staging::{Filling, Slot};
+use crate::sys::{Device, DeviceSource};
 
 /// A leaf on a device.
 ///
-/// Its copies wait for the work that was on the caller's stream at the last [`CopyQueue::follow`].
-/// The creator of a provider calls that.
+/// Its copies wait for the work that was on the caller's stream at the last
+/// [`Device::send_after`]. The creator of a provider calls that.
 pub struct DeviceProvider {
     source: DeviceSource,
     timing: CaptureTiming,
@@ -36,8 +36,8 @@ impl StateProvider for DeviceProvider {
         self.timing
     }
 
-    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
-        see(Arc::clone(self.source.device()) as Arc<dyn CopyQueue>);
+    fn devices(&self) -> &[Arc<Device>] {
+        std::slice::from_ref(self.source.device())
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {

@@ -6,7 +6,7 @@ use crate::region::Region;
 use crate::staging::{Filling, Slot};
 use crate::sys::HostSource;
 
-/// A leaf in host memory, with whatever keeps that memory alive.
+/// A leaf in host memory, with the owner of that memory.
 pub struct HostProvider<O = ()> {
     source: HostSource,
     lazy: bool,
@@ -14,21 +14,21 @@ pub struct HostProvider<O = ()> {
 }
 
 impl HostProvider {
-    /// A provider whose memory the maker of `source` keeps alive.
+    /// Returns a provider without an owner: the creator of `source` keeps the memory alive.
     pub fn new(source: HostSource) -> Self {
         Self { source, lazy: false, _owner: () }
     }
 }
 
 impl<O: Send + Sync> HostProvider<O> {
-    /// A provider that holds the owner of its memory, and drops it when the capture is over.
-    /// `owner` may be dropped on any thread.
+    /// Returns a provider that holds the owner of its memory until the capture is over. The owner
+    /// may be dropped on any thread.
     pub fn with_owner(source: HostSource, owner: O) -> Self {
         Self { source, lazy: false, _owner: owner }
     }
 
-    /// Says that nobody writes to that memory until the provider is dropped: it may be captured
-    /// late.
+    /// Sets whether the memory stays unchanged until the provider is dropped. If so, the capture
+    /// is deferred.
     #[must_use]
     pub fn lazy(mut self, lazy: bool) -> Self {
         self.lazy = lazy;

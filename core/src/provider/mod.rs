@@ -1,8 +1,8 @@
-//! State providers: what turns a leaf into bytes in a slot.
+//! State providers copy the bytes of a leaf into slots.
 //!
-//! Capture calls a provider with the parts of its leaf that one slot holds; the provider copies
-//! them, or has a device copy them ([`Slot::receive`]). Objects and headers are bytes that the plan
-//! holds itself and need no provider.
+//! Capture calls a provider with the parts of its leaf that one slot holds. The provider copies
+//! them, or starts copies on a device ([`Slot::receive`]). Objects and headers need no provider:
+//! the plan holds their bytes.
 
 mod cast;
 mod device;
@@ -13,21 +13,22 @@ use std::sync::Arc;
 
 use crate::Result;
 use crate::region::Region;
-use crate::staging::{CopyQueue, Filling, Slot};
+use crate::staging::{Filling, Slot};
+use crate::sys::Device;
 
 pub use cast::{CastProvider, can_cast, cast};
 pub use device::DeviceProvider;
 pub use host::HostProvider;
 pub use sharded::ShardedProvider;
 
-/// A leaf's bytes, from wherever they are.
+/// The source of a leaf's bytes.
 pub trait StateProvider: Send + Sync {
-    /// Copies the fills into the slot, or starts copies of a device ([`Slot::receive`]), which the
-    /// slot waits for. All fills are of this provider's leaf and of one slot.
+    /// Copies the fills into the slot, or starts copies from a device ([`Slot::receive`]), which
+    /// the slot waits for. All fills belong to this provider's leaf and to one slot.
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> Result<()>;
 
-    /// Copies some of the row-major bytes of a region, from `from` on, here and now: for a look at
-    /// values that should be the same elsewhere. `false`: it cannot (they are not in host memory).
+    /// Copies row-major bytes of a region, from byte `from` on, for comparisons between ranks.
+    /// Returns false if the bytes are not in host memory.
     fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> Result<bool> {
         let _ = (local, from, into);
         Ok(false)
@@ -38,13 +39,13 @@ pub trait StateProvider: Send + Sync {
         CaptureTiming::Copied
     }
 
-    /// Gives the queues of the devices that its bytes come from.
-    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
-        let _ = see;
+    /// Returns the devices that its bytes come from, each once.
+    fn devices(&self) -> &[Arc<Device>] {
+        &[]
     }
 
-    /// Checks that this provider has that region in its array, in elements of that many bytes.
-    /// Called once per chunk before anything is written. The error is a sentence for the user.
+    /// Checks that its array contains the region, with elements of `itemsize` bytes. Called once
+    /// per chunk before anything is written. The error is a sentence for the user.
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
         let _ = (local, itemsize);
         Ok(())
@@ -54,9 +55,9 @@ pub trait StateProvider: Send + Sync {
 /// How much of a leaf is captured before `save` returns, in the order of urgency.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CaptureTiming {
-    /// Nothing. Its bytes do not change while the provider lives, or until the caller asks.
+    /// Nothing. Its bytes stay unchanged while the provider lives, or until the caller waits.
     Deferred,
-    /// Its copies are enqueued: the caller's work on the device can be made to wait for them.
+    /// Its copies are enqueued. Later work on the caller's stream waits for them.
     Enqueued,
     /// Its bytes are in slots.
     Copied,
@@ -67,7 +68,7 @@ pub enum CaptureTiming {
 pub struct Fill<'a> {
     /// The chunk's box in the provider's array.
     pub local: &'a Region,
-    /// First byte of the part, in the chunk's row-major bytes. It falls between elements.
+    /// First byte of the part, in the chunk's row-major bytes. It is a multiple of the item size.
     pub from: u64,
     /// Bytes in the part; whole elements.
     pub len: u64,

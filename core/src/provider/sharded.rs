@@ -1,24 +1,33 @@
-//! A leaf in several arrays, each a box of it: one process's shards of an array on several devices.
+//! A leaf in several arrays, for example one process's shards of an array on several devices.
 
 use std::sync::Arc;
 
 use super::{CaptureTiming, Fill, StateProvider};
 use crate::region::Region;
-use crate::staging::{CopyQueue, Filling, Slot};
+use crate::staging::{Filling, Slot};
+use crate::sys::Device;
 use crate::{Error, Result};
 
-/// Providers of boxes of one array. No fill may reach over the border of one.
+/// Providers of the shards of one array. Every fill lies within one shard.
 pub struct ShardedProvider {
+    /// Each shard's region of the array, and its bytes.
     shards: Vec<(Region, Arc<dyn StateProvider>)>,
+    devices: Vec<Arc<Device>>,
 }
 
 impl ShardedProvider {
-    /// A provider of the array that these boxes are of.
+    /// Returns a provider of the array that has these shards, each with its region.
     pub fn new(shards: Vec<(Region, Arc<dyn StateProvider>)>) -> Self {
-        Self { shards }
+        let mut devices: Vec<Arc<Device>> = Vec::new();
+        for device in shards.iter().flat_map(|(_, provider)| provider.devices()) {
+            if devices.iter().all(|known| known.ordinal() != device.ordinal()) {
+                devices.push(Arc::clone(device));
+            }
+        }
+        Self { shards, devices }
     }
 
-    /// The shard that holds a region, and the region in the shard's own array.
+    /// Returns the shard that contains a region, and the region within that shard.
     fn shard(&self, region: &Region) -> Option<(&dyn StateProvider, Region)> {
         self.shards.iter().find_map(|(shard, provider)| {
             let same = region.ndim() == shard.ndim();
@@ -53,8 +62,8 @@ impl StateProvider for ShardedProvider {
         self.shards.iter().map(|(_, provider)| provider.timing()).max().unwrap_or(CaptureTiming::Deferred)
     }
 
-    fn queues(&self, see: &mut dyn FnMut(Arc<dyn CopyQueue>)) {
-        self.shards.iter().for_each(|(_, provider)| provider.queues(see));
+    fn devices(&self) -> &[Arc<Device>] {
+        &self.devices
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {

@@ -1,10 +1,13 @@
-//! Flush: the half of a save that runs behind the caller. Slots go to the queue as they arrive, are
-//! checksummed when nobody waits for the processor, and go back; then footers, then fsync.
+//! Flush: the half of a save that runs in the background. It submits slots to the queue as they
+//! arrive, computes their checksums when no capture needs the processor, and returns them to the
+//! pool. Then it writes the footers and syncs the files.
 
+mod data_file;
 mod writer;
 
 use std::sync::Arc;
 
+use self::data_file::FinishedFile;
 use super::capture::Message;
 use super::link::Link;
 use super::progress::Progress;
@@ -24,7 +27,7 @@ pub(super) struct PlannedItem {
     /// Offset of the footer: the end of the data.
     pub data_bytes: u64,
     pub tensor_bytes: u64,
-    /// Approximate size of the footer, rounded up generously.
+    /// An upper estimate of the footer's size in bytes.
     pub footer_hint: u64,
 }
 
@@ -57,8 +60,8 @@ impl Flush {
     }
 
     /// Writes the data files below `step_dir`, and returns when each is complete and synced. The
-    /// caller makes them findable (directories, indexes, manifest). Returns the capture's error if
-    /// it failed, and [`Error::Cancelled`] if it was dropped.
+    /// caller syncs the directories, and writes the indexes and the manifest. Returns the capture's
+    /// error if it failed, and [`Error::Cancelled`] if it was dropped.
     pub fn run(
         mut self,
         disk: &dyn Disk,
@@ -70,15 +73,16 @@ impl Flush {
         match written {
             Ok(files) => {
                 let parts = &mut self.parts;
-                // Capture has just let go of its handle, or is about to.
+                // The capture may still hold its handle for a moment. Then clone.
                 let indexes = std::mem::take(&mut parts.indexes);
                 let indexes = Arc::try_unwrap(indexes).unwrap_or_else(|shared| (*shared).clone());
                 Ok(collect(std::mem::take(&mut parts.items), indexes, &files))
             }
             Err(error) => {
                 self.parts.link.stop(format!("the flush failed: {error}"));
-                let is_ours = !matches!(error, Error::Cancelled(_));
-                Err(if is_ours { error } else { self.parts.link.failure().unwrap_or(error) })
+                let is_cancelled = matches!(error, Error::Cancelled(_));
+                let cause = if is_cancelled { self.parts.link.capture_error() } else { None };
+                Err(cause.unwrap_or(error))
             }
         }
     }
@@ -92,7 +96,7 @@ impl Drop for Flush {
     }
 }
 
-fn collect(items: Vec<PlannedItem>, indexes: Vec<Index>, files: &[writer::FileEnd]) -> Vec<WrittenItem> {
+fn collect(items: Vec<PlannedItem>, indexes: Vec<Index>, files: &[FinishedFile]) -> Vec<WrittenItem> {
     let written = items.into_iter().zip(indexes).zip(files);
     written
         .map(|((item, mut index), end)| {

@@ -13,36 +13,36 @@ use crate::sync::{AtomicBool, Mutex};
 pub(super) struct Link {
     stopped: AtomicBool,
     cause: Mutex<Option<Cause>>,
-    /// Set by the caller that cancels the save.
-    unwanted: Option<Arc<atomic::AtomicBool>>,
+    /// Set by a caller that cancels the save.
+    cancel: Option<Arc<atomic::AtomicBool>>,
     pool: Arc<StagingPool>,
 }
 
 enum Cause {
     /// One half ended early.
     Ended(String),
-    /// The capture failed; what the flush ends by is the same.
+    /// The capture failed. The flush ends with the same error.
     Failed(Arc<Error>),
 }
 
 impl Link {
-    pub(super) fn new(pool: Arc<StagingPool>, unwanted: Option<Arc<atomic::AtomicBool>>) -> Self {
-        Self { stopped: AtomicBool::new(false), cause: Mutex::new(None), unwanted, pool }
+    pub(super) fn new(pool: Arc<StagingPool>, cancel: Option<Arc<atomic::AtomicBool>>) -> Self {
+        Self { stopped: AtomicBool::new(false), cause: Mutex::new(None), cancel, pool }
     }
 
-    /// Why the capture must stop, if it must: [`Link::cancelled`], and what the caller asked for.
-    /// The flush does not ask this: what is captured whole may be committed.
-    pub(super) fn unwanted(&self) -> Option<Error> {
-        // Asked under the pool's lock too, so that nothing is stopped here: the thread that gets
-        // this answer does that.
-        let unwanted = self.unwanted.as_ref().is_some_and(|unwanted| unwanted.load(Ordering::Acquire));
-        self.cancelled().or_else(|| unwanted.then(|| Error::Cancelled("its caller cancelled it".to_owned())))
+    /// Returns why the capture must stop: [`Link::stopped`], or its caller cancelled it. The flush
+    /// does not check this, because it may commit a complete capture.
+    pub(super) fn capture_stopped(&self) -> Option<Error> {
+        // Called under the pool's lock too, so this must not call `stop`, which takes that lock.
+        // The capturing thread that gets this error stops the save.
+        let cancelled = self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Acquire));
+        self.stopped().or_else(|| cancelled.then(|| Error::Cancelled("its caller cancelled it".to_owned())))
     }
 
-    /// How long a wait may last until that is asked again: nothing announces what a caller asked
-    /// for.
+    /// Returns the longest wait between two calls of [`Link::capture_stopped`]. A caller that
+    /// cancels wakes no thread.
     pub(super) fn poll_interval(&self) -> Duration {
-        if self.unwanted.is_some() { Duration::from_millis(20) } else { Duration::MAX }
+        if self.cancel.is_some() { Duration::from_millis(20) } else { Duration::MAX }
     }
 
     /// Stops both halves. The first cause stays.
@@ -50,7 +50,7 @@ impl Link {
         self.stop_by(Cause::Ended(cause.into()));
     }
 
-    /// [`Link::stop`] by an error of the capture.
+    /// Stops both halves because the capture failed.
     pub(super) fn fail(&self, error: &Arc<Error>) {
         self.stop_by(Cause::Failed(Arc::clone(error)));
     }
@@ -61,8 +61,8 @@ impl Link {
         self.pool.wake();
     }
 
-    /// Why this half must stop, if it must.
-    pub(super) fn cancelled(&self) -> Option<Error> {
+    /// Returns why this half must stop. `None` if it may go on.
+    pub(super) fn stopped(&self) -> Option<Error> {
         if !self.stopped.load(Ordering::Acquire) {
             return None;
         }
@@ -74,8 +74,8 @@ impl Link {
         }))
     }
 
-    /// The error of the capture, where that is why the flush ended.
-    pub(super) fn failure(&self) -> Option<Error> {
+    /// Returns the error of the capture if it stopped the save.
+    pub(super) fn capture_error(&self) -> Option<Error> {
         match &*self.cause.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(Cause::Failed(error)) => Some(Error::Shared(Arc::clone(error))),
             _ => None,

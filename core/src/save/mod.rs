@@ -5,24 +5,24 @@
 //!        └─▶ Flush::run    (another thread, at the same time: slots ─▶ queue ─▶ file, checksums, footer, fsync)
 //! ```
 //!
-//! The manager calls [`prepare`], which makes every check, gives every chunk its place, and cuts
-//! the file into *windows* of one slot each. Capture fills a slot per window and hands it over;
-//! flush submits it at once and checksums it when that costs nobody anything: behind the capture
-//! while slots are free, at once where a slot is waited for. Invariants:
+//! The manager calls [`prepare`], which makes all checks, places every chunk, and cuts the file
+//! into *windows* of one slot each. The capture fills one slot per window and sends it to the
+//! flush. The flush submits it at once. It computes the checksum after the capture, or earlier if
+//! the capture waits for a slot. Invariants:
 //!
-//! * A checksum describes the bytes of the slot that was written, whatever happened to the source.
-//! * A file's content depends on the items and the options alone: not on slots, threads, engine or
+//! * A checksum describes the written bytes of the slot, even if the source changes.
+//! * A file's content depends only on the items and the options, not on slots, threads, engine or
 //!   timing.
-//! * Whichever side ends early cancels the other; slots come back as their writes complete; nothing
-//!   waits without a deadline on lack of progress.
-//! * A write or fsync that failed is never tried again: the attempt is dead.
+//! * A half that ends early cancels the other one. Slots return to the pool as their writes
+//!   complete. Every wait fails after the stall timeout without progress.
+//! * A failed write or fsync is never repeated. The save fails.
 
 mod capture;
-mod due;
 mod flush;
 mod link;
 mod plan;
 mod progress;
+mod schedule;
 #[cfg(test)]
 mod tests;
 mod torn;
@@ -44,19 +44,19 @@ pub use flush::Flush;
 pub use plan::prepare;
 pub use progress::{Progress, SaveStats};
 
-/// From this many bytes on a chunk starts on a page of its own, so that direct reads of it touch
-/// nothing else. The gap before it is less than a page, so at this size the cost is at most a
-/// sixteenth, and smaller chunks are packed.
+/// Chunks of at least this many bytes start on a page of their own, so that direct reads touch
+/// nothing else. The gap before such a chunk is less than a page, at most a sixteenth of it.
+/// Smaller chunks are packed.
 pub const PAGE_ALIGNED_FROM: u64 = 64 << 10;
 
-/// Alignment of the chunks below that: a cache line, and a multiple of every element.
+/// Alignment of smaller chunks, in bytes: a cache line, and a multiple of every item size.
 pub const SMALL_ALIGNMENT: u64 = 64;
 
-/// One item: what goes into one data file.
+/// One item. Its leaves go into one data file.
 pub struct ItemPlan {
     /// Its directory below the step's (`i0`).
     pub dir: String,
-    /// Its branches of the state, rooted at the state's root.
+    /// Its part of the state, from the state's root on.
     pub tree: Tree,
     /// One per leaf of the tree, in leaf order.
     pub leaves: Vec<LeafPlan>,
@@ -77,10 +77,10 @@ pub enum LeafPlan {
     },
     /// A plain value.
     Object(Value),
-    /// A plain value that another rank writes: the leaf is in the index of this one's file, and no
-    /// bytes of it are.
+    /// A plain value that another rank writes. The index of this rank's file lists the leaf without
+    /// bytes.
     Elsewhere,
-    /// A tie to another leaf of the item, which is no alias itself.
+    /// A tie to another leaf of the item, which is not an alias.
     Alias {
         /// Number of that leaf.
         of: u32,
@@ -88,7 +88,7 @@ pub enum LeafPlan {
 }
 
 impl LeafPlan {
-    /// How soon its bytes are needed.
+    /// Returns how much of it is captured before the caller continues.
     fn timing(&self) -> CaptureTiming {
         match self {
             Self::Tensor { provider, .. } => provider.timing(),
@@ -97,40 +97,38 @@ impl LeafPlan {
     }
 }
 
-/// A chunk: where it is in the tensor, and where in the provider's array.
+/// A chunk of a tensor.
 pub struct ChunkPlan {
-    /// In the logical tensor.
+    /// Its region in the logical tensor.
     pub region: ChunkRegion,
-    /// In the provider's array; as many elements, in the same row-major order.
+    /// The same elements in the provider's array, in the same row-major order.
     pub local: Region,
-    /// Chunks of lower bands stand first in the file, whatever leaves they are of.
+    /// Its band. Chunks of lower bands come first in the file, across all leaves.
     pub band: u32,
 }
 
-/// How a save is made.
+/// The options of one save.
 #[derive(Clone, Debug)]
 pub struct SaveOptions {
     /// Bytes per checksummed block. Slots are whole blocks.
     pub block_bytes: u64,
-    /// This process's rank: names the data file.
+    /// This process's rank, which names the data file.
     pub rank: u32,
-    /// The number of its node, where the ranks of a node write into one file for each item, side by
-    /// side.
+    /// The number of this rank's node if the ranks of a node share one file per item.
     pub node: Option<u32>,
-    /// A random id per item. Injected, so that the same state gives the same bytes where a test
-    /// wants that.
+    /// A random id per item. Tests inject fixed ids to get the same bytes for the same state.
     pub file_ids: Vec<u128>,
-    /// Threads that capture, the caller's included.
+    /// The number of capturing threads, including the caller's.
     pub capture_threads: usize,
-    /// How long every wait may see no progress.
+    /// The longest time without progress in any wait.
     pub stall_timeout: Duration,
-    /// Writes in flight.
+    /// The number of writes in flight.
     pub queue_depth: usize,
-    /// True if the providers are dropped before the call that captures the last of them returns.
-    /// Otherwise the flush drops them soon after: 20 000 of them take milliseconds.
+    /// True if the capture drops the providers before it returns. Otherwise the flush drops them
+    /// soon after: 20 000 of them take milliseconds.
     pub drops_providers: bool,
-    /// Set from any thread to end a capture that runs: it stops after the copy it is at. Once
-    /// everything is captured it means nothing.
+    /// Set from any thread to stop a running capture after its current copy. It has no effect on a
+    /// complete capture.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
@@ -151,15 +149,14 @@ impl Default for SaveOptions {
     }
 }
 
-/// A data file that is complete and durable (its directory entry is not: that is the commit's
-/// part).
+/// A data file that is complete and durable. The commit syncs its directory entry.
 #[derive(Debug)]
 pub struct WrittenItem {
     /// The item's directory.
     pub dir: String,
-    /// Everything that the item holds; `files[0]` is the data file.
+    /// The item's index. `files[0]` is the data file.
     pub index: Index,
-    /// Bytes of the data file.
+    /// The length of the data file in bytes.
     pub length: u64,
     /// Its id.
     pub file_id: u128,

@@ -1,4 +1,4 @@
-//! Planning: every check, every offset, every fill list, before anything is captured or written.
+//! Planning: all checks, offsets and windows of a save, before anything is captured or written.
 
 use std::cmp::Reverse;
 use std::collections::HashSet;
@@ -23,15 +23,14 @@ use crate::staging::StagingPool;
 use crate::tree::Tree;
 use crate::{Error, Result, limits};
 
-/// Granularity of data files: direct I/O needs no more on any device that we know.
+/// Granularity of data files in bytes, enough for direct I/O on all known devices.
 const PAGE: u64 = 4096;
 
-/// Alignment of objects.
+/// Alignment of objects in bytes.
 const OBJECT_ALIGNMENT: u64 = 8;
 
-/// Plans a save. Everything that can be wrong with the items is found here; nothing is read,
-/// written or waited for, and the pool is not grown. Run the two halves on two threads; dropping
-/// one cancels the other.
+/// Plans a save, and finds all errors in the items. Reads and writes nothing, does not wait, and
+/// does not grow the pool. The two halves run on two threads. Dropping one cancels the other.
 pub fn prepare(
     items: Vec<ItemPlan>,
     pool: &Arc<StagingPool>,
@@ -93,7 +92,7 @@ fn check_options(items: &[ItemPlan], pool: &StagingPool, options: &SaveOptions) 
         if !is_component(&item.dir) || !dirs.insert(item.dir.as_str()) {
             return Err(Error::internal(
                 "unique names of item directories",
-                format!("`{}`, which is no name or stands twice", item.dir),
+                format!("`{}`, which is invalid or used twice", item.dir),
             ));
         }
         if item.leaves.len() != item.tree.leaf_count() {
@@ -106,12 +105,13 @@ fn check_options(items: &[ItemPlan], pool: &StagingPool, options: &SaveOptions) 
     Ok(())
 }
 
-/// The place of a file's next extent.
+/// The end of the extents that a file has so far.
 struct Cursor {
     offset: u64,
 }
 
 impl Cursor {
+    /// Adds an extent and returns its offset.
     fn place(&mut self, len: u64, alignment: u64) -> Result<u64> {
         let placed = self
             .offset
@@ -130,14 +130,14 @@ impl Cursor {
     }
 }
 
-/// A chunk that waits for its place in the file.
-struct Placed {
+/// A chunk without an offset in the file.
+struct UnplacedChunk {
     timing: CaptureTiming,
     band: u32,
     leaf: u32,
     /// Its number in its leaf.
     chunk: u32,
-    /// And among all.
+    /// Its number among all chunks of the save.
     source: u32,
     bytes: u64,
 }
@@ -162,10 +162,10 @@ fn plan_item(
     cutter.add_bytes(cursor.place(header.len() as u64, PAGE)?, &header);
 
     let mut records = Vec::with_capacity(leaves.len());
-    let mut placed = Vec::with_capacity(leaves.len());
+    let mut unplaced = Vec::with_capacity(leaves.len());
     let mut objects = Vec::new();
     let mut tensor_bytes = 0;
-    // Approximate size of the index: names, and numbers per leaf and chunk.
+    // An estimate of the index's size: names, and numbers per leaf and chunk.
     let mut index_bytes = 64 * tree.nodes().len() as u64;
     for (leaf, plan) in (0_u32..).zip(leaves) {
         let timing = plan.timing();
@@ -180,7 +180,7 @@ fn plan_item(
                     let bytes = tensor.bytes(&region)?;
                     tensor_bytes += bytes;
                     let source = cutter.chunk(Chunk { leaf: owner, local })?;
-                    placed.push(Placed { timing, band, leaf, chunk, source, bytes });
+                    unplaced.push(UnplacedChunk { timing, band, leaf, chunk, source, bytes });
                     stored.push(ChunkRecord { region, extent: extent(0, bytes), codec: Codec::Raw });
                 }
                 let shape = shape.into();
@@ -190,15 +190,15 @@ fn plan_item(
                 objects.push((leaf, value));
                 LeafRecord::Object(extent(0, 0))
             }
-            // Nothing, where the first byte of something could be.
+            // An empty extent at the first data page.
             LeafPlan::Elsewhere => LeafRecord::Object(extent(PAGE, 0)),
             LeafPlan::Alias { of } => LeafRecord::Alias { of },
         });
     }
-    // The most urgent first: a slot is as urgent as the most urgent leaf in it, so what is captured
-    // when its caller goes on, and what can wait, do not share slots.
-    placed.sort_by_key(|placed| (Reverse(placed.timing), placed.band));
-    for Placed { leaf, chunk, source, bytes, .. } in placed {
+    // Sort by urgency: a slot is as urgent as its most urgent leaf, so leaves with different timing
+    // should not share slots.
+    unplaced.sort_by_key(|chunk| (Reverse(chunk.timing), chunk.band));
+    for UnplacedChunk { leaf, chunk, source, bytes, .. } in unplaced {
         let alignment = if bytes >= PAGE_ALIGNED_FROM { PAGE } else { SMALL_ALIGNMENT };
         let offset = cursor.place(bytes, alignment)?;
         cutter.add(offset, bytes, PartSource::Chunk(source), 0);
@@ -209,7 +209,7 @@ fn plan_item(
         }
     }
     for (leaf, value) in objects {
-        let bytes = object::encode(&value).map_err(|error| named(error, &tree, leaf))?;
+        let bytes = object::encode(&value).map_err(|error| with_path(error, &tree, leaf))?;
         let offset = cursor.place(bytes.len() as u64, OBJECT_ALIGNMENT)?;
         cutter.add_bytes(offset, &bytes);
         if let Some(record) = records.get_mut(leaf as usize) {
@@ -223,14 +223,14 @@ fn plan_item(
     let file =
         FileRecord { name: file_name.as_str().into(), length: 0, file_id, trailer_crc: 0, within: None };
     let index = Index { tree, leaves: records, files: vec![file] };
-    // As the footer's writer will, when the state is long captured.
+    // The footer is encoded much later, after the capture, so check the index now.
     index_v1::check_to_write(&index, index_v1::Bounds::Footer { footer_offset: data_bytes })?;
     let footer_hint = index_bytes + data_bytes.div_ceil(options.block_bytes) * 4 + 4 * PAGE;
     Ok((PlannedItem { dir, file_name, file_id, data_bytes, tensor_bytes, footer_hint }, index))
 }
 
-/// The error with the leaf's path.
-fn named(error: Error, tree: &Tree, leaf: u32) -> Error {
+/// Adds the leaf's path to an error.
+fn with_path(error: Error, tree: &Tree, leaf: u32) -> Error {
     match error {
         Error::Limit { what, found, limit } => Error::Limit {
             what: format!("{what} ({})", crate::leaf_path::named(&tree.leaf_path(leaf).to_string())),
@@ -242,7 +242,7 @@ fn named(error: Error, tree: &Tree, leaf: u32) -> Error {
     }
 }
 
-/// A tensor leaf being checked.
+/// A tensor leaf, for its checks.
 struct TensorLeaf<'a> {
     tree: &'a Tree,
     leaf: u32,
@@ -254,13 +254,13 @@ impl TensorLeaf<'_> {
         Error::Leaf { leaf: self.tree.leaf_path(self.leaf).to_string(), what: what.into() }
     }
 
-    /// Checks the chunks against memory. The index checks its own records of them.
+    /// Checks that the chunks match the provider's array. The index checks their regions.
     fn check(&self, chunks: &[ChunkPlan], provider: &dyn crate::provider::StateProvider) -> Result<()> {
         for ChunkPlan { region, local, .. } in chunks {
             if local.volume() != volume(region) {
-                return Err(
-                    self.refuse(format!("chunk {region:?} has not as many elements as {local:?} in memory"))
-                );
+                return Err(self.refuse(format!(
+                    "chunk {region:?} and {local:?} in memory have different numbers of elements"
+                )));
             }
             provider.check(local, self.itemsize).map_err(|what| self.refuse(what))?;
         }

@@ -23,7 +23,7 @@ pub struct Progress {
 pub struct SaveStats {
     /// Bytes of all data files before their footers.
     pub total_bytes: u64,
-    /// Bytes that are in slots, or were.
+    /// Bytes that were copied into slots.
     pub captured_bytes: u64,
     /// Bytes whose writes have completed, footers included.
     pub written_bytes: u64,
@@ -33,13 +33,13 @@ pub struct SaveStats {
     pub capture_seconds: f64,
     /// Seconds from the start of `Flush::run` to the last completion.
     pub write_seconds: f64,
-    /// Seconds of that spent on checksums.
+    /// Seconds of these that checksums took.
     pub checksum_seconds: f64,
-    /// Seconds spent cutting and syncing the files.
+    /// Seconds for the final truncation and sync of the files.
     pub sync_seconds: f64,
-    /// How often capture had to wait for a slot.
+    /// The number of times that the capture waited for a slot.
     pub slots_waited: u64,
-    /// Seconds that its threads spent waiting, added up.
+    /// Seconds of these waits, added up over all threads.
     pub waited_seconds: f64,
 }
 
@@ -79,7 +79,7 @@ impl Progress {
         self.waited_nanos.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// The counters as they are now (each for itself; they do not stand still).
+    /// Reads the counters, one after the other. They may change in between.
     pub fn snapshot(&self) -> SaveStats {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let seconds = |nanos: &AtomicU64| Duration::from_nanos(count(nanos)).as_secs_f64();

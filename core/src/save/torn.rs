@@ -1,5 +1,5 @@
-//! For those who look for a mistake: whether what is captured behind a call is what was there when
-//! it was made. Everything is read twice, first while the caller waits.
+//! Detection of torn saves, for debugging: the state changed between the call of `save` and its
+//! capture. Everything is read twice, first while the caller waits.
 
 use std::collections::HashMap;
 
@@ -13,13 +13,13 @@ use crate::{Error, Result};
 pub(super) struct FirstReading(HashMap<u32, Vec<u32>>);
 
 impl FirstReading {
-    /// Notes what a window holds.
+    /// Records the checksums of a window.
     pub(super) fn note(&mut self, all: &Windows, window: u32, bytes: &[u8]) {
         let crcs = parts(all, window, bytes).map(|(_, bytes)| crc32c(bytes)).collect();
         self.0.insert(window, crcs);
     }
 
-    /// Checks that a noted window is unchanged. [`Error::Torn`] names the first changed leaf.
+    /// Checks that a recorded window is unchanged. [`Error::Torn`] names the first changed leaf.
     pub(super) fn check(&self, all: &Windows, window: u32, bytes: &[u8], indexes: &[Index]) -> Result<()> {
         let Some(crcs) = self.0.get(&window) else { return Ok(()) };
         let changed = parts(all, window, bytes).zip(crcs).find(|((_, bytes), crc)| crc32c(bytes) != **crc);
@@ -31,7 +31,7 @@ impl FirstReading {
     }
 }
 
-/// The parts of leaves in a window: the leaf's number, and its bytes there.
+/// Returns the parts of leaves in a window: the leaf's number, and its bytes there.
 fn parts<'a>(all: &'a Windows, window: u32, bytes: &'a [u8]) -> impl Iterator<Item = (u32, &'a [u8])> {
     let parts = all.list.get(window as usize).and_then(|window| all.parts.get(window.parts.clone()));
     parts.unwrap_or_default().iter().filter_map(move |part| {

@@ -1,7 +1,7 @@
-//! Windows: the data files of a save, cut into pieces of one slot, each with the complete list of
-//! what goes into it.
+//! Windows: pieces of a save's data files that fit into one slot, each with all parts that it
+//! consists of.
 //!
-//! Columns, not objects: a save of 20 000 small leaves makes a handful of vectors here.
+//! They are stored in columns, so a save of 20 000 small leaves needs few allocations.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,25 +10,25 @@ use crate::provider::StateProvider;
 use crate::region::Region;
 use crate::{Error, Result};
 
-/// One slot's worth of a file.
+/// A piece of a file that fits into one slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Window {
-    /// Which item's file.
+    /// The number of the item whose file it is of.
     pub item: u32,
-    /// First byte in the file: a multiple of the slot size.
+    /// Its first byte in the file, a multiple of the slot size.
     pub offset: u64,
-    /// Bytes: the slot size, or less at the end of the file's data.
+    /// Its length in bytes: the slot size, or less at the end of the data.
     pub len: u64,
-    /// Its parts, in order of `at`; they do not overlap, and what is between them is zeros.
+    /// Its parts in order of `at`. They do not overlap. Zeros fill the gaps between them.
     pub parts: Range<usize>,
 }
 
 /// The source of a part's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PartSource {
-    /// A chunk, from byte `from` of its row-major bytes.
+    /// The row-major bytes of the chunk with this number.
     Chunk(u32),
-    /// The arena, from byte `from`.
+    /// [`Windows::arena`].
     Arena,
 }
 
@@ -36,11 +36,11 @@ pub(super) enum PartSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WindowPart {
     pub source: PartSource,
-    /// Byte in the window.
+    /// Its first byte in the window.
     pub at: u32,
-    /// Bytes.
+    /// Its length in bytes.
     pub len: u32,
-    /// First byte in the source.
+    /// Its first byte in the source.
     pub from: u64,
 }
 
@@ -48,14 +48,14 @@ pub(super) struct WindowPart {
 pub(super) struct Chunk {
     /// Its leaf's number among [`Windows::leaves`].
     pub leaf: u32,
-    /// Its box in the provider's array.
+    /// Its region in the provider's array.
     pub local: Region,
 }
 
 /// A tensor leaf, as capture needs it.
 pub(super) struct Leaf {
     pub provider: Arc<dyn StateProvider>,
-    /// Which item it is of, and its number there; for messages.
+    /// Its item, and its number there, for messages.
     pub item: u32,
     pub number: u32,
 }
@@ -67,11 +67,11 @@ pub(super) struct Windows {
     pub parts: Vec<WindowPart>,
     pub chunks: Vec<Chunk>,
     pub leaves: Vec<Leaf>,
-    /// Headers and objects.
+    /// The bytes of headers and objects.
     pub arena: Vec<u8>,
 }
 
-/// Lays one item's file into windows; extents come in order of their offsets.
+/// Cuts one item's file into windows. Its parts are added in order of their offsets.
 pub(super) struct FileCutter<'a> {
     all: &'a mut Windows,
     item: u32,
@@ -80,13 +80,13 @@ pub(super) struct FileCutter<'a> {
 }
 
 impl<'a> FileCutter<'a> {
-    /// `slot_bytes` fits 32 bits.
+    /// Returns a cutter. `slot_bytes` is below 2^32.
     pub(super) fn new(all: &'a mut Windows, item: u32, slot_bytes: u64) -> Self {
         let first_window = all.list.len();
         Self { all, item, slot_bytes, first_window }
     }
 
-    /// Puts `len` bytes of `source`, from its byte `from` on, at `offset` of the file.
+    /// Adds `len` bytes of `source`, from its byte `from` on, at `offset` of the file.
     pub(super) fn add(&mut self, offset: u64, len: u64, source: PartSource, from: u64) {
         let (mut offset, mut left, mut from) = (offset, len, from);
         while left > 0 {
@@ -100,17 +100,17 @@ impl<'a> FileCutter<'a> {
         }
     }
 
-    /// Takes in a tensor leaf; answers its number.
+    /// Adds a tensor leaf and returns its number.
     pub(super) fn leaf(&mut self, leaf: Leaf) -> Result<u32> {
         push(&mut self.all.leaves, leaf, "tensor leaves of a save")
     }
 
-    /// Takes in a chunk; answers its number.
+    /// Adds a chunk and returns its number.
     pub(super) fn chunk(&mut self, chunk: Chunk) -> Result<u32> {
         push(&mut self.all.chunks, chunk, "chunks of a save")
     }
 
-    /// Appends bytes to the arena and puts them at `offset`.
+    /// Adds bytes at `offset`, through the arena.
     pub(super) fn add_bytes(&mut self, offset: u64, bytes: &[u8]) {
         let from = self.all.arena.len() as u64;
         self.all.arena.extend_from_slice(bytes);

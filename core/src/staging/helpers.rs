@@ -1,19 +1,18 @@
-//! The threads that help to capture. They belong to the pool, are made when first needed, and end
-//! with it.
+//! The pool's helper threads, which help to capture. They start when first needed, and end with
+//! the pool.
 //!
-//! A helper holds its task only between being let in and leaving; the owner of the task closes the
-//! door and waits until all have left. So a task that was given out, and the memory that it reads,
-//! is never touched after its owner has returned.
+//! A helper enters a task through its [`Door`], and leaves it after its work. The owner of the task
+//! closes the door and waits until all helpers have left. So no helper touches a task, or the
+//! memory that it reads, after its owner has returned.
 
 use std::sync::{Arc, PoisonError, Weak};
 
 use crate::sync::{self, Condvar, JoinHandle, Mutex, Receiver, Sender};
 use crate::sys::Birth;
 
-/// Work that several threads do together. `work` is called by each and returns when nothing is left
-/// to start.
+/// Work that several threads share. Each calls `work`, which returns when no work is left to start.
 pub(crate) trait Task: Send + Sync {
-    /// Does a share of it. Does not panic.
+    /// Does a part of the work. Does not panic.
     fn work(&self);
 
     /// The door that helpers enter and leave.
@@ -23,27 +22,34 @@ pub(crate) trait Task: Send + Sync {
 /// Counts the helpers inside a task.
 #[derive(Debug, Default)]
 pub(crate) struct Door {
-    state: Mutex<(bool, usize)>,
+    state: Mutex<DoorState>,
     left: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct DoorState {
+    closed: bool,
+    /// The number of helpers inside.
+    inside: usize,
 }
 
 impl Door {
     fn enter(self: &Arc<Self>) -> Option<Inside> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.0 {
+        if state.closed {
             return None;
         }
-        state.1 += 1;
+        state.inside += 1;
         Some(Inside(Arc::clone(self)))
     }
 
-    /// Lets nobody in any more, and waits until all have left.
+    /// Rejects new helpers, and waits until all helpers have left.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.0 = true;
-        // Bounded: a helper leaves after the copy that it is at, and what it waits for itself
-        // (slots, fences) ends by the stall timeout.
-        while state.1 > 0 {
+        state.closed = true;
+        // The wait is bounded: a helper leaves after its current copy, and its own waits (for slots
+        // and fences) end with the stall timeout.
+        while state.inside > 0 {
             state = self.left.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
     }
@@ -53,7 +59,7 @@ struct Inside(Arc<Door>);
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).1 -= 1;
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner).inside -= 1;
         self.0.left.notify_all();
     }
 }
@@ -70,16 +76,16 @@ pub(super) struct Helpers {
 struct Threads {
     jobs: Option<(Sender<HelperJob>, Receiver<HelperJob>)>,
     handles: Vec<JoinHandle<()>>,
-    /// When the first thread was made: a forked child has none of them.
+    /// The process that started the threads: a forked child does not have them.
     birth: Option<Birth>,
 }
 
-/// More threads than this saturate no memory bus that we know.
+/// Fewer threads saturate the memory bus of all known machines.
 const MAX_HELPERS: usize = 32;
 
 impl Helpers {
-    /// Offers the task to `count` threads. Fewer may come (the others are busy, or cannot be made):
-    /// the owner does what they leave.
+    /// Offers the task to `count` threads. Some may be busy, or fail to start. The owner does the
+    /// work that they leave.
     pub(super) fn start(&self, count: usize, task: &Arc<dyn Task>) {
         if count == 0 {
             return;
@@ -94,8 +100,8 @@ impl Helpers {
             let made = sync::spawn(&name, move || {
                 while let Ok((door, task)) = receiver.recv() {
                     let Some(_inside) = door.enter() else { continue };
-                    // The owner keeps the task until we have left, so this is never the last
-                    // handle.
+                    // The owner keeps the task until this thread has left, so this is never the
+                    // last handle.
                     if let Some(task) = task.upgrade() {
                         task.work();
                     }
@@ -104,7 +110,7 @@ impl Helpers {
             match made {
                 Ok(handle) => threads.handles.push(handle),
                 Err(error) => {
-                    tracing::warn!(%error, "no thread to help with capture");
+                    tracing::warn!(%error, "cannot start a capture thread: captures take longer");
                     break;
                 }
             }
@@ -126,7 +132,7 @@ impl Drop for Helpers {
             std::mem::forget(handles);
             return;
         }
-        // They have no more jobs: the owner of each task has waited until they had left it.
+        // The threads have no jobs: the owner of each task waited until they had left it.
         for handle in handles {
             if handle.join().is_err() {
                 tracing::error!("a capture thread panicked");

@@ -1,4 +1,4 @@
-//! Memory of the pool on loan to a slot.
+//! The pool's memory, and the part of it that a slot has borrowed.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
@@ -8,7 +8,7 @@ use crate::Error;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::sys::Buffer;
 
-/// The part of the pool that slots need. They may outlive the pool.
+/// The part of the pool that slots use. Slots may outlive the pool.
 pub(super) struct SharedPool {
     pub(super) state: Mutex<PoolState>,
     pub(super) changed: Condvar,
@@ -16,15 +16,16 @@ pub(super) struct SharedPool {
 
 #[derive(Default)]
 pub(super) struct PoolState {
-    /// The last one given back is lent first: its addresses are still in the translation caches.
+    /// Free buffers. The last returned one is lent first: its addresses are still in the TLB.
     pub(super) free: Vec<Buffer>,
-    /// Given back while a device may still write to them.
+    /// Returned buffers that a device may still write to.
     pub(super) parked: Vec<Buffer>,
+    /// The number of all buffers.
     pub(super) total: usize,
-    /// Those who wait, in the order in which they came.
+    /// The tickets of the waiting threads, first in, first out.
     pub(super) queue: VecDeque<u64>,
     pub(super) next_ticket: u64,
-    /// How often memory has come back: what "progress" means to those who wait.
+    /// The number of buffers that became free so far. Waiting threads take it as progress.
     pub(super) releases: u64,
 }
 
@@ -33,7 +34,7 @@ impl PoolState {
     pub(super) fn reclaim(&mut self) {
         let mut i = 0;
         while let Some(buffer) = self.parked.get_mut(i) {
-            if matches!(buffer.settle(Instant::now()), Err(Error::Timeout { .. })) {
+            if matches!(buffer.wait_arrived(Instant::now()), Err(Error::Timeout { .. })) {
                 i += 1;
             } else {
                 self.free.push(self.parked.swap_remove(i));
@@ -48,8 +49,7 @@ impl SharedPool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A slot whose memory is left to a queue that is stuck comes back no more: the pool is smaller
-    /// by it, and may grow again.
+    /// Counts a buffer that a stuck queue keeps permanently. The pool may grow again.
     fn lose(&self) {
         let mut state = self.lock();
         state.total = state.total.saturating_sub(1);
@@ -63,16 +63,17 @@ impl SharedPool {
             state.free.push(buffer);
             state.releases += 1;
         }
-        let waited_for = !state.queue.is_empty();
+        let has_waiters = !state.queue.is_empty();
         drop(state);
-        if waited_for {
+        if has_waiters {
             self.changed.notify_all();
         }
     }
 }
 
-/// Memory lent by the pool; given back when dropped.
+/// A buffer lent by the pool. Dropping it returns the buffer.
 pub(super) struct Lease {
+    /// `None` while a queue has it.
     pub(super) buffer: Option<Buffer>,
     pub(super) pool: Arc<SharedPool>,
 }

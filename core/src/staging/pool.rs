@@ -1,11 +1,12 @@
-//! The staging pool: memory that is mapped, faulted in and registered once, then lent and returned
-//! for the life of the process.
+//! The staging pool: memory that is mapped, faulted in and registered once, then reused for the
+//! life of the process.
 //!
 //! One pool serves a process ([`StagingPool::shared`]). Every manager holds it, and the last one
-//! frees it. Saves that share it take slots in turn. A capturing thread holds no slot while it
-//! waits for another one: it passes a slot on before it asks for the next. That slot returns only
-//! if its flush runs. So a capture needs a flush that runs, or that will run without waiting for
-//! another capture. A manager captures one save at a time, and its flushes run first in, first out.
+//! frees it. Saves that share it take slots in turn. A capturing thread never holds a slot while it
+//! waits for another one. It sends a slot to the flush before it asks for the next. The slot
+//! returns only if that flush runs. So the flush of a capture must run, or start without waiting
+//! for another capture. A manager captures one save at a time, and its flushes run first in, first
+//! out.
 
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -18,25 +19,24 @@ use crate::sync::{Condvar, Mutex};
 use crate::sys::{Birth, Mapping};
 use crate::{Error, Result};
 
-/// Bytes of a slot where nobody asks for another size. From 2 to 16 MiB captures are equally fast;
-/// a write of this size keeps a disk busy with few in flight, and the first one starts after a
-/// fraction of a millisecond of copying.
+/// The default size of a slot in bytes. Captures are equally fast from 2 to 16 MiB. At this size, a
+/// few writes in flight keep a disk busy, and the first write starts within a millisecond.
 pub const DEFAULT_SLOT_BYTES: usize = 8 << 20;
 
-/// Bytes of one mapping: engines register mappings, which may be at most 1 GiB each, and a process
-/// grows its pool in steps.
+/// The size of one mapping in bytes. The pool grows by mappings. Engines register them, and allow
+/// at most 1 GiB each.
 const SEGMENT_BYTES: usize = 256 << 20;
 
-/// A ring with fewer slots cannot fill one while another one is written.
+/// The least number of slots: one is filled while the other one is written.
 const MIN_SLOTS: usize = 2;
 
-/// The process's pool, for as long as somebody holds it, and the process that made it.
-type OfProcess = Option<(Birth, Weak<StagingPool>)>;
-static SHARED: std::sync::Mutex<OfProcess> = std::sync::Mutex::new(None);
+/// The pool of a process while a manager holds it, and the process that created it.
+type ProcessPool = Option<(Birth, Weak<StagingPool>)>;
+static SHARED: std::sync::Mutex<ProcessPool> = std::sync::Mutex::new(None);
 
-/// `None` where it is not to be had: in a forked child, a thread that is not there may have it for
-/// ever. Everybody else has it for microseconds.
-fn shared_by_all() -> Option<std::sync::MutexGuard<'static, OfProcess>> {
+/// Locks the process's pool. Returns `None` if that fails for 100 ms: in a forked child, a thread
+/// that no longer exists may hold the lock permanently. Other threads hold it for microseconds.
+fn lock_process_pool() -> Option<std::sync::MutexGuard<'static, ProcessPool>> {
     for _ in 0..100 {
         match SHARED.try_lock() {
             Ok(shared) => return Some(shared),
@@ -51,20 +51,19 @@ fn shared_by_all() -> Option<std::sync::MutexGuard<'static, OfProcess>> {
 pub struct StagingPool {
     slot_bytes: usize,
     shared: Arc<SharedPool>,
-    /// Mappings in the order in which they were made. Held while growing, so that two users do not
-    /// both grow.
+    /// All mappings. Locked while the pool grows, so that two users do not both grow it.
     mappings: Mutex<Vec<Arc<Mapping>>>,
     helpers: Helpers,
-    /// A forked child has none of the memory.
+    /// The process that created it. A forked child does not have its memory.
     birth: Birth,
 }
 
 impl StagingPool {
-    /// The pool of this process, made (with no memory yet: see [`StagingPool::ensure`]) where
-    /// nobody holds one.
+    /// Returns the pool of this process. If nobody holds one, creates it without memory: see
+    /// [`StagingPool::ensure`].
     pub fn shared() -> Arc<Self> {
-        let Some(mut shared) = shared_by_all() else { return Arc::new(Self::empty(DEFAULT_SLOT_BYTES)) };
-        // A forked child sees the parent's pool here, and must not touch it, not even its counts.
+        let Some(mut shared) = lock_process_pool() else { return Arc::new(Self::empty(DEFAULT_SLOT_BYTES)) };
+        // A forked child finds the parent's pool here. It must not even touch its reference counts.
         let here = shared.as_ref().filter(|(birth, _)| birth.is_here());
         if let Some(pool) = here.and_then(|(_, pool)| pool.upgrade()) {
             return pool;
@@ -77,8 +76,8 @@ impl StagingPool {
         pool
     }
 
-    /// A pool of its own, with slots of `slot_bytes` (a multiple of 4096) and at least `bytes` in
-    /// all (and two slots).
+    /// Returns a separate pool with slots of `slot_bytes` (a multiple of 4096). It has at least
+    /// `bytes` in all, and at least two slots.
     pub fn new(bytes: usize, slot_bytes: usize) -> Result<Arc<Self>> {
         if slot_bytes == 0 || !slot_bytes.is_multiple_of(4096) || slot_bytes > SEGMENT_BYTES {
             return Err(Error::Misuse(format!(
@@ -100,9 +99,8 @@ impl StagingPool {
         }
     }
 
-    /// Grows to at least `bytes`, rounded up to whole slots, two at the least. Takes the time of
-    /// touching the new memory. Nothing makes it shrink but slots that never come back from a
-    /// queue.
+    /// Grows to at least `bytes`, rounded up to whole slots, and at least two slots. Touches the
+    /// new memory, which takes time. The pool shrinks only by slots that a queue never returns.
     pub fn ensure(&self, bytes: usize) -> Result<()> {
         self.birth.check("staging pool")?;
         let wanted = bytes.div_ceil(self.slot_bytes).max(MIN_SLOTS);
@@ -123,28 +121,28 @@ impl StagingPool {
         Ok(())
     }
 
-    /// Bytes of all slots, lent or not; without those that never come back.
+    /// Returns the bytes of all slots, lent or free, without those that a queue never returns.
     pub fn bytes(&self) -> usize {
         self.shared.lock().total * self.slot_bytes
     }
 
-    /// Bytes of one slot.
+    /// Returns the bytes of one slot.
     pub fn slot_bytes(&self) -> usize {
         self.slot_bytes
     }
 
-    /// Its memory, for registration with an engine.
+    /// Returns its mappings, for registration with an engine.
     pub fn mappings(&self) -> Vec<Arc<Mapping>> {
         self.mappings.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// True if somebody waits for a slot, or is about to.
+    /// True if a thread waits for a slot, or will soon.
     pub fn is_starved(&self) -> bool {
         let state = self.shared.lock();
         !state.queue.is_empty() || state.free.len() < MIN_SLOTS
     }
 
-    /// A slot, if one is free and nobody came first.
+    /// Returns a slot if one is free and no thread waits.
     pub fn try_acquire(&self) -> Result<Option<Slot<Free>>> {
         self.birth.check("staging pool")?;
         let mut state = self.shared.lock();
@@ -155,9 +153,9 @@ impl StagingPool {
         Ok(state.free.pop().map(|buffer| Slot::lend(Lease::new(buffer, Arc::clone(&self.shared)))))
     }
 
-    /// Waits for a slot, in turn. Returns it, and how long it was waited for, if at all.
-    /// [`Error::Timeout`] if no slot of this pool came back for `stall`. `cancelled` is asked after
-    /// each [`StagingPool::wake`] and each `poll_interval`. Its error ends the wait.
+    /// Waits for a slot, in turn. Returns it, and the time of the wait if there was one. Calls
+    /// `cancelled` after each [`StagingPool::wake`] and each `poll_interval`. Its error ends the
+    /// wait. [`Error::Timeout`] if no slot was returned for `stall`.
     pub fn acquire(
         &self,
         stall: Duration,
@@ -193,7 +191,7 @@ impl StagingPool {
                 });
             }
             waited = true;
-            // Nothing announces the end of a device's copies: parked slots are polled.
+            // The end of a device's copies wakes no thread, so poll the parked buffers.
             let left = left.min(poll_interval);
             let left = if state.parked.is_empty() { left } else { left.min(Duration::from_millis(1)) };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
@@ -208,15 +206,14 @@ impl StagingPool {
         Ok((slot, waited.then(|| started.elapsed())))
     }
 
-    /// Makes everybody who waits ask again whether it was cancelled.
+    /// Makes all waiting threads call `cancelled` again.
     pub fn wake(&self) {
-        // The lock orders this after the check of a waiter that is about to sleep.
+        // The lock waits for threads that have checked but not yet slept, so they do not miss this.
         drop(self.shared.lock());
         self.shared.changed.notify_all();
     }
 
-    /// Starts a task on up to `count` of the pool's threads, which are made when first needed and
-    /// end with the pool.
+    /// Offers a task to up to `count` of the pool's threads.
     pub(crate) fn help(&self, count: usize, task: &Arc<dyn Task>) {
         self.helpers.start(count, task);
     }

@@ -1,16 +1,16 @@
-//! Slots: windows of data files in staging memory, one type per state.
+//! Slots: windows of data files in staging memory, with one type per state.
 //!
 //! ```text
 //! Free ─begin▶ Filling ─finish▶ Full ─launch▶ Flushing (+ the buffer, with the queue) ─land▶ Written ─drop▶ back in the pool
 //!                         └───▶ Pending ─wait▶ Full            (copies that a device still makes)
 //! ```
 //!
-//! Only a `Filling` slot can be written to, only a `Full` one launched, and only once. Memory in
-//! flight is not reachable. A dropped slot returns to the pool, with two exceptions. A slot that a
-//! device may still write to returns when its copies have ended. A slot that a queue never returned
-//! is lost, and the pool is notified.
+//! Only a `Filling` slot is writable. Only a `Full` slot can be launched, once. Memory that a queue
+//! has is not accessible. A dropped slot returns to the pool, with two exceptions: a slot that a
+//! device may still write to returns when its copies have ended. A slot that a queue never returns
+//! is lost, and the pool counts it.
 //!
-//! Misuse does not compile. A slot that is not being filled cannot be written to:
+//! Misuse does not compile. A free slot is not writable:
 //!
 //! ```compile_fail,E0599
 //! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
@@ -19,7 +19,7 @@
 //! # Ok::<(), stepwell_core::Error>(())
 //! ```
 //!
-//! nor one that was finished, since finishing takes it:
+//! Neither is a finished one, because `finish` takes the slot:
 //!
 //! ```compile_fail,E0382
 //! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
@@ -29,7 +29,7 @@
 //! # Ok::<(), stepwell_core::Error>(())
 //! ```
 //!
-//! nor can one be written to disk before everything is there, or be read while it is with a queue:
+//! A slot that is not full cannot be launched:
 //!
 //! ```compile_fail,E0599
 //! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
@@ -38,7 +38,7 @@
 //! # Ok::<(), stepwell_core::Error>(())
 //! ```
 //!
-//! The way through:
+//! The full life of a slot:
 //!
 //! ```
 //! # let pool = stepwell_core::staging::StagingPool::new(1, 4096)?;
@@ -47,7 +47,7 @@
 //! slot.part(0, 3)?.copy_from_slice(b"abc");
 //! let Filled::Full(slot) = slot.finish() else { panic!("no device copies into it") };
 //! let (buffer, slot) = slot.launch()?;
-//! // … a queue writes `buffer` and gives it back …
+//! // … a queue writes `buffer` and returns it …
 //! let slot = slot.land(buffer)?;
 //! assert_eq!(&slot.bytes()[..3], b"abc");
 //! # Ok::<(), stepwell_core::Error>(())
@@ -60,7 +60,7 @@ use crate::region::Region;
 use crate::sys::{Buffer, DeviceSource};
 use crate::{Error, Result};
 
-/// One slot. `S` says what it is in: [`Free`], [`Filling`], [`Pending`], [`Full`], [`Flushing`] or
+/// One slot. `S` is its state: [`Free`], [`Filling`], [`Pending`], [`Full`], [`Flushing`] or
 /// [`Written`].
 pub struct Slot<S> {
     lease: Lease,
@@ -69,22 +69,22 @@ pub struct Slot<S> {
 
 /// The slot is empty.
 pub struct Free(());
-/// Being filled, by one thread.
+/// One thread fills the slot.
 pub struct Filling(());
-/// Filled but for copies that were started and not yet reported: *captured, pending*.
+/// The slot is filled, except for copies that a device still makes.
 pub struct Pending(());
-/// All bytes are there.
+/// The slot has all its bytes.
 pub struct Full(());
-/// Its memory is with a queue.
+/// A queue has the slot's memory.
 pub struct Flushing {
     address: usize,
 }
-/// Its bytes are in the file (not yet durable), and still here to be checksummed.
+/// The bytes are written to the file, but not durable. They stay readable for the checksum.
 pub struct Written(());
 
-/// The state of a slot after its last fill was given out.
+/// A slot after its filling.
 pub enum Filled {
-    /// Nothing is on its way.
+    /// It has all its bytes.
     Full(Slot<Full>),
     /// A device still writes to it.
     Pending(Slot<Pending>),
@@ -95,14 +95,14 @@ impl Slot<Free> {
         Self { lease, state: Free(()) }
     }
 
-    /// Starts to fill it.
+    /// Starts the filling.
     pub fn begin(self) -> Slot<Filling> {
         Slot { lease: self.lease, state: Filling(()) }
     }
 }
 
 impl Slot<Filling> {
-    /// Bytes `at .. at + len`, to be written.
+    /// Returns bytes `at .. at + len`, for writing.
     pub fn part(&mut self, at: u64, len: u64) -> Result<&mut [u8]> {
         let size = self.lease.size();
         let place = usize::try_from(at).ok().zip(usize::try_from(len).ok());
@@ -111,8 +111,8 @@ impl Slot<Filling> {
         })
     }
 
-    /// Starts to copy bytes `from .. from + len` of the row-major bytes of `region` of a device
-    /// array to byte `at`. Earlier bytes of the slot can no longer be written to.
+    /// Starts a copy of bytes `from .. from + len` of the row-major bytes of `region`, a region of
+    /// a device array, to byte `at`. Earlier bytes of the slot are no longer writable.
     pub fn receive(
         &mut self,
         source: &DeviceSource,
@@ -126,7 +126,7 @@ impl Slot<Filling> {
         source.start(region, from, len, buffer, at)
     }
 
-    /// Ends the filling, and starts the copies that devices were asked for.
+    /// Ends the filling, and starts the requested copies of devices.
     pub fn finish(mut self) -> Filled {
         if let Some(buffer) = &mut self.lease.buffer {
             buffer.close();
@@ -140,23 +140,23 @@ impl Slot<Filling> {
 }
 
 impl Slot<Pending> {
-    /// Waits until all is there. On an error the memory goes back to the pool as soon as nothing
-    /// writes to it any more.
+    /// Waits for the copies of devices. After an error, the memory returns to the pool once no
+    /// device writes to it.
     pub fn wait(mut self, deadline: Instant) -> Result<Slot<Full>> {
         if let Some(buffer) = &mut self.lease.buffer {
-            buffer.settle(deadline)?;
+            buffer.wait_arrived(deadline)?;
         }
         Ok(Slot { lease: self.lease, state: Full(()) })
     }
 }
 
 impl<S> Slot<S> {
-    /// Bytes in it.
+    /// Returns its size in bytes.
     pub fn len(&self) -> usize {
         self.lease.size()
     }
 
-    /// True if its memory is elsewhere (it is with a queue).
+    /// True if a queue has its memory.
     pub fn is_empty(&self) -> bool {
         self.lease.buffer.is_none()
     }
@@ -168,7 +168,7 @@ impl Slot<Full> {
         self.lease.bytes()
     }
 
-    /// Takes the memory out, for a queue; [`Slot::land`] puts it back.
+    /// Takes the memory out for a queue. [`Slot::land`] puts it back.
     pub fn launch(mut self) -> Result<(Buffer, Slot<Flushing>)> {
         let buffer = self.lease.buffer.take();
         let buffer = buffer.ok_or_else(|| Error::internal("memory in the slot", "none"))?;
@@ -178,7 +178,7 @@ impl Slot<Full> {
 }
 
 impl Slot<Flushing> {
-    /// Puts the memory back that [`Slot::launch`] took.
+    /// Puts back the memory that [`Slot::launch`] took out.
     pub fn land(mut self, buffer: Buffer) -> Result<Slot<Written>> {
         if buffer.as_ptr() as usize != self.state.address {
             return Err(Error::internal("the memory of this slot back from the queue", "that of another"));

@@ -293,21 +293,21 @@ impl Buffer {
 
     /// Waits until all requested copies have ended. [`Error::Timeout`] at the deadline; the call
     /// may be repeated. Any other error means that copies failed and none is running.
-    pub fn settle(&mut self, deadline: Instant) -> Result<()> {
+    pub fn wait_arrived(&mut self, deadline: Instant) -> Result<()> {
         self.close();
         let Some(arriving) = &mut self.arriving else { return Ok(()) };
-        let settled = arriving.settle(deadline);
-        if !matches!(settled, Err(Error::Timeout { .. })) {
+        let arrived = arriving.wait_arrived(deadline);
+        if !matches!(arrived, Err(Error::Timeout { .. })) {
             self.arriving = None;
         }
-        settled
+        arrived
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
         if let Some(mut arriving) = self.arriving.take()
-            && matches!(arriving.settle(Instant::now()), Err(Error::Timeout { .. }))
+            && matches!(arriving.wait_arrived(Instant::now()), Err(Error::Timeout { .. }))
         {
             // A device may still write to it: leak the buffer and the source of the copies.
             arriving.forget();

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use stepwell_core::io::{Dir, Lock, retry_if_full};
 
+use super::action::{Action, Event, Now, PolledVotes, TargetState};
 use super::announcement::{Announcement, LeaderNews, Verdict};
-use super::machine::{Action, Event, Machine, Now, TargetState};
-use super::records::Vote;
+use super::machine::Machine;
+use super::vote::Vote;
 use crate::delete_tree::delete_tree;
 use crate::directory_layout::LEASE;
 use crate::discovery::{damage, is_not_a_step, read_manifest};
@@ -25,15 +26,6 @@ pub struct CommitOutcome {
     pub data: Duration,
     /// Time of all else: records, syncs, votes, the rename.
     pub commit: Duration,
-}
-
-/// The result of reading votes.
-#[derive(Debug, Default)]
-pub struct PolledVotes {
-    /// The votes that have come.
-    pub votes: Vec<Vote>,
-    /// The last heartbeats of ranks that have not voted.
-    pub heartbeats: Vec<(u32, u64)>,
 }
 
 /// The services that the driver needs beside the root directory.
@@ -109,8 +101,9 @@ impl Commit {
 #[derive(Default)]
 struct Temporary {
     dir: Option<Arc<dyn Dir>>,
-    /// The held `.lease` shows that its owner is alive, where no root's lock shows it.
-    life: Option<Box<dyn Lock>>,
+    /// The lock on `.lease` of a singular checkpoint. While it is held, its owner is alive. The
+    /// owner of a step holds the root's lock instead.
+    lease: Option<Box<dyn Lock>>,
 }
 
 fn execute(
@@ -143,7 +136,7 @@ fn execute(
                 Err(error) => Event::Failed(error),
             }
         }
-        Action::GiveUp => match root.create_dir(&plan.given_up) {
+        Action::MarkGivenUp => match root.create_dir(&plan.given_up) {
             Err(error) if !error.already_exists() => Event::Failed(error),
             _ => Event::Done,
         },
@@ -153,11 +146,10 @@ fn execute(
         },
         Action::SendVote(vote) => reached(world.send_vote(&vote).map(|()| Event::Done)),
         Action::PollVotes { missing, timeout } => {
-            let polled = world.poll_votes(&missing, timeout);
-            reached(polled.map(|PolledVotes { votes, heartbeats }| Event::Votes { votes, heartbeats }))
+            reached(world.poll_votes(&missing, timeout).map(Event::Votes))
         }
         // The file exists, empty and locked.
-        Action::WriteFile { path, .. } if path == LEASE && temporary.life.is_some() => Event::Done,
+        Action::WriteFile { path, .. } if path == LEASE && temporary.lease.is_some() => Event::Done,
         Action::WriteFile { path, bytes } => {
             done(opened(temporary).and_then(|dir| dir.write_file(&path, &bytes)))
         }
@@ -166,11 +158,11 @@ fn execute(
             opened(temporary)
                 .and_then(|dir| if path.is_empty() { dir.sync() } else { dir.open_dir(&path)?.sync() }),
         ),
-        Action::CheckFence => match world.other_writer() {
-            Ok(who) => Event::Fence(who),
+        Action::CheckWriter => match world.other_writer() {
+            Ok(writer) => Event::OtherWriter(writer),
             Err(error) => Event::Failed(error),
         },
-        Action::InspectTarget(name) => match inspect(root, &name, plan.fenced.then_some(plan.step)) {
+        Action::InspectTarget(name) => match inspect(root, &name, plan.in_root.then_some(plan.step)) {
             Ok(target) => Event::TargetState(target),
             Err(error) => Event::Failed(error),
         },
@@ -200,15 +192,15 @@ fn execute(
 /// Creates the temporary, or opens the one that another rank created.
 fn create(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<Temporary> {
     let plan = machine.plan();
-    if !plan.fenced {
-        let OwnedTemporary { dir, life } = own_temporary(root, &plan.temporary, plan.world_size > 1)?;
-        return Ok(Temporary { dir: Some(dir), life });
+    if !plan.in_root {
+        let OwnedTemporary { dir, lease } = own_temporary(root, &plan.temporary, plan.world_size > 1)?;
+        return Ok(Temporary { dir: Some(dir), lease });
     }
     let dir = match root.create_dir(&plan.temporary) {
         Err(error) if plan.world_size > 1 && error.already_exists() => root.open_dir(&plan.temporary),
         made => made,
     };
-    Ok(Temporary { dir: Some(dir?), life: None })
+    Ok(Temporary { dir: Some(dir?), lease: None })
 }
 
 /// True if a rank has given up on the leader. Call it after the temporary was created, so that a

@@ -6,6 +6,7 @@ use stepwell_core::format::index::Index;
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::Rename;
 
+use super::vote::merge_votes;
 use super::*;
 use crate::error::{Error, Relayed};
 use crate::state::Claim;
@@ -28,13 +29,13 @@ fn plan(rank: u32, world_size: u32) -> CommitPlan {
         world_size,
         nodes: [].into(),
         stall_timeout: Duration::from_secs(10),
-        fenced: true,
+        in_root: true,
         stale: false,
     }
 }
 
 fn item() -> DraftItem {
-    DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![], unsettled: vec![] }
+    DraftItem { dir: "i0".into(), name: ".".into(), top_level: vec![], undecided: vec![] }
 }
 
 fn machine(plan: CommitPlan) -> Machine {
@@ -78,7 +79,7 @@ fn to_rename(machine: &mut Machine) -> Vec<String> {
         });
         let event = match action {
             Action::WriteData => Event::Data(parts()),
-            Action::CheckFence => Event::Fence(None),
+            Action::CheckWriter => Event::OtherWriter(None),
             Action::Rename { .. } => return seen,
             Action::Finish(verdict) => panic!("{verdict:?} after {seen:?}"),
             _ => Event::Done,
@@ -107,7 +108,7 @@ fn everything_is_synced_before_the_rename() {
             "write .lease",
             "write manifest.json",
             "sync ",
-            "CheckFence",
+            "CheckWriter",
             "Rename",
         ]
     );
@@ -167,7 +168,7 @@ fn what_is_no_step_is_durably_aside_before_its_name_is_taken() {
         let verdict = loop {
             let event = match &action {
                 Action::WriteData => Event::Data(parts()),
-                Action::CheckFence => Event::Fence(None),
+                Action::CheckWriter => Event::OtherWriter(None),
                 Action::InspectTarget(_) if there => {
                     Event::TargetState(TargetState::NotAStep("no manifest".into()))
                 }
@@ -213,7 +214,7 @@ fn a_replaced_step_is_swapped_then_made_durable_then_retired() {
     let renames = loop {
         let event = match &action {
             Action::WriteData => Event::Data(parts()),
-            Action::CheckFence => Event::Fence(None),
+            Action::CheckWriter => Event::OtherWriter(None),
             Action::InspectTarget(_) => Event::TargetState(TargetState::Committed(attempt(0))),
             Action::Rename { how, .. } => break *how,
             _ => Event::Done,
@@ -236,7 +237,7 @@ fn where_two_names_cannot_be_swapped_replacing_is_refused() {
     while !matches!(action, Action::Rename { .. }) {
         let event = match &action {
             Action::WriteData => Event::Data(parts()),
-            Action::CheckFence => Event::Fence(None),
+            Action::CheckWriter => Event::OtherWriter(None),
             Action::InspectTarget(_) => Event::TargetState(TargetState::Committed(attempt(0))),
             _ => Event::Done,
         };
@@ -258,11 +259,11 @@ fn a_failed_temporary_or_write_ends_the_save() {
 }
 
 fn votes(votes: Vec<Vote>) -> Event {
-    Event::Votes { votes, heartbeats: Vec::new() }
+    Event::Votes(PolledVotes { votes, heartbeats: Vec::new() })
 }
 
 fn heartbeats(heartbeats: &[(u32, u64)]) -> Event {
-    Event::Votes { votes: Vec::new(), heartbeats: heartbeats.to_vec() }
+    Event::Votes(PolledVotes { votes: Vec::new(), heartbeats: heartbeats.to_vec() })
 }
 
 fn asks_for(action: &Action) -> &[u32] {
@@ -456,7 +457,7 @@ fn an_unsynced_root_is_uncertain_on_every_rank() {
                 claims: vec![],
                 parts: Ok(vec![]),
             }]),
-            Action::CheckFence => Event::Fence(None),
+            Action::CheckWriter => Event::OtherWriter(None),
             _ => Event::Done,
         };
         action = leader.on(event, at(0));
@@ -478,7 +479,7 @@ fn a_rank_waits_for_a_living_leader_and_then_blocks_it() {
     for (second, heartbeat) in [(9, 1), (18, 2), (27, 2)] {
         assert!(matches!(follower.on(silence(heartbeat), at(second)), Action::Listen { .. }), "{second}");
     }
-    assert!(matches!(follower.on(silence(2), at(28)), Action::GiveUp));
+    assert!(matches!(follower.on(silence(2), at(28)), Action::MarkGivenUp));
     assert!(
         matches!(follower.on(Event::Done, at(28)), Action::Rename { from, to, .. } if from == "tmp" && to == "trash")
     );
@@ -497,7 +498,7 @@ fn a_committed_step_survives_a_silent_leader() {
         (io(5), true),
     ] {
         let mut follower = listening();
-        assert!(matches!(follower.on(silence(0), at(10)), Action::GiveUp));
+        assert!(matches!(follower.on(silence(0), at(10)), Action::MarkGivenUp));
         assert!(matches!(follower.on(Event::Done, at(10)), Action::Rename { .. }));
         assert!(matches!(follower.on(io(2), at(10)), Action::InspectTarget(_)));
         let end = finished(follower.on(target, at(10)));
@@ -506,7 +507,7 @@ fn a_committed_step_survives_a_silent_leader() {
     // The same where the ranks cannot reach each other any more: the leader may have committed.
     let mut follower = listening();
     let gone = Event::Unreachable(Error::Unreachable("the store is gone".into()));
-    assert!(matches!(follower.on(gone, at(1)), Action::GiveUp));
+    assert!(matches!(follower.on(gone, at(1)), Action::MarkGivenUp));
     assert!(matches!(follower.on(Event::Done, at(1)), Action::Rename { to, .. } if to == "trash"));
     assert!(matches!(follower.on(io(2), at(1)), Action::InspectTarget(_)));
     let end = finished(follower.on(Event::TargetState(TargetState::Committed(attempt(1))), at(1)));
@@ -530,7 +531,7 @@ fn a_committed_step_survives_a_silent_leader() {
 }
 
 #[test]
-fn whoever_comes_to_a_save_that_was_given_up_leaves_it() {
+fn a_late_rank_leaves_a_given_up_save() {
     let mut late = machine(plan(1, 3));
     late.start();
     let Action::SendVote(vote) = late.on(Event::GivenUp, at(0)) else { panic!("it says so") };
@@ -572,14 +573,14 @@ fn a_difference_within_a_node_is_refused() {
     let refusal = |odd: u32| {
         let node = |first: u32| {
             let votes = [first, first + 1].map(|rank| vote(rank, if rank == odd { 9 } else { 1 }));
-            let told = records::gather(&draft, &attempt(1), first, votes.into()).encode().unwrap();
+            let told = merge_votes(&draft, &attempt(1), first, votes.into()).encode().unwrap();
             Vote::decode(first, &told).unwrap()
         };
         records::records(&draft, &attempt(1), 4, vec![node(0), node(2)], 0).err()
     };
     assert!(refusal(4).is_none(), "all say the same");
     for odd in 0..4 {
-        let named = format!("ranks 0 and {} differ", odd.max(1));
+        let named = format!("ranks 0 and {} have different values", odd.max(1));
         assert!(refusal(odd).is_some_and(|error| error.to_string().contains(&named)), "{named}");
     }
 }

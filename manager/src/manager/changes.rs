@@ -75,7 +75,7 @@ impl Inner {
             Err(error) if error.is_not_found() || error.is_without_locks() => None,
             Err(error) => return Err(error.into()),
         };
-        self.root.check_fence()?;
+        self.root.check_writer()?;
         aside::retire(&*self.root.dir, name, trash)?;
         Ok(())
     }
@@ -102,8 +102,7 @@ impl Manager {
             }
         };
         let drained = inner.drain(None);
-        let (branch, moved) =
-            inner.team.settle("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
+        let (branch, moved) = inner.team.agree("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
         inner.history.lock().trail.restored(step);
         inner.ranks.set_highest(step);
         Ok((branch, moved))
@@ -145,7 +144,7 @@ impl Manager {
         if root.list()?.steps.contains_key(&step) {
             return Err(Error::PathExists { path: root.path.join(name) });
         }
-        root.check_fence()?;
+        root.check_writer()?;
         let label = directory_layout::label(step);
         copy::into(source, part, &root.dir, &name, &label, &inner.environment, progress)
     }
@@ -223,7 +222,7 @@ impl Inner {
         if !newer.is_empty() {
             self.check_branch_is_new(&branch)?;
         }
-        root.check_fence()?;
+        root.check_writer()?;
         let mut moved = Vec::new();
         for (number, found) in steps.range(step + 1..).rev() {
             aside::set_aside(&*root.dir, &found.name, &branch)?;
@@ -260,7 +259,7 @@ impl Inner {
         if steps.is_empty() {
             return Err(Error::Invalid(format!("{} has no branch {branch:?}", self.root.path.display())));
         }
-        self.root.check_fence()?;
+        self.root.check_writer()?;
         let retired = aside::retire_all(&*self.root.dir, &renames);
         self.root.deleter.enqueue(renames.into_iter().take(retired.deletable()).map(|(_, trash)| trash));
         match retired.error {
@@ -271,7 +270,7 @@ impl Inner {
 
     fn delete(&self, step: u64) -> Result<()> {
         let root = &self.root;
-        root.settle_uncertain(step);
+        root.sync_uncertain(step);
         let found = root.find(Some(step))?;
         let trash = root.trash(step);
         self.retire_unheld(step, &found.name, &trash)?;

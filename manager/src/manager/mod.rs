@@ -6,7 +6,8 @@
 //! | `saves` | the pending saves, and the failures of those that ended |
 //! | `history` | the saved and restored steps, for policies |
 //! | `usage` | the steps that are held, retired or replaced now |
-//! | `together` | the agreements of several ranks |
+//! | `together`, `restores` | the agreements of several ranks, on saves and on restores |
+//! | `ticket` | the right to save one step |
 //! | `saving` | `save`: checks, capture on the caller's thread, hand-over to the persister |
 //! | `capturer` | the thread of late captures |
 //! | `persister` | the threads that write and commit, first in, first out |
@@ -37,11 +38,13 @@ mod history;
 mod open;
 mod persister;
 mod queries;
+mod restores;
 mod retaining;
 mod saves;
 mod saving;
 #[cfg(any(test, feature = "test-support"))]
 mod testing;
+mod ticket;
 mod together;
 mod usage;
 
@@ -52,8 +55,8 @@ pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
 use saves::Saves;
 pub use saving::{Decision, Ready};
+pub use ticket::Ticket;
 use together::Ranks;
-pub use together::Ticket;
 use usage::Usage;
 
 /// A request to save.

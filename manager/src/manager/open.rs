@@ -151,7 +151,7 @@ impl Inner {
         let mut life = move |inner: &Self| {
             let queued = inner.saves.lock();
             let save = queued.first_open(|save| inner.team.has_voted(save));
-            if inner.ranks.is_restoring() || inner.team.is_gathering() {
+            if inner.ranks.is_restoring() || inner.team.is_collecting() {
                 polls += 1;
                 return Some(RankHeartbeat { save, progress: polls });
             }

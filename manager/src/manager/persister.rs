@@ -58,8 +58,8 @@ impl Inner {
             // A failed save may not have waited for its turn yet.
             self.wait_for_turn(turn);
             let SaveEnd { outcome, replaced } = ended;
-            self.forget_verdicts(counter);
-            // A failed clean-up is not a failed save: settle the save in any case.
+            self.remove_read_verdicts(counter);
+            // A failed clean-up is not a failed save: set the outcome of the save in any case.
             let cleaned = guarded("what follows a save", || self.follow_up(save.step(), &outcome, replaced));
             if let Err(error) = cleaned.map_err(Error::from).and_then(|applied| applied) {
                 tracing::warn!(%error, "applying retention failed. It is tried again after the next commit");
@@ -70,7 +70,7 @@ impl Inner {
                 let mut queued = self.saves.lock();
                 queued.pending.retain(|pending| !pending.is(&save));
                 let failed = outcome.error().is_some();
-                let callbacks = save.settle(outcome);
+                let callbacks = save.set_outcome(outcome);
                 queued.endings.add(counter, &save, failed);
                 queued.writes.ended += 1;
                 // It failed before or during the write.

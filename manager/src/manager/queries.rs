@@ -112,12 +112,6 @@ impl Manager {
         Ok(self.inner.root.list()?.steps.keys().copied().collect())
     }
 
-    /// Returns the steps of pending saves, in the order of their commits.
-    pub fn pending(&self) -> Result<Vec<u64>> {
-        self.inner.check_usable()?;
-        Ok(self.inner.saves.lock().pending.iter().map(crate::save::Save::step).collect())
-    }
-
     /// Returns the invalid directories with a step's name, each with its reason.
     pub fn quarantined(&self) -> Result<Vec<Quarantined>> {
         self.inner.check_usable()?;

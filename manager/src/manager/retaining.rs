@@ -240,7 +240,7 @@ impl Inner {
                 }
             }
         };
-        self.root.check_fence()?;
+        self.root.check_writer()?;
         if changes.deleted().next().is_some() {
             self.report_metrics_without_steps(&counted, &mut inspected)?;
         }

@@ -105,8 +105,8 @@ pub(super) struct EndedSaves {
     /// Numbers of saves that have ended, from `over_before` on. All below have ended.
     over: BTreeSet<u64>,
     over_before: u64,
-    /// Failed saves of which the ranks have not agreed yet who has seen the failure.
-    unsettled: BTreeSet<u64>,
+    /// Failed saves whose failure the ranks have not discussed yet ([`super::together`]).
+    open_failures: BTreeSet<u64>,
 }
 
 impl Saves {
@@ -165,7 +165,7 @@ impl QueuedSaves {
         let counter = self.counter;
         self.counter += 1;
         self.endings.over.insert(counter);
-        self.endings.unsettled.insert(counter);
+        self.endings.open_failures.insert(counter);
         // This rank raises the failure in the same call as the ranks that have not seen it.
         self.endings.last_failure = Some(save);
         counter
@@ -179,7 +179,7 @@ impl EndedSaves {
         if has_failed {
             self.failed.push(save.clone());
             self.last_failure = Some(save.clone());
-            self.unsettled.insert(counter);
+            self.open_failures.insert(counter);
         }
         self.over.insert(counter);
     }
@@ -195,20 +195,19 @@ impl EndedSaves {
         self.over_before = self.over_before.max(before);
     }
 
-    /// Returns failed saves below that number of which the ranks have not agreed who has seen the
-    /// failure.
-    pub(super) fn unsettled(&self, before: u64) -> Vec<u64> {
-        self.unsettled.range(..before).copied().collect()
+    /// Returns the failed saves below that number whose failure the ranks have not discussed yet.
+    pub(super) fn open_failures(&self, before: u64) -> Vec<u64> {
+        self.open_failures.range(..before).copied().collect()
     }
 
-    /// This failure needs no agreement: the save did not fail on the other ranks.
-    pub(super) fn set_settled(&mut self, counter: u64) {
-        self.unsettled.remove(&counter);
+    /// Closes a failure that the ranks need not discuss, because the leader has committed the save.
+    pub(super) fn close_failure(&mut self, counter: u64) {
+        self.open_failures.remove(&counter);
     }
 
-    /// The ranks have agreed on all failures below that number.
-    pub(super) fn set_settled_before(&mut self, before: u64) {
-        self.unsettled = self.unsettled.split_off(&before);
+    /// Closes all failures below that number, after the ranks have discussed them.
+    pub(super) fn close_failures(&mut self, before: u64) {
+        self.open_failures = self.open_failures.split_off(&before);
     }
 
     /// Returns the last save that failed, seen or not.

@@ -10,7 +10,8 @@ use stepwell_core::limits::MAX_STEP;
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::driver;
 
-use super::together::{AgreedDecision, Ticket};
+use super::ticket::Ticket;
+use super::together::AgreedDecision;
 use super::{Exists, Inner, Manager, SaveRequest};
 use crate::commit::Existing;
 use crate::directory_layout;
@@ -242,9 +243,9 @@ impl Inner {
         if !force && !self.policy_answer(step, custom)? {
             return Ok(AgreedDecision::Refuse(Refusal::Policy));
         }
-        // An uncertain step is settled now, or the save replaces it. A power cut leaves one of the
-        // two, whole.
-        let uncertain = !is_pending && self.root.settle_uncertain(step);
+        // Sync an uncertain step now. If that fails, the save replaces it. After a power cut, one
+        // of the two is there, whole.
+        let uncertain = !is_pending && self.root.sync_uncertain(step);
         let listing = self.root.list_changes()?;
         let steps = &listing.steps;
         // A step that has lost files is invalid. A new step may take its number. The commit
@@ -362,7 +363,7 @@ impl Inner {
             target: self.root.names.format(step),
             existing,
             counter,
-            fenced: true,
+            in_root: true,
             stale: ticket.stale.unwrap_or(false),
         };
         let now_in_part = prepared.has_eager();

@@ -24,4 +24,10 @@ impl Manager {
     pub fn step_path(&self, step: u64) -> PathBuf {
         self.inner.root.path.join(self.inner.root.names.format(step))
     }
+
+    /// Returns the steps of pending saves, in the order of their commits.
+    pub fn pending(&self) -> Result<Vec<u64>> {
+        self.inner.check_usable()?;
+        Ok(self.inner.saves.lock().pending.iter().map(crate::save::Save::step).collect())
+    }
 }

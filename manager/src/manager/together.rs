@@ -1,28 +1,28 @@
-//! The agreements of several ranks. One process needs none of them.
+//! The agreements of several ranks on their saves. A single process needs none of them.
 //!
 //! * If the policy needs only the step, and the step is above all that were ever begun, every rank
 //!   decides by itself. Otherwise (clocks, signals, callables, a step that may exist) the leader's
 //!   answer binds all.
-//! * Every save has the same number on all ranks. A rank whose call of `save` fails after the
-//!   decision still reports that it does not save ([`Ticket`]).
-//! * The same call raises the failure of a save on all ranks: the first `save` before which that
-//!   save has ended on each of them.
+//! * Every save has the same number on all ranks. If a rank's call of `save` fails after the
+//!   decision, the rank reports that it does not save ([`Ticket`]).
+//! * All ranks raise the failure of a save in the same call: the first `save` that begins after the
+//!   failed save has ended on all ranks.
 //! * A call without an answer ends the session: all later calls fail.
 //! * Before the first save, and after a rank has reported changed leaves, the ranks exchange which
 //!   leaves they have ([`Census`]).
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::saves::QueuedSaves;
+use super::ticket::Ticket;
 use super::{Exists, Inner, Manager};
 use crate::commit::Announcement;
 use crate::error::{Error, Result};
 use crate::periodic::Periodic;
-use crate::runs::{in_both, numbers_of, runs_of};
 use crate::save::{Refusal, Save, participation};
 use crate::save_policy::Facts;
 use crate::state::{Census, StateSource, plain_leaves};
@@ -30,7 +30,7 @@ use crate::state::{Census, StateSource, plain_leaves};
 /// The state on which the ranks agree, beside their saves.
 #[derive(Default)]
 pub(super) struct Ranks {
-    known: Mutex<AgreedState>,
+    state: Mutex<AgreedState>,
     /// Held during a census: an interrupted call may still be in it when the next call begins.
     census_lock: Mutex<()>,
     /// This rank's heartbeat.
@@ -38,25 +38,26 @@ pub(super) struct Ranks {
 }
 
 #[derive(Default)]
-struct AgreedState {
+pub(super) struct AgreedState {
     /// The largest step of the root when it was opened, or of a save begun since. Equal on all
     /// ranks.
     highest: Option<u64>,
     /// The holders of plain leaves, from the last census.
     census: Option<Arc<Census>>,
     /// The step that the leader last chose for a restore.
-    chosen: Option<u64>,
-    /// This rank takes part in a restore: it sends heartbeats, however long it reads.
-    restoring: bool,
-    /// It is in a call of that restore which all ranks make.
-    in_restore_call: bool,
-    /// The reason why its caller left that call. The next call reports it.
-    restore_left: Option<String>,
+    pub chosen: Option<u64>,
+    /// True while this rank takes part in a restore. It then sends heartbeats, even during long
+    /// reads.
+    pub restoring: bool,
+    /// True while this rank makes a call of that restore that all ranks make.
+    pub in_restore_call: bool,
+    /// The reason why the caller left that call. It is reported after the call.
+    pub restore_left: Option<String>,
 }
 
 impl Ranks {
-    fn lock(&self) -> MutexGuard<'_, AgreedState> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn lock(&self) -> MutexGuard<'_, AgreedState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins after the ranks have met.
@@ -125,59 +126,6 @@ impl Facts for AgreedFacts<'_> {
     }
 }
 
-/// The right to save one step. With several ranks it is also a duty: dropped unused, it reports to
-/// the others that this rank does not save.
-pub struct Ticket {
-    inner: Arc<Inner>,
-    pub(super) step: u64,
-    /// True if the save replaces a step.
-    pub(super) replaces: bool,
-    /// True if this rank's leaves have changed since the last census. `None` before this rank has
-    /// taken part in the census of this save.
-    pub(super) stale: Option<bool>,
-    /// True if the save has a number, or needs none.
-    pub(super) used: bool,
-    cause: Arc<OnceLock<String>>,
-}
-
-impl Ticket {
-    pub(super) fn new(inner: &Arc<Inner>, step: u64, replaces: bool) -> Self {
-        Self {
-            inner: Arc::clone(inner),
-            step,
-            replaces,
-            stale: None,
-            used: inner.team.is_alone(),
-            cause: Arc::default(),
-        }
-    }
-
-    /// The step.
-    pub fn step(&self) -> u64 {
-        self.step
-    }
-
-    /// Returns the place for the reason of a drop, which the other ranks get. The first reason
-    /// stays.
-    pub fn cause(&self) -> Arc<OnceLock<String>> {
-        Arc::clone(&self.cause)
-    }
-
-    /// Drops the ticket with the reason of a failure.
-    pub(super) fn fail(self, error: &Error) {
-        let _ = self.cause.set(error.to_string());
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        if !self.used && self.inner.birth.is_here() {
-            let cause = self.cause.get_or_init(|| "its call of save was interrupted".to_owned());
-            self.inner.report_no_save(self.step, self.stale.is_some(), cause);
-        }
-    }
-}
-
 impl Inner {
     /// [`Inner::decide`] for several ranks: all get the same decision.
     pub(super) fn decide_together(
@@ -188,7 +136,7 @@ impl Inner {
         custom: &BTreeMap<String, bool>,
     ) -> Result<AgreedDecision> {
         self.team.check_session()?;
-        self.settle_failures(step)?;
+        self.agree_on_failures(step)?;
         if force || self.options.save_policy.is_deterministic() {
             if !force && !self.agreed_policy_answer(step, custom)? {
                 return Ok(AgreedDecision::Refuse(Refusal::Policy));
@@ -206,9 +154,9 @@ impl Inner {
         self.options.save_policy.should_save(&AgreedFacts { step, is_first, custom })
     }
 
-    /// Returns the leader's answer to a question that may depend on a preemption. A rank that got
-    /// the signal leaves a mark on the board. Once the leader finds it, all ranks learn of it by
-    /// the same answer. So the call needs no message of each rank.
+    /// Returns the leader's answer to a question that may depend on a preemption. A rank that gets
+    /// the signal puts a mark on the board. When the leader finds it, its answer reports the
+    /// preemption to all ranks. So the call needs no message from each rank.
     pub(super) fn ask_with_preemption<T: Serialize + for<'de> Deserialize<'de>>(
         &self,
         what: &str,
@@ -243,8 +191,8 @@ impl Inner {
     }
 
     /// Waits until all saves that must end before the next one have ended on this rank. If a rank
-    /// has not seen a failure of one of them, all ranks raise it.
-    fn settle_failures(&self, step: u64) -> Result<()> {
+    /// has an unseen failure of one of them, all ranks raise it.
+    fn agree_on_failures(&self, step: u64) -> Result<()> {
         let lag = self.options.max_pending as u64 + 1;
         let before = self.saves.lock().counter.saturating_sub(lag);
         let begun = Instant::now();
@@ -258,33 +206,32 @@ impl Inner {
         self.team.forget_votes(before);
         self.read_late_verdicts(before).map_err(|error| self.team.end_session(error))?;
         let queued = self.saves.lock();
-        if queued.endings.unsettled(before).is_empty() {
+        if queued.endings.open_failures(before).is_empty() {
             return Ok(());
         }
         let unseen = queued.endings.unseen().next().is_some();
         drop(queued);
         let answer = |unseen: Vec<bool>| Ok((unseen.contains(&true), self.team.census_stale_since()));
-        let (raise, census_stale_since) =
-            self.team.settle("save after one that failed", Ok(unseen), answer)?;
-        // A rank that failed by itself has not read the verdict, which reports this too.
+        let (raise, census_stale_since) = self.team.agree("save after a failed save", Ok(unseen), answer)?;
+        // The verdict reports this too. A rank whose own part failed has not read it.
         if let Some(save) = census_stale_since {
             self.team.record_stale_census(save);
         }
-        self.saves.lock().endings.set_settled_before(before);
+        self.saves.lock().endings.close_failures(before);
         if raise { self.raise_failure(step) } else { Ok(()) }
     }
 
-    /// Looks up verdicts that came too late for this rank. A save that the leader committed after
-    /// all did not fail on the other ranks, so no agreement is needed.
+    /// Reads verdicts that came too late for this rank. A save that the leader committed has not
+    /// failed, so the ranks need not agree on its failure.
     fn read_late_verdicts(&self, before: u64) -> Result<()> {
         if self.team.leads() {
             return Ok(());
         }
-        let failed = self.saves.lock().endings.unsettled(before);
+        let failed = self.saves.lock().endings.open_failures(before);
         for counter in failed {
             let Some(verdict) = self.team.verdict(counter, Duration::ZERO)? else { continue };
             if matches!(Announcement::decode(&verdict), Ok((Announcement::Committed, _))) {
-                self.saves.lock().endings.set_settled(counter);
+                self.saves.lock().endings.close_failure(counter);
             }
         }
         Ok(())
@@ -303,8 +250,8 @@ impl Inner {
         }
     }
 
-    /// Gives the save that this rank does not make a number, and reports that to the other ranks.
-    fn report_no_save(&self, step: u64, in_census: bool, cause: &str) {
+    /// Counts a save that this rank does not make, and reports that to the other ranks.
+    pub(super) fn report_no_save(&self, step: u64, in_census: bool, cause: &str) {
         if !in_census {
             // The others may wait for this rank's leaves in a census.
             let _census = self.ranks.census_lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -341,56 +288,26 @@ impl Inner {
     /// hold one before the next save.
     fn known_census(&self) -> Option<Arc<Census>> {
         let counter = self.saves.lock().counter;
-        // By then, all saves that may have reported it have ended on all ranks: see
-        // `settle_failures`.
+        // After this many saves, all saves that may have reported it have ended on all ranks: see
+        // `agree_on_failures`.
         let lag = self.options.max_pending as u64 + 2;
         let outdated = self.team.census_stale_since().is_some_and(|save| counter >= save + lag);
         self.ranks.lock().census.clone().filter(|_| !outdated)
     }
 
     /// Removes verdicts that all ranks have read, since they have voted on this save.
-    pub(super) fn forget_verdicts(&self, counter: u64) {
+    pub(super) fn remove_read_verdicts(&self, counter: u64) {
         if self.team.is_alone() || !self.team.leads() {
             return;
         }
         let read = counter.saturating_sub(self.options.max_pending as u64 + 1);
-        if let Err(error) = self.team.forget_verdicts(read) {
+        if let Err(error) = self.team.remove_verdicts(read) {
             tracing::debug!(%error, "removing read messages failed");
         }
     }
 }
 
 impl Manager {
-    /// Returns the step that a restore takes (`None`: the latest). It is the leader's answer on
-    /// every rank.
-    pub fn choose(&self, step: Option<u64>) -> Result<u64> {
-        self.inner.check_usable()?;
-        self.in_restore_call(|| {
-            let chosen = self.inner.team.ask("restore", || Ok(self.inner.root.find(step)?.manifest.step))?;
-            // The leader has listed it, so it counts.
-            self.inner.root.set_uncertain(chosen, false);
-            let mut known = self.inner.ranks.lock();
-            known.chosen = Some(chosen);
-            known.restoring = true;
-            Ok(chosen)
-        })
-    }
-
-    /// Records that the caller of this rank has left a restore of all ranks, in one of its calls or
-    /// between them. The others get the reason once that call is answered.
-    pub fn leave_restore(&self, cause: &str) {
-        if !self.inner.birth.is_here() {
-            return;
-        }
-        let mut known = self.inner.ranks.lock();
-        if known.in_restore_call {
-            known.restore_left = Some(cause.to_owned());
-        } else if known.restoring {
-            drop(known);
-            self.report_left(cause.to_owned());
-        }
-    }
-
     /// Ends the session, because a call of this rank failed before it knew which save it makes. The
     /// next saves of the others fail with the cause, until a call of theirs finds the session over.
     pub fn end_session(&self, cause: &str) {
@@ -398,86 +315,13 @@ impl Manager {
         if inner.team.is_alone() || !inner.birth.is_here() || inner.check_usable().is_err() {
             return;
         }
-        // After this, no heartbeat tells the others that this rank still writes.
+        // Finish the pending saves first: this rank sends no heartbeats after the end.
         let _ = inner.drain(None);
         let (rank, counter) = (inner.team.rank(), inner.saves.lock().counter);
         for ahead in 0..=inner.options.max_pending as u64 + 1 {
             participation::abstain(&inner.team, counter.saturating_add(ahead), 0, cause);
         }
         inner.team.end_session(Error::RankFailed { rank, cause: cause.to_owned() });
-    }
-
-    fn report_left(&self, cause: String) {
-        let failed = if self.inner.team.leads() {
-            Error::RankFailed { rank: self.inner.team.rank(), cause }
-        } else {
-            Error::Invalid(cause)
-        };
-        // It gives that failure back.
-        drop(self.inner.team.settle("restore", Err::<(), _>(failed), |_| Ok(())));
-        self.inner.ranks.end_restore();
-    }
-
-    /// Runs one call of a restore. An error ends the restore on all ranks. Otherwise
-    /// [`Manager::restored`] ends it.
-    fn in_restore_call<T>(&self, ask: impl FnOnce() -> Result<T>) -> Result<T> {
-        self.inner.ranks.lock().in_restore_call = true;
-        let answer = ask();
-        let left = {
-            let mut known = self.inner.ranks.lock();
-            known.in_restore_call = false;
-            known.restoring &= answer.is_ok();
-            known.restore_left.take()
-        };
-        if let (Some(cause), true) = (left, answer.is_ok()) {
-            self.report_left(cause);
-        }
-        answer
-    }
-
-    /// Returns those of the given stored leaves, which this rank does not want, that no other rank
-    /// wants. `None` if the ranks restore in different ways (`how`).
-    pub fn wanted_by_none(&self, how: &str, mut unwanted: Vec<u32>) -> Result<Option<Vec<u32>>> {
-        self.inner.check_usable()?;
-        unwanted.sort_unstable();
-        // Send runs: thousands of ranks each have thousands of unwanted leaves, and those of a
-        // stage or an expert are adjacent.
-        let mine = (how.to_owned(), runs_of(&unwanted));
-        let found = self.restoring("restore", Ok(mine), |all| {
-            let mut all = all.into_iter();
-            let Some((how, first)) = all.next() else { return Ok(None) };
-            let mut found = Some(first);
-            for (other, unwanted) in all {
-                found = found.filter(|_| other == how).map(|found| in_both(&found, &unwanted));
-            }
-            Ok(found)
-        })?;
-        Ok(found.map(numbers_of))
-    }
-
-    /// True if all ranks pass the same text.
-    pub fn alike(&self, what: &str) -> Result<bool> {
-        self.inner.check_usable()?;
-        self.restoring("restore", Ok(what.to_owned()), |all| {
-            Ok(all.windows(2).all(|two| matches!(two, [one, other] if one == other)))
-        })
-    }
-
-    /// Makes one result of the results of all ranks: if one rank has failed, all fail with its
-    /// cause.
-    pub fn agree(&self, what: &str, mine: Result<()>) -> Result<()> {
-        self.inner.check_usable()?;
-        self.restoring(what, mine, |_| Ok(()))
-    }
-
-    /// Exchanges the reports of ranks in a restore.
-    fn restoring<S: Serialize + for<'de> Deserialize<'de>, T: Serialize + for<'de> Deserialize<'de>>(
-        &self,
-        what: &str,
-        mine: Result<S>,
-        answer: impl FnOnce(Vec<S>) -> Result<T>,
-    ) -> Result<T> {
-        self.in_restore_call(|| self.inner.team.settle(what, mine, answer))
     }
 
     /// Returns this process's rank, and the number of ranks.

@@ -13,9 +13,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use stepwell_core::deadline::StallTimer;
 use stepwell_core::save::{Progress, SaveStats};
-use stepwell_core::staging::CopyQueue;
 use stepwell_core::sync::{Condvar, Mutex, MutexGuard};
-use stepwell_core::sys::UserStream;
+use stepwell_core::sys::{Device, UserStream};
 
 use crate::error::{Error, Result};
 use crate::guard::guarded;
@@ -116,7 +115,7 @@ struct SaveInner {
     /// Counts progress that moves no bytes: another rank is alive.
     events: AtomicU64,
     /// The devices whose memory it copies.
-    queues: Vec<Arc<dyn CopyQueue>>,
+    devices: Vec<Arc<Device>>,
     begun: Instant,
     cancel: Arc<AtomicBool>,
     /// The longest time without progress before a wait fails.
@@ -133,7 +132,7 @@ impl SaveInner {
             changed: Condvar::new(),
             progress: None,
             events: AtomicU64::new(0),
-            queues: Vec::new(),
+            devices: Vec::new(),
             begun: Instant::now(),
             cancel: Arc::default(),
             stall_timeout: Duration::ZERO,
@@ -160,13 +159,13 @@ impl Save {
     pub(crate) fn begun(
         step: u64,
         progress: Arc<Progress>,
-        queues: Vec<Arc<dyn CopyQueue>>,
+        devices: Vec<Arc<Device>>,
         begun: Instant,
         cancel: Arc<AtomicBool>,
         stall_timeout: Duration,
     ) -> Self {
         let progress = Some(progress);
-        Self::of(SaveInner { progress, queues, begun, cancel, stall_timeout, ..SaveInner::over(step) })
+        Self::of(SaveInner { progress, devices, begun, cancel, stall_timeout, ..SaveInner::over(step) })
     }
 
     pub(crate) fn refused(step: u64, refusal: Refusal) -> Self {
@@ -176,7 +175,7 @@ impl Save {
     /// A save that failed before it began. Its caller has the error.
     pub(crate) fn failed_unbegun(step: u64, error: Error) -> Self {
         let save = Self::of(SaveInner::over(step));
-        save.settle(Outcome::NotCommitted(Arc::new(error)));
+        save.set_outcome(Outcome::NotCommitted(Arc::new(error)));
         save.acknowledge();
         save
     }
@@ -239,7 +238,7 @@ impl Save {
     }
 
     /// Waits until all host memory is read and every copy of a device was started. Only devices
-    /// then still copy ([`Save::precede`]). Fails with [`Error::Timeout`] as [`Save::wait`] does.
+    /// then still copy ([`Save::fence`]). Fails with [`Error::Timeout`] as [`Save::wait`] does.
     pub fn wait_started(&self, timeout: Option<Duration>) -> Result<()> {
         self.wait_until(timeout, "the capture", SaveTracks::is_started)
     }
@@ -254,18 +253,18 @@ impl Save {
         if self.captured() {
             return Vec::new();
         }
-        self.shared.queues.iter().map(|queue| queue.ordinal()).collect()
+        self.shared.devices.iter().map(|device| device.ordinal()).collect()
     }
 
-    /// Makes later work on the caller's streams wait, on its device, for the copies that were
+    /// Makes later work on the caller's streams wait, on the device, for the copies that have
     /// started. Skips devices without a given stream.
-    pub fn precede(&self, streams: &BTreeMap<u32, UserStream>) -> stepwell_core::Result<()> {
+    pub fn fence(&self, streams: &BTreeMap<u32, UserStream>) -> stepwell_core::Result<()> {
         if self.captured() {
             return Ok(());
         }
-        for queue in &self.shared.queues {
-            if let Some(stream) = streams.get(&queue.ordinal()) {
-                queue.precede(*stream)?;
+        for device in &self.shared.devices {
+            if let Some(stream) = streams.get(&device.ordinal()) {
+                device.sent_before(*stream)?;
             }
         }
         Ok(())
@@ -390,7 +389,7 @@ impl Save {
 
     /// Sets the outcome. The first one stays. Returns the callbacks, which the caller passes to
     /// [`Save::call`] once it holds no lock.
-    pub(crate) fn settle(&self, outcome: Outcome) -> Vec<Callback> {
+    pub(crate) fn set_outcome(&self, outcome: Outcome) -> Vec<Callback> {
         let mut state = self.lock();
         if state.outcome.is_some() {
             return Vec::new();

@@ -85,7 +85,7 @@ fn every_waiter_hears_the_one_outcome() {
                 let save = save.clone();
                 thread::spawn(move || {
                     save.set_captured(outcome.error().is_none());
-                    let callbacks = save.settle(outcome);
+                    let callbacks = save.set_outcome(outcome);
                     save.call(callbacks);
                 })
             })
@@ -109,7 +109,7 @@ fn a_failure_that_nobody_waited_for_is_told_exactly_once() {
                 thread::spawn(move || usize::from(save.take_unseen().is_some()))
             })
             .collect();
-        save.settle(failed());
+        save.set_outcome(failed());
         let told: usize = asking.into_iter().map(|thread| thread.join().unwrap()).sum();
         let left = usize::from(save.take_unseen().is_some());
         assert_eq!(told + left, 1);
@@ -198,7 +198,7 @@ fn save(trouble: Trouble) {
         target: "step".to_owned(),
         existing: Existing::Refuse,
         counter: 0,
-        fenced: false,
+        in_root: false,
         stale: false,
     };
     let (job, capturing) = prepared.split(&environment, &options, place);
@@ -212,7 +212,7 @@ fn save(trouble: Trouble) {
         let deleter =
             Arc::new(Deleter::new(Arc::clone(&root), Arc::clone(&environment.clock), Duration::ZERO, None));
         let (save, ended) = persist::run(job, &root, &environment, &team, &deleter, &|| ());
-        let callbacks = save.settle(ended.outcome);
+        let callbacks = save.set_outcome(ended.outcome);
         save.call(callbacks);
     });
     let canceller = (trouble == Trouble::Cancel).then(|| {

@@ -51,8 +51,8 @@ pub(crate) struct SaveTarget {
     pub existing: Existing,
     /// The save counter of the session.
     pub counter: u64,
-    /// True if the root has an epoch file to check before the rename.
-    pub fenced: bool,
+    /// True for a step of a root, false for a singular checkpoint.
+    pub in_root: bool,
     /// True if this rank's leaves have changed since the last census.
     pub stale: bool,
 }
@@ -104,7 +104,7 @@ pub(crate) fn allocate_staging(
     options: &Options,
     pool: &Arc<StagingPool>,
 ) -> Result<()> {
-    prepared.follow()?;
+    prepared.start_after_streams()?;
     // A late capture allocates its memory later. Two slots are enough until then.
     let hurry = prepared.has_eager();
     ensure_memory(pool, options, if hurry { prepared.tensor_bytes } else { 0 })?;
@@ -188,10 +188,10 @@ pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Insta
 
 impl PlannedSave {
     /// Orders the copies after the earlier work on the caller's streams.
-    fn follow(&self) -> Result<()> {
-        for queue in self.capture.queues() {
-            if let Some(stream) = self.streams.get(&queue.ordinal()) {
-                queue.follow(*stream)?;
+    fn start_after_streams(&self) -> Result<()> {
+        for device in self.capture.devices() {
+            if let Some(stream) = self.streams.get(&device.ordinal()) {
+                device.send_after(*stream)?;
             }
         }
         Ok(())
@@ -211,7 +211,7 @@ impl PlannedSave {
     ) -> (SaveJob, Capturing) {
         let Self { draft, unwritten, capture, flush, tensor_bytes, cancel, streams, begun, team } = self;
         let session = team.session().to_owned();
-        let SaveTarget { label, target, existing, counter, fenced, stale } = place;
+        let SaveTarget { label, target, existing, counter, in_root, stale } = place;
         let stall_timeout = options.stall_timeout;
         let plan = CommitPlan {
             step: draft.step,
@@ -226,16 +226,16 @@ impl PlannedSave {
             world_size: team.world_size(),
             nodes: team.nodes().into(),
             stall_timeout,
-            fenced,
+            in_root,
             stale,
         };
-        let (progress, queues) = (capture.progress(), capture.queues().to_vec());
-        let save = Save::begun(draft.step, progress, queues, begun, cancel, stall_timeout);
+        let (progress, devices) = (capture.progress(), capture.devices().to_vec());
+        let save = Save::begun(draft.step, progress, devices, begun, cancel, stall_timeout);
         let started = save.clone();
         capture.when_started(Box::new(move || started.set_started()));
         save.set_stats(|stats| stats.files = draft.items.len() as u64);
         let capturing =
-            Capturing { save: save.clone(), capture, streams, alone: !fenced, bytes: tensor_bytes };
+            Capturing { save: save.clone(), capture, streams, alone: !in_root, bytes: tensor_bytes };
         (SaveJob { save, plan, draft, unwritten, flush, queued: Instant::now() }, capturing)
     }
 }
@@ -249,7 +249,7 @@ impl Capturing {
         let fenced = capture.is_fenced();
         let captured = capture.run_eager();
         // Also after a failure: started copies still read.
-        let ordered = if fenced { save.precede(&streams) } else { Ok(()) };
+        let ordered = if fenced { save.fence(&streams) } else { Ok(()) };
         let captured = captured.and_then(|rest| ordered.map(|()| rest));
         let error = match captured {
             Ok(Some(capture)) => {

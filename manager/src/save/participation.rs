@@ -13,7 +13,7 @@ use crate::state::Census;
 pub(crate) fn exchange_leaves(team: &Team, mine: Result<Vec<u64>>) -> Result<Census> {
     let mine = mine.map(|leaves| (team.rank(), leaves));
     let census = |all: Vec<(u32, Vec<u64>)>| Ok(Census::new(&all).encoded());
-    team.settle("save: who holds what", mine, census).map(Census::decoded)
+    team.agree("save: the exchange of leaves", mine, census).map(Census::decoded)
 }
 
 /// Announces in the exchange of leaves that this rank does not save.

@@ -12,8 +12,8 @@ use stepwell_core::save::{Flush, WrittenItem};
 
 use super::job::SaveJob;
 use super::{Outcome, Save, Stats};
-use crate::commit::driver::{PolledVotes, World};
 use crate::commit::{self, Announcement, DraftItem, ItemPart, LeaderNews, Machine, Verdict, Vote};
+use crate::commit::{PolledVotes, World};
 use crate::coordination::LEADER;
 use crate::coordination::team::Team;
 use crate::environment::Environment;

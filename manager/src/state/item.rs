@@ -13,10 +13,10 @@ pub struct DraftItem {
     pub name: String,
     /// Its top-level entries.
     pub top_level: Vec<TopLevel>,
-    /// Leaves that this rank has written without knowing the other holders, in order. The leader
-    /// keeps one copy of each.
+    /// Leaves whose writer the ranks have not decided, because the census does not have them. Each
+    /// holder has written them, and the leader keeps one copy. In order.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub unsettled: Vec<u32>,
+    pub undecided: Vec<u32>,
 }
 
 /// A rank's part of one item.

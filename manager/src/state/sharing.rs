@@ -82,13 +82,13 @@ impl Writing<'_> {
             Holders::First => match self.census.and_then(|census| census.holders(part)) {
                 Some(ranks) if ranks.first() == Some(&self.rank) => PartWriters::Alone,
                 Some(ranks) if ranks.contains(&self.rank) => PartWriters::Others,
-                _ => PartWriters::Unsettled,
+                _ => PartWriters::Undecided,
             },
             Holders::Everyone => match self.census.and_then(|census| census.holders(part)) {
-                Some(ranks) if !ranks.contains(&self.rank) => PartWriters::Unsettled,
+                Some(ranks) if !ranks.contains(&self.rank) => PartWriters::Undecided,
                 Some(ranks) if ranks.len() > 1 => PartWriters::Ranks(ranks),
                 Some(_) => PartWriters::Alone,
-                None => PartWriters::Unsettled,
+                None => PartWriters::Undecided,
             },
         }
     }
@@ -222,8 +222,8 @@ pub(crate) fn leaf_hashes(tree: &Tree) -> Vec<u64> {
 pub(crate) struct Shares {
     /// For each leaf, the boxes of its tensor. `None`: others write all of it.
     mine: Vec<Option<Vec<Region>>>,
-    /// The leaves that unknown holders may write too, in order.
-    unsettled: Vec<u32>,
+    /// The leaves whose writer the ranks have not decided, in order.
+    undecided: Vec<u32>,
     claims: Vec<Claim>,
 }
 
@@ -232,9 +232,9 @@ enum PartWriters {
     Alone,
     /// Another rank writes it.
     Others,
-    /// This rank did not have it at the last census. Every current holder writes it, and the leader
-    /// keeps one copy.
-    Unsettled,
+    /// This rank did not have the part at the last census. Every current holder writes it, and the
+    /// leader keeps one copy.
+    Undecided,
     Ranks(Arc<[u32]>),
     /// The number of this replica, and the number of replicas.
     Places(u32, u32),
@@ -255,7 +255,7 @@ impl Shares {
         }
         let paths = path_hashes(state);
         let mut mine: Vec<Option<Vec<Region>>> = vec![None; state.leaves.len()];
-        let mut unsettled = Vec::new();
+        let mut undecided = Vec::new();
         let mut claims = Vec::new();
         let mut groups: HashMap<Arc<[u32]>, Vec<SharedPart>> = HashMap::new();
         for (leaf, (source, &path)) in state.leaves.iter().zip(&paths).enumerate() {
@@ -276,8 +276,8 @@ impl Shares {
                         match writing.ranks(holders, part) {
                             PartWriters::Alone => own.get_or_insert_default().push(region.clone()),
                             PartWriters::Others => {}
-                            PartWriters::Unsettled => {
-                                unsettled.push(leaf as u32);
+                            PartWriters::Undecided => {
+                                undecided.push(leaf as u32);
                                 own.get_or_insert_default().push(region.clone());
                             }
                             PartWriters::Ranks(ranks) => {
@@ -333,7 +333,7 @@ impl Shares {
             // The order of the groups is random.
             own.sort_by(|one, other| one.offset.cmp(&other.offset));
         }
-        Ok(Self { mine, unsettled, claims })
+        Ok(Self { mine, undecided, claims })
     }
 
     /// Returns the shares of a single process, which must hold everything.
@@ -356,7 +356,7 @@ impl Shares {
             Ok(Some(regions))
         };
         let mine = state.leaves.iter().enumerate().map(share).collect::<Result<_>>()?;
-        Ok(Self { mine, unsettled: Vec::new(), claims: Vec::new() })
+        Ok(Self { mine, undecided: Vec::new(), claims: Vec::new() })
     }
 
     /// True if this rank writes a part of a leaf, or records an empty one.
@@ -369,9 +369,9 @@ impl Shares {
         self.claims.clone()
     }
 
-    /// True if unknown holders may write a leaf too.
-    pub(super) fn is_unsettled(&self, leaf: u32) -> bool {
-        self.unsettled.binary_search(&leaf).is_ok()
+    /// True if the ranks have not decided who writes the leaf.
+    pub(super) fn is_undecided(&self, leaf: u32) -> bool {
+        self.undecided.binary_search(&leaf).is_ok()
     }
 
     /// Returns the regions of a tensor that this rank writes.

@@ -118,6 +118,6 @@ fn ranks_with_other_options_are_refused() {
     job.run(2, 2, |rank, environment| {
         let exists = if rank == 0 { Exists::Error } else { Exists::Replace };
         let error = to_path(rank, 1, exists, &environment).unwrap_err();
-        assert!(error.to_string().contains("do not agree on exists"), "{error}");
+        assert!(error.to_string().contains("different values of exists"), "{error}");
     });
 }

@@ -19,7 +19,7 @@ fn try_save(world: &World, state: StateSource, stream: &Stream) -> (Option<Strin
     };
     // A guard must not hang, whatever becomes of the save.
     save.wait_started(Some(LONG)).unwrap();
-    let guarded = save.precede(&named(&[stream])).err().map(|error| error.to_string());
+    let guarded = save.fence(&named(&[stream])).err().map(|error| error.to_string());
     match save.wait(Some(LONG)).unwrap() {
         Some(Outcome::NotCommitted(error)) => (Some(error.to_string()), false),
         Some(Outcome::Committed) => (guarded, true),

@@ -205,7 +205,7 @@ fn a_stream_that_captures_a_graph_is_refused() {
     save.wait_started(Some(LONG)).unwrap();
     stream.capturing(true);
     if !save.captured() {
-        assert!(save.precede(&named(&[&stream])).is_err());
+        assert!(save.fence(&named(&[&stream])).is_err());
     }
     stream.capturing(false);
     committed(&save);

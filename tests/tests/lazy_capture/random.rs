@@ -80,7 +80,7 @@ impl Training<'_> {
     fn guard(&self) -> bool {
         self.saves.iter().all(|(save, _)| {
             save.wait_started(Some(LONG)).unwrap();
-            save.precede(&named(&self.both())).is_ok()
+            save.fence(&named(&self.both())).is_ok()
         })
     }
 

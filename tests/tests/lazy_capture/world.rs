@@ -188,5 +188,5 @@ pub fn assert_version(fake: &FakeCuda, found: &[Vec<u8>], version: u64) {
 /// Acts as an update guard.
 pub fn guard(save: &Save, streams: &[&Stream]) {
     save.wait_started(Some(LONG)).unwrap();
-    save.precede(&named(streams)).unwrap();
+    save.fence(&named(streams)).unwrap();
 }

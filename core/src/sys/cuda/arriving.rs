@@ -90,7 +90,7 @@ impl Arriving {
     }
 
     /// Waits until all copies have ended, or for the deadline ([`Error::Timeout`]).
-    pub(in crate::sys) fn settle(&mut self, deadline: Instant) -> Result<()> {
+    pub(in crate::sys) fn wait_arrived(&mut self, deadline: Instant) -> Result<()> {
         let begun = Instant::now();
         let mut interval = FIRST_POLL_INTERVAL;
         loop {

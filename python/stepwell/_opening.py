@@ -1,0 +1,249 @@
+"""Reads of one checkpoint at one path, or of a step of a root: ``sw.open``, ``sw.restore``,
+``sw.metadata``, ``sw.verify``, ``sw.watch``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+
+from . import _core, coordinators
+from . import _lifecycle as lifecycle
+from . import _verification as verifying
+from . import _watcher as watching
+from ._checkpoint import Checkpoint, Metadata, VerifyReport
+from ._checks import flag, given_step, one_of, step_number
+from ._locations import CONTROL, MANIFEST, Path, absolute, check_watched, explaining, is_directory, readable
+from ._options import ENGINES, reader_json
+from ._public import public
+from ._restore import restore as restoring
+from ._restore.fallback import newest_intact
+from ._restore.options import (
+    ChoiceKeywords,
+    RestoreKeywords,
+    RestoreOptions,
+    ResumeKeywords,
+    spelled_out,
+)
+from ._restore.report import RestoreReport
+from ._restore.restore import Restored
+from ._state.specs import as_rank
+from ._steps import steps
+from ._timeouts import seconds
+from .errors import MisuseError, StepNotFound, StepwellError
+
+if TYPE_CHECKING:
+    from ._background import Restore
+    from .formats import Description
+    from .maps import MapLike
+
+_T = TypeVar("_T")
+
+
+@public
+def open(
+    path: Path, step: int | None = None, *, map: MapLike | None = None, engine: str = "auto"
+) -> Checkpoint:
+    """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or
+    ``step``) of a root. Arrays are read on request. Retention does not remove its files before it
+    is closed.
+
+    Args:
+        path: a checkpoint, a step's directory, or a root.
+        step: the step of a root. ``None``: its newest one.
+        map: a :class:`stepwell.maps.Map`, its TOML file or its rules. The checkpoint then has the
+            names and shapes of another model.
+        engine: the I/O engine, as in :class:`stepwell.Options`."""
+    lifecycle.notifier.start()  # for log lines of the engine
+    where, number = readable(path), None if step is None else step_number(step)
+    one_of(engine, "engine", ENGINES)
+    if (found := _foreign(where)) is not None:
+        if number is not None:
+            raise StepNotFound(
+                f"{where} is a single checkpoint ({found.family}) without steps: leave step= out"
+            )
+        return Checkpoint(RestoreOptions(map=map).mapped(found.open(engine)))
+    with explaining(where):
+        core = _core.open_path(where, number, engine)
+    return Checkpoint(RestoreOptions(map=map).mapped(core))
+
+
+def _foreign(path: str) -> Description | None:
+    """Returns the description of another library's checkpoint, or ``None``."""
+    if is_directory(path) and any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL)):
+        return None
+    from . import formats  # imported late: most checkpoints are stepwell's own
+
+    return formats.find(path)
+
+
+@overload
+def restore(
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[False] = False,
+    **options: Unpack[ResumeKeywords],
+) -> _T: ...
+@overload
+def restore(
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[True],
+    **options: Unpack[ResumeKeywords],
+) -> tuple[_T, RestoreReport]: ...
+@overload
+def restore(
+    path: Path,
+    step: int | None = None,
+    *,
+    fallback: bool = False,
+    return_report: bool = False,
+    **options: Unpack[ChoiceKeywords],
+) -> Any: ...  # the stored structure, or that of like=
+@public
+@spelled_out
+def restore(
+    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+) -> object:
+    """Restores the checkpoint at ``path``; see :meth:`CheckpointManager.restore`.
+
+    Args:
+        path: a checkpoint, a step's directory, or a root.
+        step: the step of a root. ``None``: its newest one.
+        fallback: restores the newest intact step of a root.
+    """
+    step = given_step(step)
+    if not flag(fallback, "fallback"):
+        return _restore(path, step, options)[0].answer(options)
+    where = readable(path)
+    if step is not None or os.path.isfile(os.path.join(where, MANIFEST)):
+        raise MisuseError("fallback= looks for the newest intact step: pass a root, and no step")
+    manager = _core.Manager(where, reader_json())
+    try:
+        restored, passed = newest_intact(
+            where,
+            lambda one: _restore(path, manager.latest_step() if one is None else one, options),
+            manager.all_steps,
+            lambda: steps(manager.report()),
+            lambda mine: mine,
+        )
+    finally:
+        manager.close(None)
+    restored.report.passed_over = passed
+    return restored.answer(options)
+
+
+@overload
+def restore_async(
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[False] = False,
+    **options: Unpack[ResumeKeywords],
+) -> Restore[_T]: ...
+@overload
+def restore_async(
+    path: Path,
+    step: int | None = None,
+    *,
+    into: _T,
+    fallback: bool = False,
+    return_report: Literal[True],
+    **options: Unpack[ResumeKeywords],
+) -> Restore[tuple[_T, RestoreReport]]: ...
+@overload
+def restore_async(
+    path: Path,
+    step: int | None = None,
+    *,
+    fallback: bool = False,
+    return_report: bool = False,
+    **options: Unpack[ChoiceKeywords],
+) -> Restore[Any]: ...  # the stored structure, or that of like=
+@public
+@spelled_out
+def restore_async(
+    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+) -> Restore[Any]:  # as the overloads say
+    """Starts :func:`restore` on another thread, and returns a future of its result
+    (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use the
+    arrays of ``into`` before ``result()`` has returned.
+
+    Args:
+        path: as of :func:`restore`.
+        step: as of :func:`restore`.
+        fallback: as of :func:`restore`.
+    """
+    from ._background import Restore  # costs the import of concurrent.futures
+
+    RestoreOptions.of(options, "restore_async").reading_alone()
+    number, flagged = given_step(step), flag(fallback, "fallback")
+    where = readable(path)
+    # The overloads separate into= from like=, so call it without their types.
+    call: Callable[..., object] = restore
+    return Restore(f"the restore of {where}", lambda: call(where, number, fallback=flagged, **options))
+
+
+def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Restored, int]:
+    """Restores one checkpoint, and returns its step too."""
+    checked = RestoreOptions.of(options).reading_alone()
+    if checked.fill:
+        lifecycle.wait_captured()
+    try:
+        with open(path, step) as checkpoint, as_rank(coordinators.initialised_rank()):
+            return restoring.run(checkpoint._open(), checked), checkpoint.step
+    except StepwellError as failure:
+        if failure.step is None:
+            failure.step = step
+        raise
+
+
+@public
+def metadata(path: Path, step: int | None = None) -> Metadata:
+    """Returns facts about the checkpoint at ``path``, as saved with it, without reading an array.
+    Later metrics belong to a root: :meth:`CheckpointManager.metadata`."""
+    with open(path, step) as checkpoint:
+        return checkpoint.metadata()
+
+
+@public
+def verify(
+    path: Path, step: int | None = None, *, progress: Callable[[int, int], object] | None = None
+) -> VerifyReport:
+    """Reads the whole checkpoint at ``path`` and compares every checksum. In a root, it reads the
+    newest step (or ``step``), even if it is damaged. The report names the step."""
+    return verifying.verify(readable(path), None if step is None else step_number(step), open, progress)
+
+
+@public
+def watch(
+    root: Path,
+    *,
+    after: int | None = None,
+    timeout: float | None = None,
+    which: Literal["latest", "all"] = "latest",
+    interval: float = 0.5,
+) -> Iterator[Checkpoint]:
+    """Yields new committed steps above ``after``, leased, for an evaluator. ``which="latest"``
+    skips to the newest one, ``"all"`` yields each that still exists. Ends after ``timeout`` seconds
+    without a new step. A step is closed when the next one is requested.
+
+    It yields only complete steps. A step with missing files (for example in an unfinished copy) is
+    skipped with a warning and tried again later, so ``"all"`` may yield it after a newer one.
+    ``"latest"`` yields the newest complete step, and never an older one than before. It also yields
+    a step that was saved again after a rewind, or that replaces the last one, but not the step that
+    a rewind leaves as the newest."""
+    one_of(which, "which", ("latest", "all"))
+    limit, pause = seconds(timeout), seconds(interval, "interval")
+    where = absolute(root, "the root")
+    seen = None if after is None else step_number(after)
+    check_watched(where)
+    return watching.watch(where, open, seen, limit, pause, which)
