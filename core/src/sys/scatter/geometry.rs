@@ -211,8 +211,8 @@ impl Strided {
             each(Tile { src, dst, unit: self.unit, rows: CopyDim::ONE, cols: head });
             return;
         };
-        // Of the head and the outer dimensions, the one with the smallest destination stride becomes
-        // the rows. Its number is `None` for the head.
+        // The rows are the dimension with the smallest destination stride: the head (`None`), or one
+        // of the outer dimensions.
         let mut nearest = (head, None);
         for (i, dim) in outer.iter().enumerate() {
             if dim.dst.unsigned_abs() < nearest.0.dst.unsigned_abs() {
