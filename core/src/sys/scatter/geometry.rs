@@ -211,8 +211,8 @@ impl Strided {
             each(Tile { src, dst, unit: self.unit, rows: CopyDim::ONE, cols: head });
             return;
         };
-        // The rows are the dimension with the smallest destination stride: the head (`None`), or one
-        // of the outer dimensions.
+        // The rows are the dimension with the smallest destination stride: the head (`None`), or
+        // one of the outer dimensions.
         let mut nearest = (head, None);
         for (i, dim) in outer.iter().enumerate() {
             if dim.dst.unsigned_abs() < nearest.0.dst.unsigned_abs() {
