@@ -12,7 +12,8 @@ use std::sync::{Arc, OnceLock};
 use stepwell_core::format::index::Index;
 use stepwell_core::io::Dir;
 use stepwell_core::load::{
-    self, Destination, FileReads, FileSet, LoadFailure, LoadOptions, LoadStats, VerifyProgress, VerifyReport,
+    self, Destination, FileReads, FileSet, GuardedRange, LoadFailure, LoadOptions, LoadStats, VerifyProgress,
+    VerifyReport,
 };
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::sys::{Birth, cores, each, spawn};
@@ -94,10 +95,16 @@ impl Reader {
     }
 
     /// Opens files below `dir` that another library wrote. `index` describes them. Their lengths
-    /// are checked when they are opened, and nothing vouches for their bytes.
-    pub fn foreign(dir: &Path, index: Index, environment: &Environment) -> Result<Self> {
+    /// are checked when they are opened. Only a verification compares guarded ranges with their
+    /// checksums, and nothing vouches for other bytes.
+    pub fn foreign(
+        dir: &Path,
+        index: Index,
+        guarded: &[GuardedRange],
+        environment: &Environment,
+    ) -> Result<Self> {
         let dir = environment.disk.open_dir(dir)?;
-        let files = FileSet::foreign(Arc::clone(&dir), &index.files);
+        let files = FileSet::foreign(Arc::clone(&dir), &index.files, guarded);
         let load_options = Options::default().load_options(false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))

@@ -17,7 +17,7 @@ use stepwell_core::format::index::{
 };
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::leaf_path::{Component, named};
-use stepwell_core::load::{FileReads, VerifyProgress};
+use stepwell_core::load::{FileReads, GuardedRange, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, Node, NodeKind, Tree};
@@ -216,6 +216,9 @@ type ForeignLeaf = (Option<(String, Vec<u64>, Vec<ForeignChunk>)>, Option<u32>);
 /// and little-endian.
 type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>, Option<ForeignLayout>);
 
+/// A guarded range of a foreign file: file, offset, bytes, CRC-32.
+type GuardedRow = (u32, u64, u64, u32);
+
 /// The layout of a chunk's elements: strides in bytes, big-endian, negated parts.
 type ForeignLayout = (Vec<u64>, bool, String);
 
@@ -293,8 +296,8 @@ fn foreign_leaf((tensor, of): ForeignLeaf) -> PyResult<LeafRecord> {
 #[pymethods]
 impl Checkpoint {
     /// Opens files below `directory` that another library wrote: `files` by name and length, the
-    /// nodes of the tree, its leaves, and the objects by leaf. `manifest` are facts about them, in
-    /// the form of a manifest.
+    /// nodes of the tree, its leaves, the objects by leaf, and ranges with checksums. `manifest`
+    /// has facts about them, in the form of a manifest.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "a description, part by part")]
     fn foreign(
@@ -304,6 +307,7 @@ impl Checkpoint {
         nodes: Vec<ForeignNode<'_>>,
         leaves: Vec<ForeignLeaf>,
         objects: HashMap<u32, Py<PyAny>>,
+        guarded: Vec<GuardedRow>,
         manifest: String,
         engine: &str,
     ) -> PyResult<Self> {
@@ -320,9 +324,11 @@ impl Checkpoint {
             leaves: leaves.into_iter().map(foreign_leaf).collect::<PyResult<_>>()?,
             files: files.into_iter().map(file).collect(),
         };
+        let range = |(file, offset, length, crc32): GuardedRow| GuardedRange { file, offset, length, crc32 };
+        let guarded: Vec<GuardedRange> = guarded.into_iter().map(range).collect();
         let opened = wait::on_thread(py, move || {
             let environment = options::environment(&directory, engine, Purpose::Read)?;
-            Reader::foreign(&directory, index, &environment)
+            Reader::foreign(&directory, index, &guarded, &environment)
         })?
         .map_err(|error| raise_manager(py, &error))?;
         let foreign = Some(ForeignFacts { objects, manifest });

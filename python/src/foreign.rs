@@ -44,7 +44,7 @@ pub fn safetensors_header_length(
     start: &[u8],
     file_length: u64,
 ) -> PyResult<u64> {
-    let too_short = || Fault { at: 0, what: "a safetensors file has eight bytes or more".to_owned() };
+    let too_short = || Fault::cut(0, "a safetensors file has eight bytes or more");
     let length = start
         .first_chunk()
         .ok_or_else(too_short)
@@ -86,6 +86,6 @@ pub fn zip_members(py: Python<'_>, path: PathBuf) -> PyResult<Vec<MemberRow>> {
     Ok(members.into_iter().map(row).collect())
 }
 
-fn corrupt(py: Python<'_>, path: &Path, fault: &Fault) -> PyErr {
+pub fn corrupt(py: Python<'_>, path: &Path, fault: &Fault) -> PyErr {
     raise(py, &Error::corrupt(path, fault.to_string()))
 }

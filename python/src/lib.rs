@@ -10,6 +10,7 @@
 //! | [`matching`] [`options`] | the match of a restore; options |
 //! | [`convert`] | conversions into files of other formats, which the package plans |
 //! | [`foreign`] | bytes of other libraries' files, for the package's format modules |
+//! | [`pickle`] | the nodes of a pickle as Python objects, for the same |
 //! | [`state`] [`snapshot`] | a flattened state; the request of a save |
 //! | [`board`] | a coordinator that Python provides |
 //! | [`events`] [`log`] [`wait`] | tasks of the notifier thread; the engine's log; waits that handle signals |
@@ -30,6 +31,7 @@ mod log;
 mod manager;
 mod matching;
 mod options;
+mod pickle;
 mod save_handle;
 mod singular;
 mod snapshot;
@@ -59,6 +61,8 @@ mod _core {
     use crate::manager::{Held, Manager, Ticket};
     #[pymodule_export]
     use crate::matching::{first_globs, flat_pieces, match_state, renamed};
+    #[pymodule_export]
+    use crate::pickle::pickle;
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]

@@ -41,6 +41,7 @@ __all__ = [
     "is_plain",
     "match_state",
     "open_path",
+    "pickle",
     "read_foreign",
     "renamed",
     "repair",
@@ -303,6 +304,7 @@ def safetensors_header(
 _ZipMember = tuple[str, str, int, int, int, int]
 
 def zip_members(path: _Path) -> list[_ZipMember]: ...
+def pickle(path: _Path, data: bytes, begin: int, end: int) -> tuple[object, int] | None: ...
 
 #: Offset, length, and one of: bytes, a tensor as leaf and dtype, the first and the last piece of a
 #: checksum.
@@ -345,6 +347,7 @@ class Checkpoint:
         nodes: Sequence[_ForeignNode],
         leaves: Sequence[_ForeignLeaf],
         objects: Mapping[int, object],
+        guarded: Sequence[tuple[int, int, int, int]],
         manifest: str,
         engine: str,
     ) -> Checkpoint: ...

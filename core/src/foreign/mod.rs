@@ -9,8 +9,7 @@
 //! | [`safetensors`] | the header of a safetensors file |
 //! | [`zip`] | the directory of a zip archive |
 //!
-//! The Python package knows what the found names and layouts mean. It does not read `torch.save`
-//! and DCP yet, which need the parsers of pickles and zip archives.
+//! The Python package knows what the found names and layouts mean.
 
 pub mod msgpack;
 pub mod npy;
@@ -26,11 +25,18 @@ pub struct Fault {
     pub at: u64,
     /// Expectation and finding.
     pub what: String,
+    /// True if the bytes end where more of them were expected.
+    pub is_cut: bool,
 }
 
 impl Fault {
     pub(crate) fn new(at: u64, what: impl Into<String>) -> Self {
-        Self { at, what: what.into() }
+        Self { at, what: what.into(), is_cut: false }
+    }
+
+    /// The fault of bytes that end too early.
+    pub fn cut(at: u64, what: impl Into<String>) -> Self {
+        Self { at, what: what.into(), is_cut: true }
     }
 }
 

@@ -280,12 +280,20 @@ impl Machine<'_> {
 
     /// Text or bytes of that length.
     fn sized(&mut self, opcode: u8, length: usize) -> Parsed<PickleNode> {
-        let bytes = self.span(length)?;
+        let span = self.span(length)?;
         Ok(match opcode {
-            b'X' | 0x8c | 0x8d => PickleNode::Str(bytes),
-            0x96 => PickleNode::ByteArray(bytes),
-            // Strings of Python 2 are bytes.
-            _ => PickleNode::Bytes(bytes),
+            b'X' | 0x8c | 0x8d => PickleNode::Str(span),
+            0x96 => PickleNode::ByteArray(span),
+            // A string of Python 2 is text or bytes.
+            b'U' | b'T' => {
+                let text = self.bytes.get(span.range()).unwrap_or_default();
+                if std::str::from_utf8(text).is_ok() {
+                    PickleNode::Str(span)
+                } else {
+                    PickleNode::Bytes(span)
+                }
+            }
+            _ => PickleNode::Bytes(span),
         })
     }
 
@@ -416,8 +424,12 @@ impl Machine<'_> {
     /// The text up to the end of the line.
     fn line(&mut self) -> Parsed<String> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let is_last = rest.len() <= MAX_NAME_BYTES;
         let rest = rest.get(..=MAX_NAME_BYTES).unwrap_or(rest);
         let end = rest.iter().position(|&byte| byte == b'\n');
+        if end.is_none() && is_last {
+            return Err(Fault::cut(self.opcode_at as u64, "a name was expected, and the pickle ends before"));
+        }
         let line = end.and_then(|end| rest.get(..end)).and_then(|line| std::str::from_utf8(line).ok());
         let line = line.ok_or_else(|| self.fault("a name that is no short line of text".to_owned()))?;
         self.at += line.len() + 1;
@@ -427,7 +439,8 @@ impl Machine<'_> {
     fn take(&mut self, count: usize) -> Parsed<&[u8]> {
         let end = self.at.checked_add(count).filter(|&end| end <= self.bytes.len());
         let Some(end) = end else {
-            return Err(self.fault(format!("{count} more bytes were expected, and the pickle ends before")));
+            let what = format!("{count} more bytes were expected, and the pickle ends before");
+            return Err(Fault::cut(self.opcode_at as u64, what));
         };
         let taken = self.bytes.get(self.at..end).unwrap_or_default();
         self.at = end;

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 pub(super) use info::{FileInfo, check_page, short};
 
+use super::guards::{GuardedRange, Guards};
 use crate::format::index::FileRecord;
 use crate::io::{Dir, File, Section, is_component};
 use crate::{Error, Result};
@@ -37,6 +38,7 @@ pub struct FileSet {
     dir: Arc<dyn Dir>,
     records: Vec<FileRecord>,
     origin: FileOrigin,
+    guards: Arc<Guards>,
     state: Mutex<OpenFiles>,
 }
 
@@ -64,13 +66,21 @@ impl FileSet {
         Self::of(dir, records, FileOrigin::Own)
     }
 
-    /// Creates the set of a foreign checkpoint's files below `dir`. They have no checksums.
-    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Self {
-        Self::of(dir, records, FileOrigin::Foreign)
+    /// Creates the set of a foreign checkpoint's files below `dir`. Only the guarded ranges have
+    /// checksums. Those of one file do not overlap.
+    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord], guarded: &[GuardedRange]) -> Self {
+        let guards = Arc::new(Guards::new(guarded));
+        Self { guards, ..Self::of(dir, records, FileOrigin::Foreign) }
     }
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
-        Self { dir, records: records.to_vec(), origin, state: Mutex::default() }
+        let guards = Arc::default();
+        Self { dir, records: records.to_vec(), origin, guards, state: Mutex::default() }
+    }
+
+    /// The guarded ranges of foreign files.
+    pub(super) fn guards(&self) -> &Arc<Guards> {
+        &self.guards
     }
 
     /// Returns the records of the files.

@@ -14,6 +14,7 @@
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`index_in_footer`] | the index that a data file holds of itself |
 //! | [`verify`] | every block of every file, all damage reported |
+//! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify`] |
 //! | `schedule` `pipeline` | what is read when, and by whom |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
@@ -30,6 +31,7 @@ mod destination;
 mod execute;
 mod file_set;
 mod footer_index;
+mod guards;
 mod objects;
 mod options;
 mod pipeline;
@@ -44,6 +46,7 @@ pub use destination::{Destination, DeviceTarget, Fence};
 pub use execute::{FileReads, execute, execute_while, plan};
 pub use file_set::FileSet;
 pub use footer_index::index_in_footer;
+pub use guards::GuardedRange;
 pub use objects::{copies_of_objects, read_objects};
 pub use options::{LoadFailure, LoadOptions, LoadStats};
 pub use verify::{Damage, VerifyProgress, VerifyReport, verify};

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::destination::Started;
 use super::file_set::{FileInfo, FileSet, check_page};
+use super::guards::GuardCheck;
 use super::options::LoadOptions;
 use super::pipeline::{self, Sink};
 use super::schedule::{Cell, Schedule};
@@ -79,7 +80,8 @@ pub fn verify(
         match checked {
             Ok(info) => {
                 if !info.is_guarded() {
-                    report.unguarded_bytes += info.data_end;
+                    report.unguarded_bytes +=
+                        info.data_end.saturating_sub(files.guards().guarded_bytes(file));
                 }
                 schedule.push(file, 0..info.data_end, info.block_bytes);
                 report.damages.extend(holders.outside(file, &info));
@@ -99,6 +101,7 @@ pub fn verify(
         bad: Mutex::default(),
         unread: Mutex::default(),
         blocks: AtomicU64::new(0),
+        guards: GuardCheck::new(Arc::clone(files.guards())),
     });
     pipeline::run(disk, files, schedule, &checker, options, &mut |done| {
         progress(VerifyProgress { done, total })
@@ -108,6 +111,15 @@ pub fn verify(
         let bytes = checker.infos.get(&file).map(|info| info.bytes_of(block)).unwrap_or_default();
         let leaves = holders.leaves(file, &bytes);
         report.damages.push(Damage { file: files.path(file), block: Some(block), leaves, what });
+    }
+    for (range, crc32) in checker.guards.damaged() {
+        let end = range.offset.saturating_add(range.length);
+        let what = format!(
+            "bytes {} to {end} have CRC-32 {crc32:08x}, what was written had {:08x}",
+            range.offset, range.crc32
+        );
+        let leaves = holders.leaves(range.file, &(range.offset..end));
+        report.damages.push(Damage { file: files.path(range.file), block: None, leaves, what });
     }
     report.damages.sort_by(|a, b| (&a.file, a.block).cmp(&(&b.file, b.block)));
     report.blocks = checker.blocks.load(Ordering::Acquire);
@@ -137,6 +149,7 @@ struct Checker {
     /// Cells whose read failed. Not every block in them is bad.
     unread: Mutex<Vec<Range<usize>>>,
     blocks: AtomicU64,
+    guards: GuardCheck,
 }
 
 impl Checker {
@@ -167,7 +180,10 @@ impl Checker {
                         }
                     });
                 match read {
-                    Ok(bytes) => self.check(cell.file, info, block, &bytes),
+                    Ok(bytes) => {
+                        self.guards.add(cell.file, range.start, &bytes);
+                        self.check(cell.file, info, block, &bytes);
+                    }
                     Err(error) => lock(&self.bad).push((cell.file, block, damage(error)?)),
                 }
             }
@@ -182,6 +198,7 @@ impl Sink for Checker {
         let Some((cell, info)) = found else {
             return Err(Error::internal("a cell of the schedule", format!("cell {number}")));
         };
+        self.guards.add(cell.file, cell.bytes.start, bytes);
         let first = info.block_of(cell.bytes.start);
         for (block, bytes) in (first..).zip(bytes.chunks(info.block_bytes as usize)) {
             self.check(cell.file, info, block, bytes);

@@ -14,21 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from . import safetensors
+from . import safetensors, torch_save
 from .description import Description
+from .refused import refuse
 
 __all__ = ["Description", "find"]
 
 #: Describes the files at a path; ``None``: another format.
 Format: TypeAlias = Callable[[str], Description | None]
 
-_FORMATS: Sequence[Format] = (safetensors.describe,)
+_FORMATS: Sequence[Format] = (safetensors.describe, torch_save.describe)
 
 
 def find(path: str) -> Description | None:
-    """Returns the description of what another library wrote at a path, if there is any."""
+    """Returns the description of what another library wrote at a path, if there is any. A known
+    format that is not read is refused by its name."""
     for describe in _FORMATS:
         found = describe(path)
         if found is not None:
             return found
+    refuse(path)
     return None

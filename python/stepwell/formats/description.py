@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,6 +56,23 @@ class Opaque:
         return f"<opaque {self.what}>"
 
 
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A list, tuple or dict that is one leaf: it has plain values only."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A range of a file, and the CRC-32 of its bytes."""
+
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
 @dataclass(slots=True)
 class Description:
     """A checkpoint of another library."""
@@ -64,16 +81,23 @@ class Description:
     family: str
     #: The path that was recognised.
     path: str
-    #: Dicts, lists and tuples with :class:`Tensor`, :class:`Opaque` or plain values as leaves. A
-    #: tensor that occurs twice is a tie.
+    #: Dicts, lists and tuples with :class:`Tensor`, :class:`Opaque`, :class:`Value` or plain values
+    #: as leaves. A tensor that occurs twice is a tie.
     state: object
     #: Text that the files carry beside the tensors.
     metadata: Mapping[str, str] = field(default_factory=dict)
+    #: Files that belong to it even if no tensor lies in them.
+    files: Sequence[str] = ()
+    #: Ranges of files that have checksums. Those of one file do not overlap.
+    guarded: Sequence[Guarded] = ()
 
     def open(self, engine: str) -> _core.Checkpoint:
         """Opens it."""
         rows = _Rows()
         rows.add(self.state, 0, None)
+        for file in self.files:
+            rows.file(file)
+        guarded = [(rows.file(one.file), one.offset, one.nbytes, one.crc32) for one in self.guarded]
         files = list(rows.files)
         # Links are followed here: a hub's cache has its files behind links.
         real = [os.path.realpath(file) for file in files]
@@ -115,6 +139,7 @@ class Description:
             rows.nodes,
             rows.leaves,
             rows.objects,
+            guarded,
             json.dumps(manifest),
             engine,
         )
@@ -154,7 +179,7 @@ class _Rows:
     def _add_leaf(self, value: object) -> None:
         leaf = len(self.leaves)
         if not isinstance(value, Tensor):
-            self.objects[leaf] = value
+            self.objects[leaf] = value.value if isinstance(value, Value) else value
             self.leaves.append((None, None))
         elif id(value) in self._seen:
             self.leaves.append((None, self._seen[id(value)]))
@@ -164,8 +189,12 @@ class _Rows:
             chunks = [self._chunk(value, one) for one in value.chunks]
             self.leaves.append(((value.dtype, value.shape, chunks), None))
 
+    def file(self, path: str) -> int:
+        """The number of a file."""
+        return self.files.setdefault(path, len(self.files))
+
     def _chunk(self, tensor: Tensor, chunk: Chunk) -> _core._ForeignChunk:
-        file = self.files.setdefault(chunk.file, len(self.files))
+        file = self.file(chunk.file)
         layout = None
         if chunk.strides is not None or chunk.big_endian or chunk.negated:
             strides = chunk.strides

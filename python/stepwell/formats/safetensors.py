@@ -7,19 +7,15 @@ custom metadata. Packed dtypes of less than a byte are listed, and cannot be res
 
 from __future__ import annotations
 
-import json
 import os
 
 from .. import _core
-from .._checks import shown
-from ..errors import CorruptCheckpoint
 from .description import Chunk, Description, Opaque, Tensor
+from .files import corrupt, read, weight_map
 
 FAMILY = "safetensors"
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
-#: The longest index that is read.
-_MAX_INDEX_BYTES = 256 << 20
 
 #: The dtypes of the format, by the names that numpy and ml_dtypes give them.
 DTYPES = {
@@ -66,7 +62,7 @@ def describe(path: str) -> Description | None:
     if len(indexes) == 1:
         return _sharded(indexes[0])
     if len(indexes) > 1:
-        raise _corrupt(
+        raise corrupt(
             path, f"{len(indexes)} indexes ({', '.join(map(os.path.basename, indexes))}); pass one of them"
         )
     return _whole(path, files) if files else None
@@ -79,7 +75,7 @@ def _whole(path: str, files: list[str]) -> Description:
         tensors, texts = read_header(file)
         twice = next((name for name in tensors if name in found), None)
         if twice is not None:
-            raise _corrupt(file, f"tensor `{twice}` is in another file of {path} too; pass one of the files")
+            raise corrupt(file, f"tensor `{twice}` is in another file of {path} too; pass one of the files")
         found |= tensors
         metadata |= texts
     return Description(FAMILY, path, found, metadata)
@@ -88,38 +84,25 @@ def _whole(path: str, files: list[str]) -> Description:
 def _sharded(index: str) -> Description:
     """The shards that an index names. Tensors that it does not name are left out, as by other
     readers."""
-    length = _read(index, 0, 0)[1]
-    if length > _MAX_INDEX_BYTES:
-        raise _corrupt(index, f"an index of at most {_MAX_INDEX_BYTES} bytes was expected, not of {length}")
-    try:
-        content = json.loads(_read(index, 0, length)[0])
-        places = content["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in places.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _corrupt(
-            index, f"an index with a weight_map was expected: {type(error).__name__}: {error}"
-        ) from error
-    folder = os.path.dirname(index)
     headers: dict[str, dict[str, Tensor | Opaque]] = {}
     found: dict[str, Tensor | Opaque] = {}
     metadata: dict[str, str] = {}
-    for name, shard in pairs:
-        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
-            raise _corrupt(index, f"tensor `{name}` is in {shown(shard)}, which is no file name")
+    for name, shard in weight_map(index):
         if shard not in headers:
-            headers[shard], texts = read_header(os.path.join(folder, shard))
+            headers[shard], texts = read_header(shard)
             metadata |= texts
         tensor = headers[shard].get(name)
         if tensor is None:
-            raise _corrupt(index, f"tensor `{name}` is not in {shard}, where the index places it")
+            where = os.path.basename(shard)
+            raise corrupt(index, f"tensor `{name}` is not in {where}, where the index places it")
         found[name] = tensor
     return Description(FAMILY, index, found, metadata)
 
 
 def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
     """Returns the tensors of a file by name, and its text metadata."""
-    start, length = _read(path, 0, 8)
-    header, _ = _read(path, 8, _core.safetensors_header_length(path, start, length))
+    start, length = read(path, 0, 8)
+    header, _ = read(path, 8, _core.safetensors_header_length(path, start, length))
     metadata, tensors = _core.safetensors_header(path, header, length)
     found: dict[str, Tensor | Opaque] = {}
     for name, dtype, sizes, offset, nbytes in tensors:
@@ -131,14 +114,3 @@ def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
             chunk = Chunk(path, offset, nbytes, (0,) * len(shape), shape)
             found[name] = Tensor(known, shape, (chunk,) if nbytes else ())
     return found, dict(metadata)
-
-
-def _read(path: str, offset: int, length: int) -> tuple[bytes, int]:
-    """Reads bytes of a file, and returns its length too. Links to files are followed."""
-    return _core.read_foreign(os.path.realpath(path), offset, length)
-
-
-def _corrupt(path: str, what: str) -> CorruptCheckpoint:
-    error = CorruptCheckpoint(f"{path}: {what}")
-    error.file = path
-    return error

@@ -79,6 +79,22 @@ fn a_stream_may_go_on_behind_a_pickle() {
 }
 
 #[test]
+fn every_prefix_of_a_stream_is_known_to_be_cut() {
+    for stream in [ORDERED_2, ORDERED_4] {
+        for length in 0..stream.len() {
+            assert!(parse(&stream[..length]).unwrap_err().is_cut, "{length}");
+        }
+    }
+    assert!(!parse(b"\x80\x02NNa.").unwrap_err().is_cut);
+}
+
+#[test]
+fn strings_of_python_2_are_text_if_they_can_be() {
+    assert_eq!(shown(b"\x80\x02U\x02\xc3\xbc."), "'ü'");
+    assert_eq!(shown(b"\x80\x02T\x01\x00\x00\x00\xfc."), "b'\u{fffd}'");
+}
+
+#[test]
 fn calls_are_named_and_never_made() {
     assert_eq!(shown(b"\x80\x02cos\nsystem\nX\x02\x00\x00\x00ls\x85R."), "os.system('ls')");
     assert_eq!(shown(b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93)\x81}b."), "torch.os.system() state {}");

@@ -1,0 +1,45 @@
+"""Bytes of other libraries' files, and the index of a sharded checkpoint of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from .. import _core
+from .._checks import shown
+from ..errors import CorruptCheckpoint
+
+#: The longest index that is read.
+_MAX_INDEX_BYTES = 256 << 20
+
+
+def read(path: str, offset: int, length: int) -> tuple[bytes, int]:
+    """Reads bytes of a file, and returns its length too. Links to files are followed."""
+    return _core.read_foreign(os.path.realpath(path), offset, length)
+
+
+def corrupt(path: str, what: str) -> CorruptCheckpoint:
+    """The error of a damaged file."""
+    error = CorruptCheckpoint(f"{path}: {what}")
+    error.file = path
+    return error
+
+
+def weight_map(index: str) -> list[tuple[str, str]]:
+    """Returns the names of the tensors of a sharded checkpoint, each with its shard's path."""
+    length = read(index, 0, 0)[1]
+    if length > _MAX_INDEX_BYTES:
+        raise corrupt(index, f"an index of at most {_MAX_INDEX_BYTES} bytes was expected, not of {length}")
+    try:
+        content = json.loads(read(index, 0, length)[0])
+        places = content["weight_map"]
+        pairs = [(str(name), str(shard)) for name, shard in places.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise corrupt(
+            index, f"an index with a weight_map was expected: {type(error).__name__}: {error}"
+        ) from error
+    folder = os.path.dirname(index)
+    for name, shard in pairs:
+        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
+            raise corrupt(index, f"tensor `{name}` is in {shown(shard)}, which is no file name")
+    return [(name, os.path.join(folder, shard)) for name, shard in pairs]

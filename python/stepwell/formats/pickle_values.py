@@ -1,0 +1,395 @@
+"""The values of a pickle: its inert objects as a state of plain values, tensors and opaque parts.
+
+A pickle is a graph. Its parts may be shared and may contain themselves. So the conversion keeps a
+stack of its own and converts every object once. A part that would unfold to more than the pickle
+could hold, or that is nested too deep, is opaque.
+
+A call becomes a value only if a *symbol* is known for the exact pair of module and name. All other
+names and calls are opaque: nothing is imported for them, and nothing is called.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from .. import _core
+from .._paths import Component, extend, printable
+from ..errors import CorruptCheckpoint
+from .description import Opaque, Tensor, Value
+from .pickled import Blob, Call, Elements, Name, Pairs, Persistent
+
+#: Values that a small pickle may unfold to, and values for each byte of a longer one.
+_MIN_VALUES, _VALUES_PER_BYTE = 1 << 17, 4
+#: The same for bytes of text, those of keys counted for each leaf below them.
+_MIN_TEXT_BYTES, _TEXT_PER_BYTE = 16 << 20, 64
+#: The same for bytes that calls copy.
+_MIN_COPIED_BYTES, _COPIED_PER_BYTE = 4 << 20, 16
+#: The longest key of a dict that is a container.
+_MAX_KEY_BYTES = 4096
+#: The longest integer that is a value.
+_MAX_INTEGER_BITS = 8192
+_MAX_INT64 = 1 << 63
+
+
+class Malformed(Exception):
+    """A call of a known symbol is damaged."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A converted object."""
+
+    #: The argument that symbols get.
+    value: object
+    #: The part of the state in its place.
+    placed: object
+    #: True if the value is made of built-in values only.
+    is_plain: bool = False
+    #: Values that it unfolds to.
+    values: int = 1
+    #: Bytes of text that it unfolds to.
+    text: int = 0
+    #: Leaves that it unfolds to.
+    leaves: int = 1
+    #: Nested containers.
+    depth: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The bytes of a pickle."""
+
+    file: str
+    data: bytes
+    #: The offset of the data in the file. ``None`` if the file has them in another form.
+    offset: int | None
+
+    def bytes_of(self, blob: Blob) -> bytes:
+        """The bytes of a blob."""
+        return self.data[blob.start : blob.start + blob.length]
+
+    def place_of(self, node: object) -> int | None:
+        """The offset of a blob in the file, if it is one."""
+        if not isinstance(node, Blob) or self.offset is None:
+            return None
+        return self.offset + node.start
+
+
+@dataclass(slots=True)
+class Made:
+    """A call with converted parts."""
+
+    call: Call
+    name: Name
+    stream: Stream
+    args: list[Found]
+    state: Found | None
+    items: list[Found]
+    #: Keys and values, one after the other.
+    entries: list[Found]
+
+    def arg(self, at: int, default: object = None) -> object:
+        """The value of an argument."""
+        return self.args[at].value if at < len(self.args) else default
+
+
+#: Returns the value of a call. A ``ValueError`` or its like makes the call opaque.
+Symbol: TypeAlias = Callable[[Made], Found]
+#: Returns the object of a persistent id.
+PersistentLoad: TypeAlias = Callable[[object], Found]
+
+#: Types of keys and of elements of sets.
+_KEY_TYPES = (str, int, float, bool, bytes, type(None))
+
+
+def opaque(what: str) -> Found:
+    """A value that is known by its name only."""
+    value = Opaque(what)
+    return Found(value, value)
+
+
+def plain(value: object, text: int = 0) -> Found:
+    """A value that is one leaf."""
+    return Found(value, value, True, text=text)
+
+
+def name_of(name: Name) -> str:
+    """A name in a message."""
+    return printable(f"{name.module}.{name.name}"[:200])
+
+
+class _Frame:
+    """An object whose parts are being converted."""
+
+    __slots__ = ("children", "node", "results")
+
+    def __init__(self, node: object, children: Sequence[object]) -> None:
+        self.node = node
+        self.children = children
+        self.results: list[Found] = []
+
+
+class Converter:
+    """Converts the objects of one pickle."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        symbols: Mapping[tuple[str, str], Symbol],
+        names: Mapping[tuple[str, str], object],
+        persistent: PersistentLoad,
+    ) -> None:
+        self._stream = stream
+        self._symbols = symbols
+        #: Names that are values by themselves.
+        self._names = names
+        self._persistent = persistent
+        self._max_values = _MIN_VALUES + _VALUES_PER_BYTE * len(stream.data)
+        self._max_text = _MIN_TEXT_BYTES + _TEXT_PER_BYTE * len(stream.data)
+        #: Bytes that calls have made of their arguments. Calls may share a long one.
+        self._copied = 0
+        self._max_copied = _MIN_COPIED_BYTES + _COPIED_PER_BYTE * len(stream.data)
+        #: Converted objects by identity; the pickle keeps them alive.
+        self._known: dict[int, Found] = {}
+        #: Objects whose parts are being converted.
+        self._open: set[int] = set()
+
+    def convert(self, root: object) -> Found:
+        """Converts an object and what is below it."""
+        found = self._at_once(root)
+        if found is not None:
+            return found
+        frames = [self._enter(root)]
+        while True:
+            frame = frames[-1]
+            if len(frame.results) < len(frame.children):
+                child = frame.children[len(frame.results)]
+                found = self._at_once(child)
+                if found is None:
+                    frames.append(self._enter(child))
+                else:
+                    frame.results.append(found)
+                continue
+            frames.pop()
+            try:
+                found = self._bounded(frame, self._finish(frame))
+            except Malformed as error:
+                where = _path(frames)
+                place = f"leaf `{where}`: " if where else ""
+                failure = CorruptCheckpoint(f"{self._stream.file}: {place}{error}")
+                failure.file, failure.leaf = self._stream.file, where or None
+                raise failure from None
+            self._known[id(frame.node)] = found
+            self._open.discard(id(frame.node))
+            if not frames:
+                return found
+            frames[-1].results.append(found)
+
+    def _enter(self, node: object) -> _Frame:
+        self._open.add(id(node))
+        return _Frame(node, _children(node))
+
+    def _at_once(self, node: object) -> Found | None:
+        """Converts an object that needs no frame."""
+        kind = type(node)
+        if kind is str:
+            return plain(node, len(str(node)))
+        if kind is int:
+            bits = int.bit_length(node)  # type: ignore[arg-type]
+            return plain(node) if bits <= _MAX_INTEGER_BITS else opaque(f"integer of {bits} bits")
+        if kind is float or kind is bool or node is None:
+            return plain(node)
+        if isinstance(node, Name):
+            return self._named(node)
+        known = self._known.get(id(node))
+        if known is not None:
+            return known
+        if id(node) in self._open:
+            return opaque("a container that is inside itself")
+        if isinstance(node, Blob):
+            data = self._stream.bytes_of(node)
+            found = plain(bytearray(data) if node.is_mutable else data, len(data))
+            self._known[id(node)] = found
+            return found
+        if isinstance(node, Call):
+            callable_ = node.callable
+            if not isinstance(callable_, Name):
+                return opaque("the result of a call")
+            is_known = (callable_.module, callable_.name) in self._symbols
+            if not is_known or not isinstance(node.args, tuple):
+                return opaque(name_of(callable_))
+        return None
+
+    def _named(self, name: Name) -> Found:
+        value = self._names.get((name.module, name.name))
+        if value is not None:
+            return plain(value)
+        return Found(name, Opaque(name_of(name)))
+
+    def _finish(self, frame: _Frame) -> Found:
+        node, results = frame.node, frame.results
+        if isinstance(node, list):
+            return sequence(results)
+        if isinstance(node, tuple):
+            return sequence(results, is_tuple=True)
+        if isinstance(node, Pairs):
+            return mapping(results)
+        if isinstance(node, Elements):
+            return elements([part.value for part in results], node.is_frozen)
+        if isinstance(node, Persistent):
+            return self._persistent(results[0].value)
+        assert isinstance(node, Call)
+        assert isinstance(node.args, tuple)
+        assert isinstance(node.callable, Name)
+        name = node.callable
+        at = len(node.args)
+        state = None
+        if node.state is not None:
+            state = results[at]
+            at += 1
+        items = results[at : at + len(node.items)]
+        entries = results[at + len(node.items) :]
+        made = Made(node, name, self._stream, results[: len(node.args)], state, items, entries)
+        self._copied += sum(_copied_bytes(part.value) for part in results[:at])
+        if self._copied > self._max_copied:
+            return opaque(f"{name_of(name)}, of a pickle with too many copies")
+        try:
+            found = self._symbols[name.module, name.name](made)
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
+            return opaque(name_of(name))
+        self._copied += _copied_bytes(found.value)
+        return found
+
+    def _bounded(self, frame: _Frame, found: Found) -> Found:
+        """Counts what a value unfolds to. One that is too large is opaque."""
+        parts = frame.results
+        if isinstance(found.placed, (Tensor, Opaque)) or not parts:
+            return found
+        found.values = 1 + sum(part.values for part in parts)
+        found.leaves = max(1, sum(part.leaves for part in parts))
+        found.depth = 1 + max(part.depth for part in parts)
+        keys = _keys_of(frame)
+        found.text = sum(part.text for part in parts)
+        found.text += sum(keys[at].text * parts[at].leaves for at in keys)
+        if found.values > self._max_values:
+            return opaque(f"a structure that unfolds to {found.values} values")
+        if found.text > self._max_text:
+            return opaque(f"a structure that unfolds to {found.text} bytes of text")
+        if found.depth >= _core.MAX_DEPTH:
+            return opaque(f"a structure of more than {_core.MAX_DEPTH - 1} levels")
+        return found
+
+
+def _copied_bytes(value: object) -> int:
+    """About the bytes of a value that a call made."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    return 8 * len(value) if isinstance(value, (list, tuple, dict, set, frozenset, deque)) else 0
+
+
+def _children(node: object) -> Sequence[object]:
+    if isinstance(node, (list, tuple)):
+        return node
+    if isinstance(node, Pairs):
+        return node.flat
+    if isinstance(node, Elements):
+        return node.items
+    if isinstance(node, Persistent):
+        return (node.id,)
+    if isinstance(node, Call) and isinstance(node.args, tuple):
+        state = () if node.state is None else (node.state,)
+        return (*node.args, *state, *node.items, *node.entries)
+    raise TypeError(f"a pickle has no {type(node).__name__}")
+
+
+def _entries_at(frame: _Frame) -> int:
+    """The number of the first key among a frame's children."""
+    if isinstance(frame.node, Pairs):
+        return 0
+    count = len(frame.node.entries) if isinstance(frame.node, Call) else 0
+    return len(frame.children) - count
+
+
+def _keys_of(frame: _Frame) -> dict[int, Found]:
+    """The keys of a frame, by the numbers of their values."""
+    begin = _entries_at(frame)
+    return {at + 1: frame.results[at] for at in range(begin, len(frame.results) - 1, 2)}
+
+
+def _path(frames: Sequence[_Frame]) -> str:
+    """The rendered path of what is being converted."""
+    path = ""
+    for frame in frames:
+        at = len(frame.results)
+        component: Component | None = None
+        if isinstance(frame.node, (list, tuple)):
+            component = ("x", at)
+        elif at > _entries_at(frame):
+            key = frame.results[at - 1].value
+            if isinstance(key, (str, int)):
+                component = ("i" if isinstance(key, int) else "k", key)
+        if component is not None:
+            path = extend(path, component)
+    return path[:1000]
+
+
+def sequence(parts: Sequence[Found], is_tuple: bool = False) -> Found:
+    """A list or tuple. One of plain values only is one leaf."""
+    make = tuple if is_tuple else list
+    value: Sequence[object] = make([part.value for part in parts])
+    if all(part.is_plain for part in parts):
+        return Found(value, Value(value) if value else value, True)
+    return Found(value, make([part.placed for part in parts]))
+
+
+def mapping(flat: Sequence[Found], cls: Callable[..., dict[object, object]] = dict) -> Found:
+    """A dict. It is a container if its keys can be parts of a path, else a leaf."""
+    keys = [part.value for part in flat[::2]]
+    values = flat[1::2]
+    odd = next((key for key in keys if not _is_key(key)), None)
+    if odd is not None:
+        return opaque(f"a dict with keys of type {type(odd).__name__}")
+    value = cls(zip(keys, [part.value for part in values], strict=True))
+    is_plain = all(part.is_plain for part in values)
+    if all(_is_component(key) for key in keys):
+        placed = cls(zip(keys, [part.placed for part in values], strict=True))
+        return Found(value, placed, is_plain)
+    if is_plain:
+        return Found(value, Value(value), True)
+    return opaque("a dict of tensors with keys that are no names or numbers")
+
+
+def elements(values: Sequence[object], is_frozen: bool) -> Found:
+    """A set."""
+    odd = next((value for value in values if not _is_key(value)), None)
+    if odd is not None:
+        return opaque(f"a set with elements of type {type(odd).__name__}")
+    return plain(frozenset(values) if is_frozen else set(values))
+
+
+def _is_key(value: object) -> bool:
+    """True for what is hashed here: its hash is fast, and hard to make collide."""
+    if type(value) is int:
+        return -_MAX_INT64 <= value < _MAX_INT64
+    return type(value) in _KEY_TYPES
+
+
+def _is_component(key: object) -> bool:
+    """True for a key that can be part of a path."""
+    if type(key) is not str:
+        return type(key) is int
+    return len(key) <= _MAX_KEY_BYTES and (key.isascii() or _is_utf8(key))
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        return len(text.encode()) <= _MAX_KEY_BYTES
+    except UnicodeEncodeError:
+        return False

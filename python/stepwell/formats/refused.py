@@ -1,0 +1,72 @@
+"""Formats that are recognised and not read, and the way around each of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from .. import _core
+from ..errors import CorruptCheckpoint, FormatError
+from .files import read
+
+#: Offset and value of first bytes, and the message.
+_BEGINNINGS: Sequence[tuple[int, bytes, str]] = (
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive. Unpack it first"),
+    (0, b"\x1f\x8b", "a gzip archive. Unpack it first; a .nemo file has model_weights.ckpt inside"),
+    (257, b"ustar", "a tar archive. Unpack it first; a .nemo file has model_weights.ckpt inside"),
+    (0, b"GGUF", "a GGUF file of llama.cpp. Use the checkpoint that it was converted from"),
+    (
+        0,
+        b"\x89HDF\r\n\x1a\n",
+        "an HDF5 file, as Keras writes it. Load it with Keras, then pass model.get_weights() to sw.save",
+    ),
+)
+#: Ends of names in zip archives, and the message.
+_MEMBERS: Sequence[tuple[str, str]] = (
+    (
+        "model.weights.h5",
+        "a Keras archive. Load it with Keras, then pass model.get_weights() to sw.save",
+    ),
+    ("archive_format", "a program of torch.export. Save its state_dict with torch.save instead"),
+    (".data/extern_modules", "a package of torch.package. Save a state_dict with torch.save instead"),
+    ("code/", "a program of TorchScript. Save its state_dict with torch.save instead"),
+)
+#: Names in directories, and the message.
+_FILES: Sequence[tuple[str, str]] = (
+    (
+        "saved_model.pb",
+        "a SavedModel of TensorFlow. Load it with TensorFlow, then pass its arrays to sw.save",
+    ),
+)
+
+
+def refuse(path: str) -> None:
+    """Raises :class:`FormatError` if another library wrote what is at a path, in a known format
+    that is not read."""
+    if os.path.isdir(path):
+        names = os.listdir(path)
+        for name, what in _FILES:
+            if name in names:
+                raise FormatError(f"{path}: this is {what}")
+        if any(name.endswith(".index") for name in names) and any(
+            ".data-00000-of-" in name for name in names
+        ):
+            raise FormatError(
+                f"{path}: this is a checkpoint of TensorFlow. Load it with TensorFlow, "
+                "then pass its arrays to sw.save"
+            )
+        return
+    if not os.path.isfile(path):
+        return
+    start, _ = read(path, 0, 512)
+    for at, beginning, what in _BEGINNINGS:
+        if start[at:].startswith(beginning):
+            raise FormatError(f"{path}: this is {what}")
+    if start.startswith(b"PK\x03\x04"):
+        try:
+            names = [one[0] for one in _core.zip_members(os.path.realpath(path))]
+        except CorruptCheckpoint:
+            return
+        for end, what in _MEMBERS:
+            if any(name.endswith(end) or f"/{end}" in name for name in names):
+                raise FormatError(f"{path}: this is {what}")
