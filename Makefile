@@ -175,6 +175,10 @@ bench-ranks: ## what planning and committing cost jobs of up to 16384 ranks, wit
 bench-reshard: build bench-tools ## saved by some ranks and restored by others, beside DCP, Orbax, safetensors and the raw disk (about 20 minutes)
 	$(BIN)/python tests/bench/reshard.py $(ARGS)
 
+.PHONY: bench-foreign
+bench-foreign: build bench-tools ## conversions against a raw concurrent copy of the same bytes (3 minutes)
+	$(BIN)/python tests/bench/foreign.py $(ARGS)
+
 .PHONY: bench-lazy
 bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)
 	$(BIN)/python tests/fake_cuda/bench.py

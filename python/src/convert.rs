@@ -2,19 +2,23 @@
 //! files.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use stepwell_core::dtype::Dtype;
+use stepwell_core::format::index::LeafRecord;
 use stepwell_core::io::{Engine, Purpose};
+use stepwell_core::provider::StateProvider;
 use stepwell_manager::Reader;
 use stepwell_manager::convert::{
     Complete, Conversion as Engined, ConversionOptions, ConversionPlan, OutputKind, PieceContent,
-    PlannedFile, PlannedPiece, TensorPair, compare,
+    PlannedFile, PlannedPiece, StoredProvider, TensorPair, compare,
 };
 
-use crate::checkpoint::{Checkpoint, telling};
+use crate::checkpoint::{Checkpoint, Opened, telling};
 use crate::errors::{invalid, raise_manager};
 use crate::hooks::dtype_named;
 use crate::options;
@@ -175,4 +179,60 @@ pub fn compare_tensors(
         let (source, made): (&Reader, &Reader) = (&source, &made);
         compare(source, made, &pairs, seen)
     })
+}
+
+/// A stored tensor in the place of an array in a state. A save reads it when it captures it.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct StoredTensor {
+    source: Arc<Opened>,
+    leaf: u32,
+    stop: Arc<AtomicBool>,
+}
+
+impl StoredTensor {
+    /// The leaf that holds its bytes, dtype and shape.
+    pub fn describe(&self, py: Python<'_>) -> PyResult<(u32, Dtype, Vec<u64>)> {
+        match self.source.outline().resolve(self.leaf) {
+            Some((holder, LeafRecord::Tensor(tensor))) => Ok((holder, tensor.dtype, tensor.shape.to_vec())),
+            _ => Err(invalid(py, &format!("leaf {} is no tensor", self.leaf))),
+        }
+    }
+
+    /// The checkpoint, for comparisons.
+    pub fn source_address(&self) -> usize {
+        Arc::as_ptr(&self.source) as usize
+    }
+
+    /// The source of its bytes.
+    pub fn provider(&self) -> Arc<dyn StateProvider> {
+        Arc::new(StoredProvider::new(Arc::clone(&self.source), self.leaf, Arc::clone(&self.stop)))
+    }
+}
+
+/// Stops the reads of stored tensors.
+#[pyclass(frozen, module = "stepwell._core")]
+#[derive(Default)]
+pub struct Stop(Arc<AtomicBool>);
+
+#[pymethods]
+impl Stop {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// Has all reads fail.
+    fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+#[pymethods]
+impl StoredTensor {
+    #[new]
+    fn new(py: Python<'_>, source: &Checkpoint, leaf: u32, stop: &Stop) -> PyResult<Self> {
+        let this = Self { source: source.get(py)?, leaf, stop: Arc::clone(&stop.0) };
+        this.describe(py)?;
+        Ok(this)
+    }
 }

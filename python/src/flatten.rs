@@ -28,6 +28,7 @@ use stepwell_reshard::glob::{Glob, PathText};
 
 use self::dtypes::Dtypes;
 use crate::arrays::{Known, known};
+use crate::convert::StoredTensor;
 use crate::hooks::{Hooks, hooks, unsupported};
 use crate::ingest::HeldBuffer;
 use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
@@ -48,6 +49,7 @@ pub fn flatten(state: &Bound<'_, PyAny>, choice: Choice) -> PyResult<(Flat, Vec<
         flat: Flat::default(),
         ties: HashMap::new(),
         copies: HashMap::new(),
+        stored: HashMap::new(),
         originals: HashMap::new(),
         dtypes: Dtypes::default(),
         open: Vec::new(),
@@ -74,6 +76,8 @@ struct Walk<'h, 'py> {
     ties: HashMap<(usize, Dtype, bool), Vec<u32>>,
     /// Leaves that Python has copied, by the id of their original.
     copies: HashMap<String, u32>,
+    /// Tensors of open checkpoints, by checkpoint and leaf.
+    stored: HashMap<(usize, u32), u32>,
     /// The originals of leaves that are converted copies.
     originals: HashMap<u32, HeldBuffer>,
     dtypes: Dtypes<'py>,
@@ -159,6 +163,28 @@ impl<'py> Walk<'_, 'py> {
         walked
     }
 
+    /// Adds a tensor of an open checkpoint.
+    fn stored(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        tensor: &Bound<'py, StoredTensor>,
+    ) -> PyResult<()> {
+        if self.is_left_out(parent, component.as_ref()) {
+            return Ok(());
+        }
+        let (holder, dtype, shape) = tensor.get().describe(tensor.py())?;
+        let key = (tensor.get().source_address(), holder);
+        let leaf = if let Some(&of) = self.stored.get(&key) {
+            Leaf::Alias(of)
+        } else {
+            self.stored.insert(key, self.flat.leaves.len() as u32);
+            Leaf::Stored { dtype, shape, tensor: tensor.clone().unbind() }
+        };
+        self.leaf(parent, component, leaf);
+        Ok(())
+    }
+
     /// Visits a value that is no array and no built-in scalar.
     fn container(
         &mut self,
@@ -167,6 +193,9 @@ impl<'py> Walk<'_, 'py> {
         object: &Bound<'py, PyAny>,
         depth: u64,
     ) -> PyResult<()> {
+        if let Ok(tensor) = object.cast_exact::<StoredTensor>() {
+            return self.stored(parent, component, tensor);
+        }
         if let Ok(dict) = object.cast_exact::<PyDict>() {
             let node = self.flat.tree.push_container(parent, component, ContainerKind::Dict);
             for (key, value) in dict.iter() {

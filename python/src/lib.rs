@@ -52,7 +52,7 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
-    use crate::convert::{Conversion, compare_tensors};
+    use crate::convert::{Conversion, Stop, StoredTensor, compare_tensors};
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]

@@ -86,6 +86,9 @@ fn source(
                 });
                 LeafSource::sharded(*dtype, shape.clone(), shards.collect::<Result<_, Error>>()?)
             }
+            Leaf::Stored { dtype, shape, tensor } => {
+                LeafSource::whole(*dtype, shape.clone(), tensor.get().provider())
+            }
             Leaf::Object(value) if drifts => LeafSource::Drifting(value.clone()),
             Leaf::Object(value) => LeafSource::Object(value.clone()),
             Leaf::Alias(of) => LeafSource::Alias(*of),

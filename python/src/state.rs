@@ -57,7 +57,9 @@ impl State {
         self.with(|flat| {
             let row = |leaf: &Leaf| match leaf {
                 Leaf::Array { dtype, buffer, .. } => ("array", Some(dtype.name()), Some(buffer.dims())),
-                Leaf::Sharded { dtype, shape, .. } => ("array", Some(dtype.name()), Some(shape.clone())),
+                Leaf::Sharded { dtype, shape, .. } | Leaf::Stored { dtype, shape, .. } => {
+                    ("array", Some(dtype.name()), Some(shape.clone()))
+                }
                 Leaf::Object(_) => ("object", None, None),
                 Leaf::Alias(of) => ("alias", None, Some(vec![u64::from(*of)])),
             };
@@ -75,7 +77,7 @@ impl State {
                     Leaf::Sharded { shards, .. } => {
                         found.extend(shards.iter().filter_map(|shard| shard.buffer.device()));
                     }
-                    Leaf::Object(_) | Leaf::Alias(_) => {}
+                    Leaf::Stored { .. } | Leaf::Object(_) | Leaf::Alias(_) => {}
                 }
             }
             found
@@ -88,6 +90,7 @@ impl State {
         let bytes = |leaf: &Leaf| match leaf {
             Leaf::Array { buffer, .. } => buffer.nbytes(),
             Leaf::Sharded { shards, .. } => shards.iter().map(|shard| shard.buffer.nbytes()).sum(),
+            Leaf::Stored { dtype, shape, .. } => shape.iter().product::<u64>() as usize * dtype.size(),
             Leaf::Object(_) | Leaf::Alias(_) => 0,
         };
         self.with(|flat| flat.leaves.iter().map(bytes).sum())

@@ -9,23 +9,30 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias, final
 
-import numpy as np
-
 from . import _core
+from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
-from ._checks import flag, one_of, shown
+from ._checks import flag, metadata_json, one_of, shown
 from ._choice import FLOATS, choice_of
 from ._locations import Path, absolute
 from ._opening import open as open_checkpoint
-from ._paths import Component, named, render
+from ._options import Options, to_json
+from ._paths import Component, glob_escape, named, render
+from ._policies import every_steps
 from ._public import public
 from ._restore.options import Globs
 from ._restore.structure import Structure
+from ._retention import keep_all
+from ._save_result import Save
+from ._singular import keep
 from ._state.leaves import Reviver
-from .errors import CorruptCheckpoint, MisuseError
+from ._state.specs import to_dtype
+from .errors import CorruptCheckpoint, MisuseError, StepwellError
 from .formats import find
+from .formats.description import Opaque
 from .formats.writers import (
     WRITERS,
     Content,
@@ -37,7 +44,7 @@ from .formats.writers import (
 )
 
 #: A format to write.
-Target: TypeAlias = Literal["safetensors", "torch", "npz"]
+Target: TypeAlias = Literal["safetensors", "torch", "npz", "stepwell"]
 _Progress: TypeAlias = Callable[[int, int], object]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -51,6 +58,9 @@ _LISTED = 5
 _BUDGET_BYTES = 256 << 20
 _WINDOW_BYTES = 16 << 20
 _JOURNAL_BYTES = 512 << 20
+#: Bytes of the staging ring, if checkpoints of ours are written; seconds between looks at a save.
+_STAGING_BYTES = 192 << 20
+_POLL_SECONDS = 0.05
 
 
 @final
@@ -130,7 +140,8 @@ def convert(
             checkpoint.
         destination: a free path.
         to: the format. ``"safetensors"`` makes a directory, or one file if the destination's name
-            ends with ``.safetensors``. ``"torch"`` and ``"npz"`` make one file.
+            ends with ``.safetensors``. ``"torch"`` and ``"npz"`` make one file. ``"stepwell"``
+            makes a checkpoint of this library, and begins again after an interrupt.
         step: the step of a root; ``None``: its newest.
         include: leaves to write, by glob over their paths; default: all.
         exclude: leaves to leave out.
@@ -149,7 +160,7 @@ def convert(
         MisuseError: the destination exists, or the format cannot hold a leaf. Nothing was written.
         CorruptCheckpoint: the source is damaged.
     """
-    one_of(to, "to", WRITERS)
+    one_of(to, "to", (*WRITERS, "stepwell"))
     one_of(objects, "objects", ("error", "skip"))
     for value, name in ((verify, "verify"), (dry_run, "dry_run")):
         flag(value, name)
@@ -162,10 +173,14 @@ def convert(
     begun = time.monotonic()
     with _opened(source, step) as checkpoint:
         core = checkpoint._open()
+        leaves = _selected(checkpoint, core, choice, subtree)
+        if to == "stepwell":
+            if shard_size is not None:
+                raise MisuseError("shard_size= is for safetensors. Leave it out")
+            return _save(checkpoint, where, leaves, choice, subtree, objects, verify, dry_run, progress)
         writer = WRITERS[to]
         options = _file_options(where, writer, shard_size)
-        leaves = _selected(checkpoint, core, choice, subtree)
-        values, skipped = _objects(core, leaves, to, objects)
+        values, skipped = _objects(core, leaves, to, objects, writer.holds, writer.held)
         content = _content(checkpoint, leaves, values, choice, writer, subtree)
         files = writer.plan(content, options)
         sizes = {file.name: file.length for file in files}
@@ -299,23 +314,117 @@ def _below(checkpoint: Checkpoint, structure: Structure, subtree: object) -> tup
 
 
 def _objects(
-    core: _core.Checkpoint, leaves: list[_Leaf], to: str, objects: str
+    core: _core.Checkpoint,
+    leaves: list[_Leaf],
+    to: str,
+    objects: str,
+    holds: Callable[[object], bool],
+    held: str,
 ) -> tuple[dict[int, PlainValue], tuple[str, ...]]:
     """Returns the objects that the format holds, by leaf, and the paths of the others. Takes these
     out, or refuses them."""
-    writer = WRITERS[to]
     numbers = [leaf.number for leaf in leaves if leaf.dtype is None]
     found = dict(zip(numbers, core.objects(numbers, Reviver()), strict=True))
-    plain = {number: one.item() if isinstance(one, np.generic) else one for number, one in found.items()}
-    held = {number: PlainValue(one) for number, one in plain.items() if writer.holds(one)}
-    paths = tuple(leaf.path for leaf in leaves if leaf.dtype is None and leaf.number not in held)
+    values = {number: PlainValue(one) for number, one in found.items() if holds(one)}
+    paths = tuple(leaf.path for leaf in leaves if leaf.dtype is None and leaf.number not in values)
     if paths and objects == "error":
         raise MisuseError(
-            f'{to} cannot hold {_listed(paths)}: it holds {writer.held} only. Pass objects="skip" to leave such leaves out, or choose '
+            f'{to} cannot hold {_listed(paths)}: it holds {held} only. Pass objects="skip" to leave such leaves out, or choose '
             "leaves with include="
         )
-    leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None or leaf.number in held]
-    return held, paths
+    leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None or leaf.number in values]
+    return values, paths
+
+
+def _save(
+    checkpoint: Checkpoint,
+    path: str,
+    leaves: list[_Leaf],
+    choice: _core._Choice,
+    subtree: str,
+    objects: str,
+    verify: bool,
+    dry_run: bool,
+    progress: _Progress | None,
+) -> ConversionResult:
+    """Saves leaves of a checkpoint as one of ours. The save reads them as it captures them."""
+    core, begun, stop = checkpoint._open(), time.monotonic(), _core.Stop()
+    values, skipped = _objects(
+        core,
+        leaves,
+        "stepwell",
+        objects,
+        lambda one: not isinstance(one, Opaque),
+        "arrays and values of known types",
+    )
+    arrays = [leaf for leaf in leaves if leaf.dtype is not None]
+    tensors = {leaf.number: _core.StoredTensor(core, leaf.number, stop) for leaf in arrays}
+    structure = checkpoint._tree()
+    node = checkpoint._find(0, subtree) if subtree else 0
+    plain = {number: one.value for number, one in values.items()}
+    state = _nested(structure, node or 0, {**tensors, **plain})
+    casts = {
+        glob_escape(leaf.nested_name): dtype
+        for leaf, dtype in zip(arrays, _dtypes(arrays, choice), strict=True)
+        if dtype != leaf.dtype
+    }
+    ours = {leaf.holder: leaf for leaf in arrays}
+    nbytes = sum(prod(leaf.shape) * to_dtype(str(leaf.dtype)).itemsize for leaf in ours.values())
+    if dry_run:
+        return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
+    save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"])
+    try:
+        while not save.done():
+            time.sleep(_POLL_SECONDS)
+            if progress is not None:
+                stats = save.stats
+                progress(stats.written_bytes if stats else 0, stats.nbytes if stats else 0)
+    except BaseException:
+        stop.set()
+        with contextlib.suppress(StepwellError):
+            save.result()
+        raise
+    save.result()
+    with open_checkpoint(path) as made:
+        if verify:
+            _compare(core, made._open(), arrays, choice, path)
+        sizes = {file["path"]: file["length"] for file in made.manifest["files"]}
+        tied = {one.path: one.tied_to for one in made.contents() if one.tied_to is not None}
+    seconds = time.monotonic() - begun
+    return ConversionResult(
+        path, "stepwell", sizes, sum(sizes.values()), 0, tied, skipped, seconds, verified=verify
+    )
+
+
+def _begin(
+    path: str, state: object, casts: Mapping[str, str], metrics: dict[str, float], metadata: object
+) -> Save:
+    """Begins a save whose arrays are stored tensors."""
+    options = to_json(Options(), every_steps(1), keep_all(), None, _STAGING_BYTES, 1, False, "raise")
+    ticket = _core.PathTicket(path, "error", options, None)
+    try:
+        flat = _core.flatten(state, (None, [], list(casts.items())))
+        text = metadata_json(metadata)
+        handle = ticket.save(flat, metrics, text, "lazy", {}, lifecycle.notifier.events)
+    except BaseException as error:
+        ticket.fail(f"{type(error).__name__}: {error}")
+        raise
+    return keep(handle, path)
+
+
+def _compare(
+    core: _core.Checkpoint, made: _core.Checkpoint, arrays: list[_Leaf], choice: _core._Choice, path: str
+) -> None:
+    """Compares a checkpoint of ours with its source."""
+    numbers = {one: leaf for leaf, one in enumerate(made.leaf_paths())}
+    dtypes = _dtypes(arrays, choice)
+    pairs = [
+        (leaf.number, numbers[leaf.nested_name], dtype) for leaf, dtype in zip(arrays, dtypes, strict=True)
+    ]
+    if wrong := _core.compare_tensors(core, made, pairs):
+        raise CorruptCheckpoint(
+            f"{_listed(tuple(arrays[at].path for at in wrong))} of {path} differ from the source. Verify the disk, and convert again"
+        )
 
 
 def _listed(paths: tuple[str, ...]) -> str:
@@ -428,6 +537,7 @@ def _bytes(size: object) -> int:
 def _digest(core: _core.Checkpoint, files: list[OutputFile]) -> bytes:
     """Names the plan and its source: a conversion is resumed only by the same."""
     digest = hashlib.sha256(repr((_WINDOW_BYTES, core.path(), core.manifest())).encode())
+    digest.update(repr(core.places()).encode())
     for file in files:
         digest.update(repr((file.name, file.length, file.pieces)).encode())
     return digest.digest()

@@ -25,6 +25,8 @@ __all__ = [
     "PathTicket",
     "SaveHandle",
     "State",
+    "Stop",
+    "StoredTensor",
     "Ticket",
     "add_metrics",
     "array_type",
@@ -330,6 +332,15 @@ class Conversion:
     def write(self, source: Checkpoint, progress: Callable[[int, int], object] | None = None) -> None: ...
     def publish(self) -> None: ...
     def discard(self) -> None: ...
+
+@final
+class Stop:
+    def __new__(cls) -> Stop: ...
+    def set(self) -> None: ...
+
+@final
+class StoredTensor:
+    def __new__(cls, source: Checkpoint, leaf: int, stop: Stop) -> StoredTensor: ...
 
 def compare_tensors(
     source: Checkpoint,

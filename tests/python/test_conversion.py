@@ -356,14 +356,15 @@ def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
         "import resource, sys, stepwell as sw\n"
         "from stepwell import _convert\n"
         "_convert._BUDGET_BYTES = 128 << 20\n"
+        "_convert._STAGING_BYTES = 64 << 20\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
-        "sw.convert(sys.argv[1], sys.argv[2], to='safetensors', cast=sys.argv[3] or None)\n"
+        "sw.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], cast=sys.argv[4] or None)\n"
         "print(peak() - before)\n"
     )
-    for number, cast in enumerate(("", "float32")):
+    for number, (to, cast) in enumerate([("npz", ""), ("safetensors", "float32"), ("stepwell", "")]):
         told = subprocess.run(
-            [sys.executable, "-c", script, tmp_path / "saved", tmp_path / str(number), cast],
+            [sys.executable, "-c", script, tmp_path / "saved", tmp_path / str(number), to, cast],
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
         assert int(told.stdout) << 10 < (128 + 64) << 20
@@ -403,6 +404,53 @@ def test_checksums_go_on_where_an_archive_was_interrupted(larger: Path, small_wi
     with np.load(out) as found:
         for name, tensor in sw.restore(larger).items():
             same(found[name], tensor)
+
+
+def test_safetensors_files_become_a_checkpoint_of_ours(saved: Path) -> None:
+    sw.export(saved, saved.parent / "out.safetensors", subtree="params")
+    back = saved.parent / "back"
+    made = sw.convert(saved.parent / "out.safetensors", back, to="stepwell", verify=True)
+    check(sw.restore(back))
+    report = sw.verify(back)
+    assert report
+    assert report.unguarded_nbytes == 0
+    assert sw.metadata(back).custom_metadata == {"format": "pt", "base": "tiny"}
+    assert made.verified
+    assert made.files == {str(one.relative_to(back)): one.stat().st_size for one in back.rglob("*.data")}
+
+
+def test_a_part_of_a_checkpoint_becomes_another(tmp_path: Path) -> None:
+    layers: list[dict[str, Any]] = [{"w": W + n, "n": np.int32(n)} for n in range(3)]
+    layers[0]["tied"] = layers[0]["w"]
+    state = {"a": {"layers": layers, "lr": 0.5, "tags": {"x"}}, "b": np.zeros(3)}
+    sw.save(tmp_path / "saved", state, metrics={"loss": 0.25})
+    source, out = tmp_path / "saved", tmp_path / "out"
+    given: dict[str, Any] = {"subtree": "a", "exclude": "a/layers[1]", "cast": {"**/layers[2]/w": "float16"}}
+    planned = sw.convert(source, out, to="stepwell", dry_run=True, **given)
+    assert planned.nbytes == 2 * W.nbytes
+    made = sw.convert(source, out, to="stepwell", verify=True, **given)
+    found = sw.restore(out)
+    assert found.keys() == {"layers", "lr", "tags"}
+    assert found["layers"].keys() == {0, 2}, "a list with a gap is a dict"
+    same(found["layers"][0]["w"], W)
+    same(found["layers"][2]["w"], (W + 2).astype(np.float16))
+    assert (found["lr"], found["tags"], found["layers"][2]["n"]) == (0.5, {"x"}, 2)
+    assert made.tied == {"layers[0]/tied": "layers[0]/w"}
+    assert sw.metadata(out).metrics == {"loss": 0.25}
+
+
+def test_an_interrupted_save_from_a_checkpoint_leaves_nothing(larger: Path) -> None:
+    interrupted(larger, larger.parent / "out", 0, to="stepwell")
+    assert [one.name for one in larger.parent.iterdir()] == ["larger"]
+    sw.convert(larger, larger.parent / "out", to="stepwell", verify=True)
+
+
+def test_a_save_from_a_damaged_checkpoint_leaves_nothing(saved: Path) -> None:
+    for data in saved.rglob("*.data"):
+        flip_a_bit(data)
+    with pytest.raises(sw.StepwellError, match="is corrupt"):
+        sw.convert(saved, saved.parent / "out", to="stepwell")
+    assert [one.name for one in saved.parent.iterdir()] == ["saved"]
 
 
 def test_the_command_writes_and_reports_as_documented(saved: Path) -> None:

@@ -11,6 +11,7 @@
 //! | `windows` | the files cut into aligned windows |
 //! | `assembler` `checksums` | the bytes of a window |
 //! | `writer` `journal` | windows to disk, and how far they are durable |
+//! | [`StoredProvider`] | tensors of a checkpoint as leaves of a save |
 //! | [`compare`] | the source and the output, read and compared |
 //!
 //! The output has a temporary name beside its own until it is complete and durable. A conversion
@@ -21,6 +22,7 @@ mod checksums;
 mod compare;
 pub mod file_plan;
 mod journal;
+mod stored_provider;
 mod windows;
 mod writer;
 
@@ -50,6 +52,7 @@ use crate::singular;
 
 pub use compare::{TensorPair, compare};
 pub use file_plan::{ConversionPlan, PieceContent, PlannedFile, PlannedPiece};
+pub use stored_provider::StoredProvider;
 
 /// Marks the name of an incomplete output.
 const PARTIAL: &str = ".partial";

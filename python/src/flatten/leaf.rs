@@ -1,5 +1,7 @@
 //! The result of the walk over a state: its containers and leaves.
 
+use pyo3::Py;
+
 use stepwell_core::dtype::Dtype;
 use stepwell_core::region::Region;
 use stepwell_core::tree::Tree;
@@ -7,6 +9,7 @@ use stepwell_core::value::Value;
 use stepwell_manager::state::Holders;
 use stepwell_reshard::matching::PerGlob;
 
+use crate::convert::StoredTensor;
 use crate::ingest::HeldBuffer;
 
 /// A leaf of a flattened state.
@@ -15,6 +18,8 @@ pub enum Leaf {
     Array { dtype: Dtype, buffer: HeldBuffer, immutable: bool },
     /// An array in several buffers, each with one region of it.
     Sharded { dtype: Dtype, shape: Vec<u64>, shards: Vec<Shard> },
+    /// A tensor of an open checkpoint.
+    Stored { dtype: Dtype, shape: Vec<u64>, tensor: Py<StoredTensor> },
     /// A typed value.
     Object(Value),
     /// A tie to an earlier leaf with the same memory, shape, strides and dtype.

@@ -18,7 +18,9 @@ _SHOWN = 4
 @command("convert")
 @click.argument("source", type=TARGET)
 @click.argument("destination")
-@click.option("--to", required=True, metavar="FORMAT", help="The format: safetensors, torch or npz.")
+@click.option(
+    "--to", required=True, metavar="FORMAT", help="The format: safetensors, torch, npz or stepwell."
+)
 @click.option("--include", multiple=True, metavar="GLOB", help="Write only these leaves. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable.")
 @click.option(

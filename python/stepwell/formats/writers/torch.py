@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..._paths import named
 from ...errors import MisuseError
 from .archive import Archive
@@ -56,7 +58,7 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
             _add_tensor(out, value, storages[content.ties.get(value.name, value.name)])
             return True
         if isinstance(value, PlainValue):
-            out.add(value.value)
+            out.add(_plain(value.value))
             return True
         return False
 
@@ -74,10 +76,15 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
 def is_plain(value: object) -> bool:
     """True if a file can hold a value."""
     try:
-        Pickle(lambda *_: False).add(value)
+        Pickle(lambda *_: False).add(_plain(value))
     except Unpicklable:
         return False
     return True
+
+
+def _plain(value: object) -> object:
+    """Scalars of numpy as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _add_tensor(out: Pickle, tensor: OutputTensor, key: str) -> None:

@@ -1,0 +1,88 @@
+//! A tensor of an open checkpoint as a leaf of a save. Its bytes are read when they are captured.
+//! So a checkpoint of any size passes through the staging ring.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use stepwell_core::provider::{CaptureTiming, Fill, StateProvider};
+use stepwell_core::region::Region;
+use stepwell_core::staging::{Filling, Slot};
+use stepwell_core::sys::HostTarget;
+use stepwell_reshard::layout::Place;
+use stepwell_reshard::read_plan::Request;
+use stepwell_reshard::subchunk::run_to_boxes;
+
+use super::file_plan::tensor_of;
+use crate::error::Error;
+use crate::reader::Reader;
+
+/// See the module documentation.
+pub struct StoredProvider<R> {
+    source: Arc<R>,
+    leaf: u32,
+    stop: Arc<AtomicBool>,
+}
+
+impl<R: Deref<Target = Reader>> StoredProvider<R> {
+    /// A provider of a tensor leaf. Its reads fail once `stop` is set.
+    pub fn new(source: Arc<R>, leaf: u32, stop: Arc<AtomicBool>) -> Self {
+        Self { source, leaf, stop }
+    }
+
+    /// Reads some of the row-major bytes of a region, from `from` on.
+    fn read(&self, local: &Region, from: u64, into: &mut [u8]) -> stepwell_core::Result<()> {
+        let reader: &Reader = &self.source;
+        let size = tensor_of(reader, self.leaf).map_err(core_error)?.dtype.size() as u64;
+        let wrong =
+            || stepwell_core::Error::internal("a run inside its region", format!("{from} of {local:?}"));
+        let boxes = run_to_boxes(&local.extent, from / size, into.len() as u64 / size).ok_or_else(wrong)?;
+        let (mut requests, mut dst_offset) = (Vec::with_capacity(boxes.len()), 0);
+        for mut region in boxes {
+            let bytes = region.volume().ok_or_else(wrong)? * size;
+            let Place { strides: dst_strides, .. } = Place::row_major(&region.extent, size);
+            for (offset, first) in region.offset.iter_mut().zip(&local.offset) {
+                *offset += first;
+            }
+            requests.push(Request { leaf: self.leaf, region, dst: 0, dst_offset, dst_strides });
+            dst_offset += bytes;
+        }
+        let target = HostTarget::from(into);
+        let mut go_on = |_| !self.stop.load(Ordering::Relaxed);
+        let read = reader.read_while(&requests, [target], reader.load_options(), &mut go_on);
+        read.map(drop).map_err(|failure| core_error(failure.error))
+    }
+}
+
+impl<R: Deref<Target = Reader> + Send + Sync> StateProvider for StoredProvider<R> {
+    fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
+        for fill in fills {
+            self.read(fill.local, fill.from, slot.part(fill.at, fill.len)?)?;
+        }
+        Ok(())
+    }
+
+    fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> stepwell_core::Result<bool> {
+        self.read(local, from, into).map(|()| true)
+    }
+
+    fn timing(&self) -> CaptureTiming {
+        CaptureTiming::Deferred
+    }
+
+    fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
+        let tensor = tensor_of(&self.source, self.leaf).map_err(|error| error.to_string())?;
+        if tensor.dtype.size() != itemsize || !local.fits(&tensor.shape) {
+            return Err(format!("it is stored as {} of shape {:?}", tensor.dtype, tensor.shape));
+        }
+        Ok(())
+    }
+}
+
+/// The engine's own error, for those that wait for the save.
+fn core_error(error: Error) -> stepwell_core::Error {
+    match error {
+        Error::Core(error) => error,
+        other => stepwell_core::Error::Misuse(other.to_string()),
+    }
+}
