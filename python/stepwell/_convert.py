@@ -44,7 +44,7 @@ from .formats.writers import (
 )
 
 #: A format to write.
-Target: TypeAlias = Literal["safetensors", "torch", "npz", "stepwell"]
+Target: TypeAlias = Literal["safetensors", "torch", "npz", "dcp", "stepwell"]
 _Progress: TypeAlias = Callable[[int, int], object]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -107,6 +107,11 @@ class _Leaf:
         return ".".join(str(value) for _, value in self.components)
 
     @property
+    def places(self) -> tuple[str | int, ...]:
+        """The keys and indices of its path, as torch has them: keys are text."""
+        return tuple(value if tag == "x" else str(value) for tag, value in self.components)
+
+    @property
     def nested_name(self) -> str:
         """Its path in a state with the nesting of the source."""
         return render(self.components)
@@ -140,8 +145,9 @@ def convert(
             checkpoint.
         destination: a free path.
         to: the format. ``"safetensors"`` makes a directory, or one file if the destination's name
-            ends with ``.safetensors``. ``"torch"`` and ``"npz"`` make one file. ``"stepwell"``
-            makes a checkpoint of this library, and begins again after an interrupt.
+            ends with ``.safetensors``. ``"torch"`` and ``"npz"`` make one file. ``"dcp"``
+            makes a directory of ``torch.distributed.checkpoint``. ``"stepwell"`` makes a
+            checkpoint of this library, and begins again after an interrupt.
         step: the step of a root; ``None``: its newest.
         include: leaves to write, by glob over their paths; default: all.
         exclude: leaves to leave out.
@@ -375,10 +381,10 @@ def _save(
     save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"])
     try:
         while not save.done():
-            time.sleep(_POLL_SECONDS)
             if progress is not None:
                 stats = save.stats
                 progress(stats.written_bytes if stats else 0, stats.nbytes if stats else 0)
+            time.sleep(_POLL_SECONDS)
     except BaseException:
         stop.set()
         with contextlib.suppress(StepwellError):
@@ -456,7 +462,7 @@ def _content(
     for leaf, dtype in zip(arrays, _dtypes(arrays, choice), strict=True):
         name = names[leaf.number]
         path = name if writer.is_nested else render([("k", name)])
-        tensors[leaf.number] = OutputTensor(name, path, leaf.number, dtype, leaf.shape)
+        tensors[leaf.number] = OutputTensor(name, path, leaf.number, dtype, leaf.shape, leaf.places)
         key = leaf.holder, dtype
         first[key] = min(first.get(key, name), name)
     ties = {
@@ -471,6 +477,7 @@ def _content(
     texts = custom.items() if isinstance(custom, dict) else ()
     return Content(
         tuple(tensor for tensor in tensors.values() if tensor.name not in ties),
+        tuple(tensor for tensor in tensors.values() if tensor.name in ties),
         ties,
         {key: text for key, text in texts if isinstance(text, str)},
         state,
@@ -510,7 +517,7 @@ def _nested(structure: Structure, node: int, values: Mapping[int, object]) -> ob
 
 def _file_options(path: str, writer: Writer, shard_size: int | str | None) -> FileOptions:
     name = os.path.basename(path)
-    if writer.suffix is not None and not name.endswith(writer.suffix):
+    if writer.suffix is None or not name.endswith(writer.suffix):
         return FileOptions(name, _bytes("5GB" if shard_size is None else shard_size))
     if shard_size is not None:
         raise MisuseError(f"shard_size= is for a directory, and {name} is one file. Leave it out")

@@ -111,6 +111,36 @@ def test_a_state_that_is_one_tensor_is_one_in_torch(tmp_path: Path) -> None:
     same(torch.load(converted(tmp_path, w), weights_only=True), w)
 
 
+def test_dcp_loads_an_export_with_its_ties(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    w = tensor("float32", 40, 50)
+    layers = [{dtype: tensor(dtype, 30)} for dtype in DTYPES]
+    state = {
+        "model": {"w": w, "head": w, "layers": layers},
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 3),
+    }
+    sw.save(tmp_path / "saved", state)
+    made = sw.convert(tmp_path / "saved", tmp_path / "out", to="dcp", shard_size="9KB")
+    assert len(made.files) == 3
+    assert made.tied == {"model.w": "model.head"}
+    zeros = {name: torch.zeros_like(w) for name in ("w", "head")}
+    empty = [{name: torch.zeros_like(one) for name, one in layer.items()} for layer in layers]
+    found = {"model": {**zeros, "layers": empty}, "scalar": torch.tensor(0.0), "empty": torch.ones(0, 3)}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(found, checkpoint_id=tmp_path / "out")
+    same(found["model"]["w"], w)
+    same(found["model"]["head"], w)
+    same(found["scalar"], state["scalar"])
+    for layer, wanted in zip(found["model"]["layers"], layers, strict=True):
+        for name, one in wanted.items():
+            same(layer[name], one)
+    convert = pytest.importorskip("torch.distributed.checkpoint.format_utils").dcp_to_torch_save
+    convert(tmp_path / "out", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    same(whole["model"]["layers"][0]["bool"], layers[0]["bool"])
+
+
 def test_safetensors_of_torch_reads_an_export(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     state = {dtype: tensor(dtype, 30, 50) for dtype in DTYPES if dtype != "complex128"}

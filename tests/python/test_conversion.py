@@ -439,10 +439,13 @@ def test_a_part_of_a_checkpoint_becomes_another(tmp_path: Path) -> None:
     assert sw.metadata(out).metrics == {"loss": 0.25}
 
 
-def test_an_interrupted_save_from_a_checkpoint_leaves_nothing(larger: Path) -> None:
+def test_an_interrupted_save_from_a_checkpoint_is_whole_or_gone(larger: Path) -> None:
     interrupted(larger, larger.parent / "out", 0, to="stepwell")
-    assert [one.name for one in larger.parent.iterdir()] == ["larger"]
-    sw.convert(larger, larger.parent / "out", to="stepwell", verify=True)
+    left = {one.name for one in larger.parent.iterdir()} - {"larger"}
+    if left:  # the interrupt came too late
+        assert left == {"out"}
+        assert sw.verify(larger.parent / "out")
+    sw.convert(larger, larger.parent / "other", to="stepwell", verify=True)
 
 
 def test_a_save_from_a_damaged_checkpoint_leaves_nothing(saved: Path) -> None:

@@ -19,7 +19,7 @@ _SHOWN = 4
 @click.argument("source", type=TARGET)
 @click.argument("destination")
 @click.option(
-    "--to", required=True, metavar="FORMAT", help="The format: safetensors, torch, npz or stepwell."
+    "--to", required=True, metavar="FORMAT", help="The format: safetensors, torch, npz, dcp or stepwell."
 )
 @click.option("--include", multiple=True, metavar="GLOB", help="Write only these leaves. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from . import npz, safetensors, torch
+from . import dcp, npz, safetensors, torch
 from .content import Content, FileOptions, PlainValue
 from .output import OutputFile, OutputTensor
 
@@ -28,8 +28,8 @@ class Writer:
     held: str
     #: True if the output has the nesting of the source. Otherwise it has tensors by name.
     is_nested: bool
-    #: The end of the name of an output that is one file; any other name is that of a directory.
-    #: ``None``: the output is always one file.
+    #: The end of the name of an output that is one file. Any other name is that of a directory.
+    #: Empty: the output is always one file. ``None``: always a directory.
     suffix: str | None
 
 
@@ -40,6 +40,7 @@ def _nothing(_: object) -> bool:
 #: The writers by the name of their format.
 WRITERS: Mapping[str, Writer] = {
     "safetensors": Writer(safetensors.plan, _nothing, "tensors", False, ".safetensors"),
-    "torch": Writer(torch.plan, torch.is_plain, "tensors and plain Python values", True, None),
-    "npz": Writer(npz.plan, _nothing, "arrays", False, None),
+    "torch": Writer(torch.plan, torch.is_plain, "tensors and plain Python values", True, ""),
+    "npz": Writer(npz.plan, _nothing, "arrays", False, ""),
+    "dcp": Writer(dcp.plan, _nothing, "tensors", False, None),
 }

@@ -25,10 +25,12 @@ _DATE = 0x21
 
 
 class Archive:
-    """An archive that is planned from its beginning to its end."""
+    """An archive at the end of a file."""
 
-    def __init__(self, name: str) -> None:
-        self._file = OutputFile(name)
+    def __init__(self, file: OutputFile) -> None:
+        self._file = file
+        #: Its first byte in the file, a multiple of 64. Offsets in it count from there.
+        self._begin = file.length
         #: Literal bytes that belong to no piece yet.
         self._literal = bytearray()
         #: Entries of the central directory: what stands before the checksum, the checksum or the
@@ -37,7 +39,7 @@ class Archive:
 
     @property
     def _at(self) -> int:
-        return self._file.length + len(self._literal)
+        return self._file.length + len(self._literal) - self._begin
 
     def _flush(self) -> int:
         """Makes a piece of the literal bytes. Returns the number of the next piece."""
@@ -106,8 +108,8 @@ class Archive:
             self._flush()
             self._file.add_crc32(*covered)
 
-    def finish(self) -> OutputFile:
-        """Adds the central directory. Returns the whole file."""
+    def finish(self) -> None:
+        """Adds the central directory."""
         begin, count = self._at, len(self._entries)
         for before, covered, after in self._entries:
             self._literal += before
@@ -134,4 +136,3 @@ class Archive:
             0,
         )
         self._flush()
-        return self._file

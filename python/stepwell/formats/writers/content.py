@@ -20,12 +20,19 @@ class Content:
     """Tensors with their names, in the order of the source."""
 
     tensors: tuple[OutputTensor, ...]
+    #: Tied tensors, whose bytes are those of another one.
+    tied: tuple[OutputTensor, ...]
     #: Names of tied tensors, and the names that hold their bytes.
     ties: Mapping[str, str]
     #: Text that belongs to the source.
     metadata: Mapping[str, str]
     #: Dicts, lists and tuples as in the source, with all tensors (tied ones too) and objects.
     state: object
+
+    @property
+    def every(self) -> tuple[OutputTensor, ...]:
+        """All tensors, tied ones too."""
+        return (*self.tensors, *self.tied)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ _ALIGNMENT = 64
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans one file. Tied arrays are written under one of their names."""
-    archive = Archive(options.name)
+    file = OutputFile(options.name)
+    archive = Archive(file)
     for tensor in content.tensors:
         dtype = to_dtype(tensor.dtype)
         if dtype.isbuiltin != 1 and dtype.kind not in "mM":
@@ -27,7 +28,8 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
                 f"{named(tensor.path)} is {tensor.dtype}, which numpy cannot read from its files. Pass cast=, or leave it out with exclude="
             )
         archive.add(f"{tensor.name}.npy", _header(dtype, tensor.shape), tensor)
-    return [archive.finish()]
+    archive.finish()
+    return [file]
 
 
 def _header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:

@@ -21,6 +21,8 @@ class OutputTensor:
     #: The dtype in the output.
     dtype: str
     shape: tuple[int, ...]
+    #: The keys and indices of its path.
+    places: tuple[str | int, ...] = ()
 
     @property
     def itemsize(self) -> int:

@@ -48,6 +48,39 @@ class Pickle:
         """Makes a tuple of everything behind the mark."""
         self._bytes += b"t"
 
+    def begin_dict(self) -> None:
+        """Begins a dict. Keys and values follow."""
+        self._bytes += b"}("
+
+    def end_dict(self) -> None:
+        """Ends a dict."""
+        self._bytes += b"u"
+
+    def begin_list(self) -> None:
+        """Begins a list. Its elements follow."""
+        self._bytes += b"]("
+
+    def end_list(self) -> None:
+        """Ends a list."""
+        self._bytes += b"e"
+
+    def call_with(self, module: str, name: str, argument: object) -> None:
+        """Calls a function with one argument."""
+        self.symbol(module, name)
+        self.mark()
+        self.add(argument)
+        self.tuple()
+        self.call()
+
+    def new(self, module: str, name: str) -> None:
+        """Makes an object of a class without calling its initialiser."""
+        self.symbol(module, name)
+        self._bytes += b")\x81"
+
+    def build(self) -> None:
+        """Sets the state of the object below."""
+        self._bytes += b"b"
+
     def empty_ordered_dict(self) -> None:
         """Writes an empty ``OrderedDict``."""
         self.symbol("collections", "OrderedDict")

@@ -36,29 +36,29 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
             )
     if options.shard_bytes is None:
         return [_file(options.name, content.tensors, content.metadata)]
-    shards = _shards(content.tensors, options.shard_bytes)
-    if len(shards) == 1:
-        return [_file("model.safetensors", shards[0], content.metadata)]
-    names = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
-    files = [_file(name, shard, content.metadata) for name, shard in zip(names, shards, strict=True)]
+    parts = shards(content.tensors, options.shard_bytes)
+    if len(parts) == 1:
+        return [_file("model.safetensors", parts[0], content.metadata)]
+    names = [f"model-{n + 1:05}-of-{len(parts):05}.safetensors" for n in range(len(parts))]
+    files = [_file(name, shard, content.metadata) for name, shard in zip(names, parts, strict=True)]
     index = OutputFile("model.safetensors.index.json")
-    places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    places = {tensor.name: name for name, shard in zip(names, parts, strict=True) for tensor in shard}
     total = {"total_size": sum(tensor.nbytes for tensor in content.tensors)}
     index.add_bytes(json.dumps({"metadata": total, "weight_map": places}, indent=2).encode() + b"\n")
     return [*files, index]
 
 
-def _shards(tensors: Sequence[OutputTensor], most: int) -> list[list[OutputTensor]]:
+def shards(tensors: Sequence[OutputTensor], most: int) -> list[list[OutputTensor]]:
     """Tensors in order, in shards of at most so many bytes. A larger tensor has its own shard."""
-    shards: list[list[OutputTensor]] = [[]]
+    found: list[list[OutputTensor]] = [[]]
     nbytes = 0
     for tensor in tensors:
-        if shards[-1] and nbytes + tensor.nbytes > most:
-            shards.append([])
+        if found[-1] and nbytes + tensor.nbytes > most:
+            found.append([])
             nbytes = 0
-        shards[-1].append(tensor)
+        found[-1].append(tensor)
         nbytes += tensor.nbytes
-    return shards
+    return found
 
 
 def _file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from ..._paths import named
@@ -46,16 +48,32 @@ _UNTYPED = {
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans one file."""
-    storages = {tensor.name: str(number) for number, tensor in enumerate(content.tensors)}
-    for tensor in content.tensors:
+    check_dtypes(content.tensors)
+    file = OutputFile(options.name)
+    holders = {tensor.name: content.ties.get(tensor.name, tensor.name) for tensor in content.every}
+    add_archive(file, content.state, content.tensors, holders)
+    return [file]
+
+
+def check_dtypes(tensors: Sequence[OutputTensor]) -> None:
+    """Refuses dtypes that torch does not have."""
+    for tensor in tensors:
         if tensor.dtype not in _STORAGES and tensor.dtype not in _UNTYPED:
             raise MisuseError(
                 f"{named(tensor.path)} is {tensor.dtype}, which torch does not have. Leave it out with exclude="
             )
 
+
+def add_archive(
+    file: OutputFile, state: object, tensors: Sequence[OutputTensor], holders: Mapping[str, str]
+) -> None:
+    """Adds the archive of a state to a file. ``holders`` has the names of the tensors with the
+    bytes, by the names of all tensors."""
+    storages = {tensor.name: str(number) for number, tensor in enumerate(tensors)}
+
     def add(out: Pickle, value: object) -> bool:
         if isinstance(value, OutputTensor):
-            _add_tensor(out, value, storages[content.ties.get(value.name, value.name)])
+            _add_tensor(out, value, storages[holders[value.name]])
             return True
         if isinstance(value, PlainValue):
             out.add(_plain(value.value))
@@ -63,14 +81,19 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
         return False
 
     pickle = Pickle(add)
-    pickle.add(content.state)
-    archive = Archive(options.name)
+    pickle.add(state)
+    archive = Archive(file)
     archive.add(f"{_ROOT}/data.pkl", pickle.finish())
     archive.add(f"{_ROOT}/byteorder", b"little")
-    for tensor in content.tensors:
+    for tensor in tensors:
         archive.add(f"{_ROOT}/data/{storages[tensor.name]}", b"", tensor)
     archive.add(f"{_ROOT}/version", b"3\n")
-    return [archive.finish()]
+    archive.finish()
+
+
+def add_dtype(out: Pickle, dtype: str) -> None:
+    """Writes a dtype of torch. Its names are those of numpy."""
+    out.symbol("torch", _UNTYPED.get(dtype, dtype))
 
 
 def is_plain(value: object) -> bool:
@@ -107,7 +130,7 @@ def _add_tensor(out: Pickle, tensor: OutputTensor, key: str) -> None:
         out.add(part)
     out.empty_ordered_dict()
     if not storage:
-        out.symbol("torch", _UNTYPED[tensor.dtype])
+        add_dtype(out, tensor.dtype)
     out.tuple()
     out.call()
 
