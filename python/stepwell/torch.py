@@ -394,8 +394,8 @@ def _refuse_steps_in_backward(given: object, optimizers: Sequence[torch.optim.Op
     """Raises for parameters with hooks that run during ``backward()``. An optimizer that steps in
     such a hook would change the state before a guarded ``step()``."""
     names = given._names() if isinstance(given, TrainState) else {}
-    parameters = dict.fromkeys([*names, *(one for optimizer in optimizers for one in parameters(optimizer))])
-    for parameter in parameters:
+    watched = dict.fromkeys([*names, *(one for optimizer in optimizers for one in parameters(optimizer))])
+    for parameter in watched:
         if getattr(parameter, "_post_accumulate_grad_hooks", None) or hasattr(
             parameter, "_in_backward_optimizers"
         ):
