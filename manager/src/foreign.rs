@@ -5,8 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepwell_core::foreign::Fault;
-use stepwell_core::foreign::zip::{self, ZipMember};
+use stepwell_core::foreign::zip::{self, ZipMember, ZipMethod};
 use stepwell_core::io::File;
+use stepwell_core::sys::each;
 
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -15,6 +16,15 @@ use crate::error::{Error, Result};
 const NEAR_BYTES: u64 = 4096;
 /// The longest read of local headers.
 const MAX_HEADERS_BYTES: u64 = 1 << 20;
+/// A shorter archive inside a file is read whole.
+const SMALL_ARCHIVE_BYTES: u64 = 16 << 10;
+/// Bytes of the start and of the end of a longer one that are read at first: enough for one tensor.
+const HEAD_BYTES: u64 = 2 << 10;
+const SHORT_TAIL_BYTES: u64 = 2 << 10;
+/// The longest member whose content is read with its archive.
+const MAX_RECORD_BYTES: u64 = 16 << 20;
+/// Archives inside a file that are read at a time: a disk answers that many small reads together.
+const ARCHIVE_THREADS: usize = 16;
 
 /// Reads bytes of a foreign file, as far as it has them. Also returns its length.
 pub fn read_foreign(
@@ -30,30 +40,128 @@ pub fn read_foreign(
     Ok((file.read_at(offset, length as usize)?, file_length))
 }
 
+/// A zip archive inside a file.
+pub struct Archive {
+    /// Its members, in the order of its directory, and the offsets of their contents in the file.
+    pub members: Vec<(ZipMember, u64)>,
+    /// The contents of the stored members with the wanted names, by their numbers.
+    pub records: Vec<(usize, Vec<u8>)>,
+}
+
 /// The members of a zip archive, in the order of its directory, and the offsets of their contents.
 pub fn zip_members(path: &Path, environment: &Environment) -> Result<Vec<(ZipMember, u64)>> {
     let file = open(path, environment)?;
-    let fault = |fault: Fault| Error::from(stepwell_core::Error::corrupt(path, fault.to_string()));
-    let length = file.len()?;
-    let tail_at = length.saturating_sub(zip::MAX_TAIL_BYTES);
-    let tail = file.read_at(tail_at, (length - tail_at) as usize)?;
-    let directory = zip::directory(&tail, length).map_err(fault)?;
-    let members = match directory.offset.checked_sub(tail_at) {
-        Some(at) => {
-            let listed = tail.get(at as usize..).and_then(|rest| rest.get(..directory.length as usize));
-            zip::members(listed.unwrap_or_default(), &directory)
+    let bytes =
+        ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: Vec::new(), tail: Vec::new() };
+    members(&bytes, zip::MAX_TAIL_BYTES).map_err(|error| error.at(path))
+}
+
+/// The archives at these places of a file (offset, length), and the contents of their short members
+/// whose names end with one of `wanted`.
+pub fn archives(
+    path: &Path,
+    places: &[(u64, u64)],
+    wanted: &[&str],
+    environment: &Environment,
+) -> Result<Vec<Archive>> {
+    let file = open(path, environment)?;
+    let file_length = file.len()?;
+    let found = each("stepwell-foreign", ARCHIVE_THREADS, places, |&(begin, length)| {
+        if begin.checked_add(length).is_none_or(|end| end > file_length) {
+            let what = format!(
+                "bytes {begin} to {} were expected; the file has {file_length}",
+                begin.saturating_add(length)
+            );
+            return Err(ArchiveError::Fault(Fault { at: begin, what, is_cut: false }));
         }
-        None => zip::members(&file.read_at(directory.offset, directory.length as usize)?, &directory),
+        archive(&*file, begin, length, wanted)
+    });
+    found.into_iter().map(|one| one.map_err(|error| error.at(path))).collect()
+}
+
+fn archive(file: &dyn File, begin: u64, length: u64, wanted: &[&str]) -> Result<Archive, ArchiveError> {
+    let mut bytes = ArchiveBytes { file, begin, length, head: Vec::new(), tail: Vec::new() };
+    let head = if length <= SMALL_ARCHIVE_BYTES { length } else { HEAD_BYTES };
+    bytes.head = bytes.read(0, head)?;
+    // Writers of torch leave no comment, so that a short end has the directory. Otherwise the
+    // longest end is read.
+    let tail = length.min(SHORT_TAIL_BYTES);
+    bytes.tail = bytes.read(length - tail, tail)?;
+    let members = match members(&bytes, tail) {
+        Err(ArchiveError::Fault(_)) if length > tail => members(&bytes, zip::MAX_TAIL_BYTES)?,
+        found => found?,
     };
-    let members = members.map_err(fault)?;
-    let headers = local_headers(&*file, &members)?;
+    let mut records = Vec::new();
+    for (number, (member, content)) in members.iter().enumerate() {
+        let is_wanted = wanted.iter().any(|name| member.name.ends_with(name));
+        if is_wanted && member.method == ZipMethod::Stored && member.length <= MAX_RECORD_BYTES {
+            records.push((number, bytes.read(*content, member.length)?));
+        }
+    }
+    let members = members.into_iter().map(|(member, content)| (member, begin + content)).collect();
+    Ok(Archive { members, records })
+}
+
+/// A failure in an archive.
+enum ArchiveError {
+    /// Its bytes are not what they should be.
+    Fault(Fault),
+    /// They cannot be read.
+    Read(Error),
+}
+
+impl ArchiveError {
+    fn at(self, path: &Path) -> Error {
+        match self {
+            Self::Fault(fault) => stepwell_core::Error::corrupt(path, fault.to_string()).into(),
+            Self::Read(error) => error,
+        }
+    }
+}
+
+/// The bytes of an archive inside a file.
+struct ArchiveBytes<'a> {
+    file: &'a dyn File,
+    begin: u64,
+    length: u64,
+    /// Its first bytes, and its last ones.
+    head: Vec<u8>,
+    tail: Vec<u8>,
+}
+
+impl ArchiveBytes<'_> {
+    /// Reads bytes of the archive, as far as it has them.
+    fn read(&self, offset: u64, length: u64) -> Result<Vec<u8>, ArchiveError> {
+        let length = self.length.saturating_sub(offset).min(length);
+        let tail_at = self.length - self.tail.len() as u64;
+        for (begin, known) in [(0, &self.head), (tail_at, &self.tail)] {
+            let from = offset.checked_sub(begin);
+            let found = from.and_then(|from| known.get(from as usize..)?.get(..length as usize));
+            if let Some(found) = found {
+                return Ok(found.to_vec());
+            }
+        }
+        let read = self.file.read_at(self.begin + offset, length as usize);
+        read.map_err(|error| ArchiveError::Read(error.into()))
+    }
+}
+
+/// The members of an archive, and the offsets of their contents in it. Its last `tail_bytes` are
+/// searched for its end record.
+fn members(bytes: &ArchiveBytes<'_>, tail_bytes: u64) -> Result<Vec<(ZipMember, u64)>, ArchiveError> {
+    let tail_at = bytes.length.saturating_sub(tail_bytes);
+    let tail = bytes.read(tail_at, tail_bytes)?;
+    let directory = zip::directory(&tail, bytes.length).map_err(ArchiveError::Fault)?;
+    let listed = bytes.read(directory.offset, directory.length)?;
+    let members = zip::members(&listed, &directory).map_err(ArchiveError::Fault)?;
+    let headers = local_headers(bytes, &members)?;
     let headers: Vec<&[u8]> = headers.iter().map(Vec::as_slice).collect();
-    let contents = zip::contents(&headers, &members, &directory).map_err(fault)?;
+    let contents = zip::contents(&headers, &members, &directory).map_err(ArchiveError::Fault)?;
     Ok(members.into_iter().zip(contents).collect())
 }
 
 /// The bytes of each member's local header up to the end of its name.
-fn local_headers(file: &dyn File, members: &[ZipMember]) -> Result<Vec<Vec<u8>>> {
+fn local_headers(bytes: &ArchiveBytes<'_>, members: &[ZipMember]) -> Result<Vec<Vec<u8>>, ArchiveError> {
     let mut places: Vec<(u64, u64, usize)> = members
         .iter()
         .enumerate()
@@ -73,9 +181,9 @@ fn local_headers(file: &dyn File, members: &[ZipMember]) -> Result<Vec<Vec<u8>>>
         let (together, later) = rest.split_at(count);
         rest = later;
         let end = together.last().map_or(end, |&(_, end, _)| end);
-        let bytes = file.read_at(first, (end - first) as usize)?;
+        let read = bytes.read(first, end - first)?;
         for &(begin, end, number) in together {
-            let found = bytes.get((begin - first) as usize..).unwrap_or_default();
+            let found = read.get((begin - first) as usize..).unwrap_or_default();
             let found = found.get(..(end - begin) as usize).unwrap_or(found);
             if let Some(header) = headers.get_mut(number) {
                 *header = found.to_vec();

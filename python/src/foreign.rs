@@ -9,6 +9,7 @@ use stepwell_core::Error;
 use stepwell_core::foreign::zip::{ZipMember, ZipMethod};
 use stepwell_core::foreign::{Fault, safetensors};
 use stepwell_core::io::{Engine, Purpose};
+use stepwell_manager::Archive;
 
 use crate::errors::raise;
 use crate::manager::call;
@@ -76,14 +77,39 @@ pub fn zip_members(py: Python<'_>, path: PathBuf) -> PyResult<Vec<MemberRow>> {
         let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
         stepwell_manager::zip_members(&path, &environment)
     })?;
-    let row = |(one, content): (ZipMember, u64)| {
-        let method = match one.method {
-            ZipMethod::Stored => "stored",
-            ZipMethod::Deflated => "deflated",
-        };
-        (one.name, method, one.crc, content, one.stored_length, one.length)
+    Ok(members.into_iter().map(member_row).collect())
+}
+
+fn member_row((one, content): (ZipMember, u64)) -> MemberRow {
+    let method = match one.method {
+        ZipMethod::Stored => "stored",
+        ZipMethod::Deflated => "deflated",
     };
-    Ok(members.into_iter().map(row).collect())
+    (one.name, method, one.crc, content, one.stored_length, one.length)
+}
+
+/// An archive: its members, and the contents of some of them by their numbers.
+type ArchiveRow<'py> = (Vec<MemberRow>, Vec<(usize, Bound<'py, PyBytes>)>);
+
+/// The zip archives at these places of a file (offset, length). Returns the contents of their short
+/// members whose names end with one of `wanted`.
+#[pyfunction]
+pub fn zip_archives(
+    py: Python<'_>,
+    path: PathBuf,
+    places: Vec<(u64, u64)>,
+    wanted: Vec<String>,
+) -> PyResult<Vec<ArchiveRow<'_>>> {
+    let found = call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+        let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
+        stepwell_manager::archives(&path, &places, &wanted, &environment)
+    })?;
+    let row = |one: Archive| {
+        let records = one.records.into_iter().map(|(number, bytes)| (number, PyBytes::new(py, &bytes)));
+        (one.members.into_iter().map(member_row).collect(), records.collect())
+    };
+    Ok(found.into_iter().map(row).collect())
 }
 
 pub fn corrupt(py: Python<'_>, path: &Path, fault: &Fault) -> PyErr {

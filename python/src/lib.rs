@@ -56,7 +56,9 @@ mod _core {
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
-    use crate::foreign::{read_foreign, safetensors_header, safetensors_header_length, zip_members};
+    use crate::foreign::{
+        read_foreign, safetensors_header, safetensors_header_length, zip_archives, zip_members,
+    };
     #[pymodule_export]
     use crate::manager::{Held, Manager, Ticket};
     #[pymodule_export]

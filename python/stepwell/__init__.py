@@ -40,7 +40,7 @@ from .errors import (
 
 if _typing.TYPE_CHECKING:
     from . import coordinators, events, maps, providers, results, sharding
-    from ._checkpoint import Checkpoint, Metadata
+    from ._checkpoint import Checkpoint
     from ._convert import convert, export
     from ._engine_info import engine_info
     from ._manager import CheckpointManager
@@ -68,7 +68,7 @@ if _typing.TYPE_CHECKING:
 #: The modules of the other names. Each is imported when a name of it is first used, so that
 #: importing the package costs almost nothing.
 _MODULES = {
-    "_checkpoint": "Checkpoint Metadata",
+    "_checkpoint": "Checkpoint",
     "_convert": "convert export",
     "_manager": "CheckpointManager",
     "_engine_info": "engine_info",
@@ -128,7 +128,6 @@ __all__ = [
     "CorruptCheckpoint",
     "LoadFailed",
     "LockedError",
-    "Metadata",
     "MismatchError",
     "MisuseError",
     "ObjectSpec",

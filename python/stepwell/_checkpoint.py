@@ -51,7 +51,6 @@ _LINES, _INDENT = 20, 4
 _T = TypeVar("_T")
 
 
-@public
 @final
 @dataclass(frozen=True, slots=True)
 class Metadata:

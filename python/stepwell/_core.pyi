@@ -50,6 +50,7 @@ __all__ = [
     "safetensors_header",
     "safetensors_header_length",
     "shared_memory",
+    "zip_archives",
     "zip_members",
 ]
 
@@ -306,6 +307,9 @@ def safetensors_header(
 _ZipMember = tuple[str, str, int, int, int, int]
 
 def zip_members(path: _Path) -> list[_ZipMember]: ...
+def zip_archives(
+    path: _Path, places: Sequence[tuple[int, int]], wanted: Sequence[str]
+) -> list[tuple[list[_ZipMember], list[tuple[int, bytes]]]]: ...
 def pickle(path: _Path, data: bytes, begin: int, end: int) -> tuple[object, int] | None: ...
 
 #: Offset, length, and one of: bytes, a tensor as leaf and dtype, the first and the last piece of a

@@ -22,6 +22,8 @@ from ..errors import MisuseError
 
 if TYPE_CHECKING:
     from ..maps import MapLike
+else:  # few restores have a map
+    MapLike = object
 
 #: One glob over rendered leaf paths, or several.
 Globs: TypeAlias = str | Iterable[str] | None
@@ -193,7 +195,7 @@ class RestoreOptions:
         """A checkpoint as the map of these options makes it."""
         if self.map is None:
             return core
-        from ..maps import Map  # few restores have one
+        from ..maps import Map
 
         return Map.of(self.map)._apply(core)
 

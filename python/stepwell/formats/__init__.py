@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from . import safetensors, torch_save
+from .._restore import collector as collecting
+from . import dcp, safetensors, torch_save
 from .description import Description
 from .refused import refuse
 
@@ -23,9 +24,11 @@ __all__ = ["Description", "find"]
 #: Describes the files at a path; ``None``: another format.
 Format: TypeAlias = Callable[[str], Description | None]
 
-_FORMATS: Sequence[Format] = (safetensors.describe, torch_save.describe)
+_FORMATS: Sequence[Format] = (dcp.describe, safetensors.describe, torch_save.describe)
 
 
+# Metadata become many small objects, which are all there until it returns.
+@collecting.paused()
 def find(path: str) -> Description | None:
     """Returns the description of what another library wrote at a path, if there is any. A known
     format that is not read is refused by its name."""

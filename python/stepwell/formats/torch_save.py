@@ -32,7 +32,7 @@ _NAMES: Mapping[tuple[str, str], object] = {**python_symbols.NAMES, **NAMES}
 
 
 @dataclass(frozen=True, slots=True)
-class _TorchFile:
+class TorchFile:
     """The content of a file."""
 
     state: object
@@ -52,7 +52,7 @@ def describe(path: str) -> Description | None:
     return None if found is None else _description(path, found.state, {path: found})
 
 
-def _description(path: str, state: object, files: Mapping[str, _TorchFile]) -> Description:
+def _description(path: str, state: object, files: Mapping[str, TorchFile]) -> Description:
     guarded = [one for file in files.values() for one in file.guarded]
     return Description(FAMILY, path, state, files=list(files), guarded=guarded)
 
@@ -74,7 +74,7 @@ def _directory(path: str) -> Description | None:
 def _sharded(index: str) -> Description:
     """The shards that an index names. Tensors that it does not name are left out, as by other
     readers."""
-    shards: dict[str, _TorchFile] = {}
+    shards: dict[str, TorchFile] = {}
     found: dict[str, object] = {}
     for name, shard in weight_map(index):
         if shard not in shards:
@@ -91,7 +91,7 @@ def _sharded(index: str) -> Description:
 
 def _of_ranks(path: str, by_prefix: Mapping[str, Sequence[str]]) -> Description:
     """The files of all ranks. With those of an optimizer the state has two parts."""
-    files: dict[str, _TorchFile] = {}
+    files: dict[str, TorchFile] = {}
     states: dict[str, object] = {}
     for prefix, names in by_prefix.items():
         mine = {name: _required(name) for name in names}
@@ -103,14 +103,14 @@ def _of_ranks(path: str, by_prefix: Mapping[str, Sequence[str]]) -> Description:
     return _description(path, states if len(states) > 1 else next(iter(states.values())), files)
 
 
-def _required(path: str) -> _TorchFile:
+def _required(path: str) -> TorchFile:
     found = _content(path)
     if found is None:
         raise corrupt(path, "a file of torch.save was expected")
     return found
 
 
-def _content(path: str) -> _TorchFile | None:
+def _content(path: str) -> TorchFile | None:
     """The content of a file; ``None`` if torch.save did not write it."""
     start, _ = read(path, 0, 4)
     if start == b"PK\x03\x04":
@@ -120,14 +120,14 @@ def _content(path: str) -> _TorchFile | None:
     return None
 
 
-def _stream_content(path: str) -> _TorchFile:
+def _stream_content(path: str) -> TorchFile:
     """The content of an old stream, or of a plain pickle."""
     source = FileBytes(path)
     root, end = source.pickle(0)
     if not is_magic(root):
-        return _converted(Stream(path, source.data, 0), root, _no_storage, ())
+        return converted(Stream(path, source.data, 0), root, _no_storage, ())
     old = OldStream(source, end)
-    return _converted(Stream(path, source.data, 0), old.root, old.storage, ())
+    return converted(Stream(path, source.data, 0), old.root, old.storage, ())
 
 
 def _no_storage(_: object) -> Found:
@@ -219,7 +219,7 @@ class _Archive:
         return read(self.path, member.offset, member.length)[0].decode("ascii", "replace")
 
 
-def _zip_content(path: str) -> _TorchFile | None:
+def _zip_content(path: str) -> TorchFile | None:
     members = {
         name: _Member(method == "stored", crc, offset, stored_length, length)
         for name, method, crc, offset, stored_length, length in _core.zip_members(os.path.realpath(path))
@@ -247,7 +247,7 @@ def _zip_content(path: str) -> _TorchFile | None:
         for one in members.values()
         if archive.has_checksums and one.is_stored
     ]
-    return _converted(stream, parsed[0], archive.storage, guarded)
+    return converted(stream, parsed[0], archive.storage, guarded)
 
 
 #: Members of archives of torch that are no checkpoints.
@@ -260,9 +260,9 @@ _OTHERS = (
 )
 
 
-def _converted(
+def converted(
     stream: Stream, root: object, persistent: PersistentLoad, guarded: Sequence[Guarded]
-) -> _TorchFile:
+) -> TorchFile:
     tensors = TensorSymbols()
     symbols = {
         **_SYMBOLS,
@@ -270,4 +270,4 @@ def _converted(
         ("torch.storage", "_load_from_bytes"): NestedStreams().load,
     }
     found = Converter(stream, symbols, _NAMES, persistent).convert(root)
-    return _TorchFile(found.placed, guarded, tensors.distributions)
+    return TorchFile(found.placed, guarded, tensors.distributions)

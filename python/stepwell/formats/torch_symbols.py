@@ -20,7 +20,7 @@ from .pickled import Name
 from .python_symbols import integer, text
 
 #: Dtypes of torch, and their names here.
-_DTYPES: Mapping[str, str] = {
+DTYPES: Mapping[str, str] = {
     **{
         name: name
         for name in (
@@ -256,9 +256,9 @@ class TensorSymbols:
     def _typed_view(self, args: Sequence[object]) -> Found:
         storage, begin, size, stride, _, _, dtype, *rest = _at_least(args, 7)
         name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
-        if name not in _DTYPES:
+        if name not in DTYPES:
             return opaque(f"torch tensor of {dtype if isinstance(dtype, str) else 'an unknown dtype'}")
-        return self._tensor(storage, begin, size, stride, _DTYPES[name], rest[0] if rest else None)
+        return self._tensor(storage, begin, size, stride, DTYPES[name], rest[0] if rest else None)
 
     def _view(self, args: Sequence[object]) -> Found:
         storage, begin, size, stride, *rest = _at_least(args, 4)
@@ -412,5 +412,5 @@ def _layout(made: Made) -> Found:
 
 #: Names that are values: as text.
 NAMES: Mapping[tuple[str, str], object] = {
-    ("torch", name): f"torch.{name}" for name in (*_DTYPES, *_OTHER_DTYPES, *_LAYOUTS, *_OTHER_NAMES)
+    ("torch", name): f"torch.{name}" for name in (*DTYPES, *_OTHER_DTYPES, *_LAYOUTS, *_OTHER_NAMES)
 }

@@ -1,0 +1,220 @@
+"""Checkpoints of ``torch.distributed.checkpoint`` (DCP): a ``.metadata`` pickle beside files of
+archives, one archive for each part of a tensor and for each object.
+
+The metadata say which parts a tensor has and where their archives are. Each archive says how its
+part is laid out. torch is not imported.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from .. import _core
+from .._paths import named, printable
+from ..errors import CorruptCheckpoint, FormatError
+from .dcp_metadata import Place, Saved, SavedTensor, read_metadata
+from .description import Chunk, Description, Guarded, Opaque, Tensor
+from .files import corrupt, read
+from .torch_archive import ArchivedObject, Layouts
+
+FAMILY = "torch.distributed.checkpoint"
+_METADATA = ".metadata"
+#: A metadata file of one rank, in the mode in which ranks save for themselves.
+_OF_RANK = re.compile(r"__\d+\.metadata")
+#: The longest object that is read when the checkpoint is opened.
+_MAX_OBJECT_BYTES = 64 << 20
+
+
+def describe(path: str) -> Description | None:
+    """Describes a directory with ``.metadata``, or with one such file for each rank."""
+    if not os.path.isdir(path):
+        return None
+    names = os.listdir(path)
+    if _METADATA in names:
+        return _Checkpoint(path, [os.path.join(path, _METADATA)]).description()
+    of_ranks = sorted((name for name in names if _OF_RANK.fullmatch(name)), key=lambda name: int(name[2:-9]))
+    if of_ranks:
+        return _Checkpoint(path, [os.path.join(path, name) for name in of_ranks]).description()
+    return None
+
+
+class _Checkpoint:
+    """The metadata of a directory, and the archives that they name."""
+
+    def __init__(self, path: str, metadata: Sequence[str]) -> None:
+        self._path = path
+        self._saved = _merged([read_metadata(file) for file in metadata], metadata)
+        self._layouts = Layouts()
+        self._guarded: list[Guarded] = []
+
+    def description(self) -> Description:
+        """All of it."""
+        archives = self._archives()
+        leaves: dict[str, object] = {}
+        for name, tensor in self._saved.tensors.items():
+            leaves[name] = self._tensor(name, tensor, archives)
+        for name, place in self._saved.objects.items():
+            leaves[name] = self._object(place, archives)
+        for name, one, other in self._saved.copies:
+            if one.transforms or other.transforms or not archives[one].is_copy_of(archives[other]):
+                leaves[name] = Opaque("value that differs between ranks")
+        state = _nested(leaves, self._saved.paths)
+        return Description(FAMILY, self._path, state, guarded=self._guarded)
+
+    def _archives(self) -> Mapping[Place, ArchivedObject]:
+        """Reads the directories of all archives, file by file."""
+        by_file: dict[str, list[Place]] = {}
+        for name, place in self._places():
+            if place.transforms:
+                continue
+            if os.path.basename(place.file) != place.file or place.file in ("", ".", ".."):
+                raise corrupt(self._path, f"{named(name)} is in {place.file!r}, which is no file name")
+            by_file.setdefault(place.file, []).append(place)
+        found: dict[Place, ArchivedObject] = {}
+        for file, places in by_file.items():
+            where = os.path.join(self._path, file)
+            places = sorted(set(places), key=lambda one: one.offset)
+            start, length = read(where, 0, 4)
+            if places and start != b"PK\x03\x04" and start != b"":
+                raise FormatError(
+                    f"{where}: archives of torch.save were expected. If it was written with "
+                    "SerializationFormat.SAFETENSORS, save it again without serialization_format"
+                )
+            end = max((one.offset + one.length for one in places), default=0)
+            if end > length:
+                raise corrupt(where, f"the metadata name {end} bytes; the file has {length}")
+            real = os.path.realpath(where)
+            rows = _core.zip_archives(
+                real, [(one.offset, one.length) for one in places], ["/data.pkl", "/byteorder"]
+            )
+            for place, (members, records) in zip(places, rows, strict=True):
+                archive = ArchivedObject(where, members, dict(records))
+                self._guarded += archive.guarded()
+                found[place] = archive
+        return found
+
+    def _places(self) -> Iterator[tuple[str, Place]]:
+        for name, tensor in self._saved.tensors.items():
+            for part in tensor.parts:
+                yield name, part.place
+        yield from self._saved.objects.items()
+        for name, _, place in self._saved.copies:
+            yield name, place
+
+    def _tensor(
+        self, name: str, tensor: SavedTensor, archives: Mapping[Place, ArchivedObject]
+    ) -> Tensor | Opaque:
+        if tensor.dtype is None:
+            return Opaque(f"torch tensor of {tensor.stored_dtype}{list(tensor.shape)}")
+        transforms = next((part.place.transforms for part in tensor.parts if part.place.transforms), ())
+        if transforms:
+            return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, by {', '.join(transforms)}")
+        chunks = []
+        for part in tensor.parts:
+            if 0 in part.sizes:
+                continue
+            try:
+                layout = self._layouts.of(archives[part.place])
+            except CorruptCheckpoint as error:
+                error.leaf = error.leaf or name
+                raise
+            if layout is None:
+                return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, of an unknown form")
+            if layout.dtype != tensor.dtype or layout.shape != part.sizes:
+                raise self._wrong(
+                    name,
+                    f"its part at {list(part.offsets)} is {layout.dtype}{list(layout.shape)}; the metadata "
+                    f"say {tensor.dtype}{list(part.sizes)}",
+                )
+            chunks.append(
+                Chunk(
+                    layout.chunk.file,
+                    layout.chunk.offset,
+                    layout.chunk.nbytes,
+                    part.offsets,
+                    part.sizes,
+                    layout.chunk.strides,
+                    layout.chunk.big_endian,
+                    layout.chunk.negated,
+                )
+            )
+        covered = sum(math.prod(part.sizes) for part in tensor.parts)
+        if covered != math.prod(tensor.shape):
+            raise self._wrong(
+                name, f"its parts have {covered} of {math.prod(tensor.shape)} elements; is a file missing?"
+            )
+        return Tensor(tensor.dtype, tensor.shape, tuple(chunks))
+
+    def _object(self, place: Place, archives: Mapping[Place, ArchivedObject]) -> object:
+        if place.transforms:
+            return Opaque(f"object, by {', '.join(place.transforms)}")
+        if place.length > _MAX_OBJECT_BYTES:
+            return Opaque(f"object of {place.length} bytes")
+        return archives[place].value()
+
+    def _wrong(self, name: str, what: str) -> CorruptCheckpoint:
+        error = corrupt(self._path, f"{named(printable(name))}: {what}")
+        error.leaf = name
+        return error
+
+
+def _merged(saved: Sequence[Saved], files: Sequence[str]) -> Saved:
+    """The metadata of all ranks as one. The first rank's copy of a part counts."""
+    whole = saved[0]
+    for one, file in zip(saved[1:], files[1:], strict=True):
+        for name, tensor in one.tensors.items():
+            known = whole.tensors.setdefault(name, tensor)
+            if known is tensor:
+                continue
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise corrupt(
+                    file, f"{named(name)} has another dtype or shape in the metadata of another rank"
+                )
+            places = {part.offsets for part in known.parts}
+            known.parts.extend(part for part in tensor.parts if part.offsets not in places)
+            first = {part.offsets: part.place for part in known.parts}
+            whole.copies += [
+                (name, first[part.offsets], part.place) for part in tensor.parts if part.offsets in places
+            ]
+        for name, place in one.objects.items():
+            if whole.objects.setdefault(name, place) is not place:
+                whole.copies.append((name, whole.objects[name], place))
+        whole.paths.update(one.paths)
+    return whole
+
+
+def _nested(leaves: Mapping[str, object], paths: Mapping[str, tuple[str | int, ...]]) -> object:
+    """The state as it was before it was flattened. Names without a path stay at the top."""
+    root: dict[str | int, object] = {}
+    for name, value in leaves.items():
+        path = paths.get(name, (name,))
+        at = root
+        for part in path[:-1]:
+            child = at.setdefault(part, {})
+            if not isinstance(child, dict) or type(child) is not dict:
+                raise CorruptCheckpoint(f"{named(name)} is below another leaf in the metadata")
+            at = child
+        if path[-1] in at:
+            raise CorruptCheckpoint(f"{named(name)} has the path of another leaf in the metadata")
+        at[path[-1]] = value
+    return _with_lists(root)
+
+
+def _with_lists(root: dict[str | int, object]) -> object:
+    """Dicts with the keys 0, 1, 2, … as lists: these were lists before."""
+    order: list[tuple[dict[str | int, object], dict[str | int, object] | None, str | int]] = []
+    pending: list[tuple[dict[str | int, object], dict[str | int, object] | None, str | int]] = [
+        (root, None, "")
+    ]
+    while pending:
+        one = pending.pop()
+        order.append(one)
+        pending.extend((child, one[0], key) for key, child in one[0].items() if type(child) is dict)
+    for children, parent, key in reversed(order):
+        numbers = [name for name in children if isinstance(name, int)]
+        if parent is not None and numbers and sorted(numbers) == list(range(len(children))):
+            parent[key] = [children[number] for number in range(len(children))]
+    return root
