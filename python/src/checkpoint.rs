@@ -222,6 +222,16 @@ type GuardedRow = (u32, u64, u64, u32);
 /// The layout of a chunk's elements: strides in bytes, big-endian, negated parts.
 type ForeignLayout = (Vec<u64>, bool, String);
 
+fn layout_row(codec: &Codec) -> Option<ForeignLayout> {
+    let Codec::Elements(layout) = codec else { return None };
+    let negated = match layout.negated {
+        NegatedParts::None => "",
+        NegatedParts::All => "all",
+        NegatedParts::Imaginary => "imaginary",
+    };
+    Some((layout.strides.to_vec(), layout.big_endian, negated.to_owned()))
+}
+
 fn codec_of(layout: Option<ForeignLayout>) -> PyResult<Codec> {
     let Some((strides, big_endian, negated)) = layout else { return Ok(Codec::Raw) };
     let negated = match &*negated {
@@ -450,6 +460,18 @@ impl Checkpoint {
         let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
         let files = index.files.iter().map(|file| file.stored_name().to_owned()).collect();
         Ok((files, index.leaves.iter().map(|leaf| place_row(&index, leaf)).collect()))
+    }
+
+    /// The layouts of chunks whose elements are not row-major and little-endian, in the order of
+    /// the chunks.
+    fn layouts(&self, py: Python<'_>) -> PyResult<Vec<ForeignLayout>> {
+        let inner = self.get(py)?;
+        let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
+        let chunks = index.leaves.iter().flat_map(|leaf| match leaf {
+            LeafRecord::Tensor(tensor) => tensor.chunks.as_slice(),
+            _ => &[],
+        });
+        Ok(chunks.filter_map(|chunk| layout_row(&chunk.codec)).collect())
     }
 
     /// The values of object leaves.

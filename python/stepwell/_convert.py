@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from . import _core
 from . import _lifecycle as lifecycle
@@ -23,7 +23,7 @@ from ._options import Options, to_json
 from ._paths import Component, glob_escape, named, render
 from ._policies import every_steps
 from ._public import public
-from ._restore.options import Globs
+from ._restore.options import Globs, RestoreOptions
 from ._restore.structure import Structure
 from ._retention import keep_all
 from ._save_result import Save
@@ -42,6 +42,9 @@ from .formats.writers import (
     PlainValue,
     Writer,
 )
+
+if TYPE_CHECKING:
+    from .maps import MapLike
 
 #: A format to write.
 Target: TypeAlias = Literal["safetensors", "torch", "npz", "dcp", "stepwell"]
@@ -124,6 +127,7 @@ def convert(
     *,
     to: Target,
     step: int | None = None,
+    map: MapLike | None = None,
     include: Globs = None,
     exclude: Globs = None,
     subtree: str = "",
@@ -149,6 +153,8 @@ def convert(
             makes a directory of ``torch.distributed.checkpoint``. ``"stepwell"`` makes a
             checkpoint of this library, and begins again after an interrupt.
         step: the step of a root; ``None``: its newest.
+        map: a :class:`stepwell.maps.Map`, its TOML file or its rules: names and shapes of another
+            model for what is written. The other arguments see the mapped leaves.
         include: leaves to write, by glob over their paths; default: all.
         exclude: leaves to leave out.
         subtree: path of a container. Only what is below it is written, with names relative to it.
@@ -177,7 +183,7 @@ def convert(
     if os.path.lexists(where):
         raise MisuseError(f"{where} exists already. Pass a free path, or move what is there away")
     begun = time.monotonic()
-    with _opened(source, step) as checkpoint:
+    with _opened(source, step, map) as checkpoint:
         core = checkpoint._open()
         leaves = _selected(checkpoint, core, choice, subtree)
         if to == "stepwell":
@@ -235,6 +241,7 @@ def export(
     *,
     to: Target = "safetensors",
     step: int | None = None,
+    map: MapLike | None = None,
     include: Globs = None,
     exclude: Globs = None,
     subtree: str = "",
@@ -248,6 +255,7 @@ def export(
         destination,
         to=to,
         step=step,
+        map=map,
         include=include,
         exclude=exclude,
         subtree=subtree,
@@ -258,14 +266,14 @@ def export(
 
 
 @contextlib.contextmanager
-def _opened(source: Path | Checkpoint, step: int | None) -> Iterator[Checkpoint]:
+def _opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> Iterator[Checkpoint]:
     """The source. One that the caller has opened stays open."""
     if isinstance(source, Checkpoint):
         if step is not None:
             raise MisuseError("step= is for a root, and the source is an open checkpoint; leave it out")
-        yield source
+        yield source if map is None else Checkpoint(RestoreOptions(map=map).mapped(source._open()))
         return
-    with open_checkpoint(source, step) as checkpoint:
+    with open_checkpoint(source, step, map=map) as checkpoint:
         yield checkpoint
 
 
@@ -461,7 +469,10 @@ def _content(
     first: dict[tuple[int, str], str] = {}
     for leaf, dtype in zip(arrays, _dtypes(arrays, choice), strict=True):
         name = names[leaf.number]
-        path = name if writer.is_nested else render([("k", name)])
+        places: list[Component] = [("k", name)]
+        if writer.has_paths:
+            places = [("k", part) if isinstance(part, str) else ("x", part) for part in leaf.places]
+        path = name if writer.is_nested else render(places)
         tensors[leaf.number] = OutputTensor(name, path, leaf.number, dtype, leaf.shape, leaf.places)
         key = leaf.holder, dtype
         first[key] = min(first.get(key, name), name)
@@ -544,7 +555,7 @@ def _bytes(size: object) -> int:
 def _digest(core: _core.Checkpoint, files: list[OutputFile]) -> bytes:
     """Names the plan and its source: a conversion is resumed only by the same."""
     digest = hashlib.sha256(repr((_WINDOW_BYTES, core.path(), core.manifest())).encode())
-    digest.update(repr(core.places()).encode())
+    digest.update(repr((core.places(), core.layouts())).encode())
     for file in files:
         digest.update(repr((file.name, file.length, file.pieces)).encode())
     return digest.digest()

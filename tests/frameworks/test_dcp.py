@@ -266,3 +266,14 @@ def test_unknown_classes_are_listed_by_name(tmp_path: Path) -> None:
     with sw.open(path) as checkpoint:
         assert "UserString" in repr(checkpoint["other"])
         np.testing.assert_array_equal(checkpoint["w"][...], np.ones(2))
+
+
+def test_what_stepwell_wrote_as_dcp_is_verified(tmp_path: Path) -> None:
+    layers = [np.ones(2, np.float32), {"a.b": np.zeros(3, np.float16)}]
+    state = {"model": {"w": np.arange(600, dtype=np.float32).reshape(20, 30), "layers": layers}}
+    sw.save(tmp_path / "ours", state)
+    made = sw.export(tmp_path / "ours", tmp_path / "theirs", to="dcp")
+    assert made.verified
+    found = sw.restore(tmp_path / "theirs")
+    np.testing.assert_array_equal(found["model"]["w"], state["model"]["w"])
+    np.testing.assert_array_equal(found["model"]["layers"][1]["a.b"], np.zeros(3, np.float16))

@@ -10,6 +10,7 @@ import pytest
 import stepwell as sw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepwell import _convert
 from stepwell.maps.arrangement import Arrangement, concat
 
 
@@ -231,6 +232,32 @@ def test_a_plan_and_verify_know_mapped_checkpoints(qkv: Path) -> None:
         assert checkpoint.verify().ok
         plan = checkpoint.plan(like={"layers.0.qkv.weight": sw.AS_STORED})
         assert plan.nbytes == 32 * 6 * 4
+
+
+def test_a_conversion_writes_the_mapped_tensors(qkv: Path, tmp_path: Path) -> None:
+    numpy_file = pytest.importorskip("safetensors.numpy")
+    plain = sw.restore(qkv)
+    rules = [FUSE, {"drop": "optimizer{rest...}"}]
+    made = sw.export(qkv, tmp_path / "fused", map=rules)
+    assert made.verified
+    found = numpy_file.load_file(tmp_path / "fused" / "model.safetensors")
+    assert set(found) == {"layers.0.qkv.weight", "layers.1.qkv.weight"}
+    np.testing.assert_array_equal(found["layers.1.qkv.weight"], fused(plain, 1))
+    back = sw.restore(tmp_path / "fused", map=sw.maps.Map([FUSE]).inverse())
+    np.testing.assert_array_equal(back["layers.1.k.weight"], plain["layers.1.k.weight"])
+
+
+def test_plans_of_two_maps_are_two_plans(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"w": arange(4, 4)})
+
+    def digest(rules: list[dict[str, object]]) -> bytes:
+        with sw.open(tmp_path / "c", map=rules) as checkpoint:
+            return _convert._digest(checkpoint._open(), [])
+
+    turned: list[dict[str, object]] = [{"permute": "w", "axes": [1, 0]}]
+    same: list[dict[str, object]] = [{"permute": "w", "axes": [0, 1]}]
+    assert digest(turned) != digest(same)
+    assert digest(turned) == digest(turned)
 
 
 sizes = st.integers(1, 5)

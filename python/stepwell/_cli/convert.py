@@ -21,6 +21,9 @@ _SHOWN = 4
 @click.option(
     "--to", required=True, metavar="FORMAT", help="The format: safetensors, torch, npz, dcp or stepwell."
 )
+@click.option(
+    "--map", "map_file", metavar="FILE", help="Give the leaves the names and shapes of this map (TOML)."
+)
 @click.option("--include", multiple=True, metavar="GLOB", help="Write only these leaves. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable.")
 @click.option(
@@ -41,6 +44,7 @@ def convert(
     source: Target,
     destination: str,
     to: str,
+    map_file: str | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     subtree: str,
@@ -62,6 +66,7 @@ def convert(
                 destination,
                 to=to,  # type: ignore[arg-type]  # checked there
                 step=source.step,
+                map=map_file,
                 include=include or None,
                 exclude=exclude,
                 subtree=subtree,

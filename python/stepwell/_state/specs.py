@@ -108,8 +108,8 @@ AS_STORED: Final = _AsStored()
 @final
 @dataclass(frozen=True, slots=True)
 class ObjectSpec:
-    """In the tree of :class:`Metadata`: a leaf that is an object (a number, a string, a list of
-    them, ...), not an array."""
+    """A leaf that is an object (a number, a string, a list of them, ...), not an array, in the tree
+    of :class:`~stepwell.results.Metadata`."""
 
 
 #: This process's rank and how many there are, while a manager of several takes a state apart or

@@ -31,6 +31,8 @@ class Writer:
     #: The end of the name of an output that is one file. Any other name is that of a directory.
     #: Empty: the output is always one file. ``None``: always a directory.
     suffix: str | None
+    #: True if the output has the path of a tensor beside its name.
+    has_paths: bool = False
 
 
 def _nothing(_: object) -> bool:
@@ -42,5 +44,5 @@ WRITERS: Mapping[str, Writer] = {
     "safetensors": Writer(safetensors.plan, _nothing, "tensors", False, ".safetensors"),
     "torch": Writer(torch.plan, torch.is_plain, "tensors and plain Python values", True, ""),
     "npz": Writer(npz.plan, _nothing, "arrays", False, ""),
-    "dcp": Writer(dcp.plan, _nothing, "tensors", False, None),
+    "dcp": Writer(dcp.plan, _nothing, "tensors", False, None, has_paths=True),
 }
