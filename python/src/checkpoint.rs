@@ -25,6 +25,7 @@ use stepwell_manager::{Error, ReadFailure, Reader, copy};
 use stepwell_reshard::mapping::{MappedAxis, MappedLeaf, MappedPiece, MappedTensor};
 use stepwell_reshard::read_plan::Request;
 
+use crate::array_group::{ArrayGroup, request};
 use crate::arrays;
 use crate::errors::{closed, invalid, raise, raise_manager};
 use crate::hooks::{dtype_named, hooks};
@@ -496,19 +497,26 @@ impl Checkpoint {
         values.iter().map(|value| to_python(py, value, reviver)).collect()
     }
 
-    /// Reads regions of stored tensors into writable arrays: `(leaf, offset, array)`. Returns the
-    /// bytes that were read. Nothing is written any more when it returns, however it does.
-    fn read(&self, py: Python<'_>, requests: Vec<ReadRow<'_>>) -> PyResult<u64> {
+    /// Reads regions of stored tensors into writable arrays, `(leaf, offset, array)`, and groups.
+    /// Returns the bytes that were read. Nothing is written any more when it returns, however it
+    /// does.
+    #[pyo3(signature = (requests, groups = Vec::new()))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        requests: Vec<ReadRow<'_>>,
+        groups: Vec<Bound<'_, ArrayGroup>>,
+    ) -> PyResult<u64> {
         let inner = self.get(py)?;
         let known = arrays::known();
         let mut targets = Vec::with_capacity(requests.len());
         let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
-        for (number, (leaf, offset, array)) in requests.into_iter().enumerate() {
+        for (leaf, offset, array) in requests {
             let target = known.hold(&array, true)?;
-            let extent = target.dims();
-            if offset.len() != extent.len() {
+            if offset.len() != target.shape().len() {
                 return Err(PyValueError::new_err(format!(
-                    "leaf {leaf}: an array of shape {extent:?} cannot take a region at {offset:?}"
+                    "leaf {leaf}: an array of shape {:?} cannot take a region at {offset:?}",
+                    target.shape()
                 )));
             }
             let itemsize = target.itemsize() as u64;
@@ -527,16 +535,11 @@ impl Checkpoint {
                     )));
                 }
             }
-            let (below, _) = target.span();
-            let request = Request {
-                leaf,
-                region: Region { offset: offset.into(), extent: extent.into() },
-                dst: number as u32,
-                dst_offset: below as u64,
-                dst_strides: target.strides().iter().map(|&stride| stride as i64).collect(),
-            };
-            parts.push(request);
+            parts.push(request(leaf, offset, &target, targets.len()));
             targets.push(target);
+        }
+        for group in groups {
+            group.get().give_requests(&mut parts, &mut targets);
         }
         read_all(py, &inner, parts, targets)
     }

@@ -26,7 +26,6 @@ use stepwell_core::limits::{MAX_DEPTH, MAX_NAME_BYTES};
 use stepwell_core::tree::ContainerKind;
 use stepwell_reshard::glob::{Glob, PathText};
 
-use self::dtypes::Dtypes;
 use crate::arrays::{Known, known};
 use crate::convert::StoredTensor;
 use crate::hooks::{Hooks, hooks, unsupported};
@@ -34,6 +33,7 @@ use crate::ingest::HeldBuffer;
 use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
 
 pub use self::choice::Choice;
+pub use self::dtypes::Dtypes;
 pub use self::leaf::{Flat, Leaf, Shard};
 
 /// Flattens the chosen part of a state. Also returns the globs that match nothing. An error names

@@ -9,6 +9,7 @@
 //! | [`manager`] [`save_handle`] [`checkpoint`] [`singular`] | the engine's types, and its functions of a path |
 //! | [`matching`] [`options`] | the match of a restore; options |
 //! | [`convert`] | conversions into files of other formats, which the package plans |
+//! | [`array_group`] | the arrays of a plain subtree, restored together |
 //! | [`foreign`] | bytes of other libraries' files, for the package's format modules |
 //! | [`pickle`] | the nodes of a pickle as Python objects, for the same |
 //! | [`state`] [`snapshot`] | a flattened state; the request of a save |
@@ -17,6 +18,7 @@
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
 
+mod array_group;
 mod arrays;
 mod board;
 mod checkpoint;
@@ -45,6 +47,8 @@ mod _core {
     use pyo3::prelude::*;
     use stepwell_core::limits;
 
+    #[pymodule_export]
+    use crate::array_group::{ArrayGroup, array_group};
     #[pymodule_export]
     use crate::arrays::array_type;
     #[pymodule_export]

@@ -18,6 +18,7 @@ use stepwell_reshard::matching::{
 };
 use stepwell_reshard::selection::{Renames, Selection};
 
+use crate::array_group::{self, ArrayGroup, Candidates, Groups};
 use crate::checkpoint::Checkpoint;
 use crate::errors::invalid;
 use crate::hooks::dtype_named;
@@ -39,7 +40,7 @@ pub fn component_of(row: &Bound<'_, PyAny>) -> PyResult<Component> {
     })
 }
 
-fn wanted(row: &Bound<'_, PyAny>) -> PyResult<Wanted> {
+fn wanted_row(row: &Bound<'_, PyAny>) -> PyResult<Wanted> {
     let (components, kind, dtype, shape, holds_value): WantedRow<'_> = row.extract()?;
     let spec = match kind.to_str()? {
         "tensor" => {
@@ -134,7 +135,16 @@ pub fn match_state<'py>(
     given: &Bound<'py, PyDict>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let inner = checkpoint.get(py)?;
-    let wanted = rows.iter().map(|row| wanted(&row)).collect::<PyResult<Vec<_>>>()?;
+    let stored_rows: Vec<usize> =
+        given.get_item("groupable")?.map_or(Ok(Vec::new()), |rows| rows.extract())?;
+    let mut candidates: Candidates<'_> = stored_rows.into_iter().map(|row| (row..row + 1, None)).collect();
+    let mut wanted = Vec::with_capacity(rows.len());
+    for row in rows.iter() {
+        match row.cast::<ArrayGroup>() {
+            Ok(group) => candidates.push(array_group::candidate(group, &mut wanted)),
+            Err(_) => wanted.push(wanted_row(&row)?),
+        }
+    }
     let mut options = options(given, top_level)?;
     // Entries may be absent from the top where they have names.
     options.whole |= !inner.tree().nodes().first().is_none_or(|root| match root.container() {
@@ -146,7 +156,8 @@ pub fn match_state<'py>(
         Some(StoredSpec::Tensor { shape, .. }) => &shape[..],
         _ => &[],
     };
-    rendered(py, &report, shape)
+    let groups = array_group::settle(py, candidates, &report, &wanted, inner.tree())?;
+    rendered(py, &report, shape, groups)
 }
 
 /// True if a container's entries have names, not places.
@@ -165,13 +176,23 @@ fn rendered<'py, 'a>(
     py: Python<'py>,
     report: &'a Report,
     shape: impl Fn(usize) -> &'a [u64],
+    groups: Option<Groups<'py>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let out = PyDict::new(py);
     out.set_item("text", report.to_string())?;
     // Many thousand leaves have a few dtypes and shapes.
     let mut conversions: HashMap<Conversion<'_>, usize> = HashMap::new();
     let mut rows = Vec::new();
-    for found in &report.matches {
+    out.set_item("ok", report.is_ok() && groups.is_some())?;
+    let mut groups = groups.into_iter().flatten().peekable();
+    let mut at = 0;
+    while let Some(found) = report.matches.get(at) {
+        at += 1;
+        if let Some((range, group)) = groups.next_if(|(range, _)| range.start + 1 == at) {
+            at = range.end;
+            rows.push((found.wanted, found.stored, found.source, group.into_any()));
+            continue;
+        }
         let which = found.tensor.as_ref().map(|tensor| {
             let next = conversions.len();
             let stored = shape(found.source);
@@ -179,7 +200,7 @@ fn rendered<'py, 'a>(
                 (tensor.stored_dtype, tensor.dtype, stored, tensor.shape.as_slice(), tensor.keeps);
             *conversions.entry(conversion).or_insert(next)
         });
-        rows.push((found.wanted, found.stored, found.source, which));
+        rows.push((found.wanted, found.stored, found.source, which.into_pyobject(py)?));
     }
     out.set_item("matches", rows)?;
     let mut conversions: Vec<_> = conversions.into_iter().collect();
@@ -200,7 +221,6 @@ fn rendered<'py, 'a>(
         .collect::<Vec<_>>();
     out.set_item("unmatched", unmatched)?;
     out.set_item("idle_renames", &report.idle_renames)?;
-    out.set_item("ok", report.is_ok())?;
     let missing = report.missing.iter().map(|leaf| {
         let why = match leaf.reason {
             Missing::NotStored => "not stored",

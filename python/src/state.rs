@@ -12,6 +12,7 @@ use stepwell_reshard::matching::PerGlob;
 use stepwell_reshard::selection::Selection;
 use stepwell_reshard::tiling;
 
+use crate::array_group::ArrayGroup;
 use crate::errors::invalid;
 use crate::flatten::{Choice, Flat, Leaf};
 use crate::hooks::dtype_named;
@@ -125,11 +126,17 @@ pub fn flatten(state: &Bound<'_, PyAny>, choice: ChoiceArguments, is_whole: bool
 /// elements.
 type Close = (usize, usize, usize, usize);
 
-/// Finds arrays that may share memory. The first `filled` arrays are to be filled. Returns the
-/// numbers of those whose strides do not exclude overlapping elements. Also returns all pairs with
-/// overlapping spans, of which the first is to be filled.
+/// Finds arrays that may share memory. The first `filled` arrays are to be filled, and those of
+/// groups, which all have the number after the last array. Returns the numbers of those whose
+/// strides do not exclude overlapping elements. Also returns all pairs with overlapping spans, of
+/// which the first is to be filled.
 #[pyfunction]
-pub fn shared_memory(arrays: Vec<Bound<'_, PyAny>>, filled: usize) -> PyResult<(Vec<usize>, Vec<Close>)> {
+#[pyo3(signature = (arrays, filled, groups = Vec::new()))]
+pub fn shared_memory(
+    arrays: Vec<Bound<'_, PyAny>>,
+    filled: usize,
+    groups: Vec<Bound<'_, ArrayGroup>>,
+) -> PyResult<(Vec<usize>, Vec<Close>)> {
     let known = crate::arrays::known();
     let mut spread = Vec::new();
     // Spans: the first byte, the end, the array's number, and the address of its first element.
@@ -143,15 +150,23 @@ pub fn shared_memory(arrays: Vec<Bound<'_, PyAny>>, filled: usize) -> PyResult<(
             spread.push(number);
         }
     }
+    let grouped = arrays.len();
+    for group in &groups {
+        group.get().spans(|low, end, is_injective| {
+            spans.push((low, end, grouped, low));
+            spread.extend((!is_injective).then_some(grouped));
+        });
+    }
     spans.sort_unstable();
+    let is_filled = |number| number < filled || number == grouped;
     let mut pairs = Vec::new();
     let mut open: Vec<(usize, usize, usize)> = Vec::new();
     for (low, high, number, first) in spans {
         open.retain(|&(end, ..)| end > low);
         for &(_, other, other_first) in &open {
-            if other < filled {
+            if is_filled(other) {
                 pairs.push((other, number, other_first, first));
-            } else if number < filled {
+            } else if is_filled(number) {
                 pairs.push((number, other, first, other_first));
             }
         }

@@ -12,11 +12,11 @@ use crate::hooks::{Hooks, dtype_named};
 /// The dtype objects that the walk has met, by address. They are kept alive, so that no address is
 /// reused.
 #[derive(Default)]
-pub(super) struct Dtypes<'py>(HashMap<usize, (Bound<'py, PyAny>, Option<Dtype>)>);
+pub struct Dtypes<'py>(HashMap<usize, (Bound<'py, PyAny>, Option<Dtype>)>);
 
 impl<'py> Dtypes<'py> {
     /// The storable dtype of an array, or `None`.
-    pub(super) fn of(&mut self, hooks: &Hooks, array: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
+    pub fn of(&mut self, hooks: &Hooks, array: &Bound<'py, PyAny>) -> PyResult<Option<Dtype>> {
         self.named(hooks, array.getattr(intern!(array.py(), "dtype"))?)
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from ..errors import StepwellError
 from .allocate import Allocator
 from .casts import cast_into, common_box
 from .report import RestoreReport
+
+if TYPE_CHECKING:
+    from .template import Leaf
 
 _Array: TypeAlias = np.ndarray
 
@@ -157,8 +160,14 @@ class ArrayReads:
         jobs: list[Job],
         report: RestoreReport,
         kept: Sequence[tuple[str, _Array | OnDevice]] = (),
+        own_groups: Sequence[Leaf] = (),
+        new_groups: Sequence[Leaf] = (),
     ) -> None:
         self._core = core
+        #: Groups of the caller's arrays, and leaves whose group gets new ones.
+        self._own_groups = [leaf.group for leaf in own_groups if leaf.group is not None]
+        self._new_groups = new_groups
+        report.nbytes += sum(group.nbytes() for group in self._own_groups)
         self._kept = kept
         self._report = report
         self._allocator = Allocator()
@@ -173,11 +182,15 @@ class ArrayReads:
         whose elements lie between each other's are written one after the other, arrays on devices
         from host memory, by their framework. Those that overlap are refused."""
         own = [job for job in self.jobs if job.target is not None and 0 not in job.shape]
-        if not own:
+        if not own and not self._own_groups:
             return
         kept = [(path, array) for path, array in self._kept if 0 not in array.shape]
         arrays = [*(job.target for job in own), *(array for _, array in kept)]
-        spread, close = _core.shared_memory([_memory(array) for array in arrays], len(own))
+        memories = [_memory(array) for array in arrays]
+        spread, close = _core.shared_memory(memories, len(own), self._own_groups)
+        grouped = len(arrays)
+        if grouped in spread or any(grouped in pair[:2] for pair in close):
+            raise self._report.mismatch("an array of a group shares memory with another")
         for number in spread:
             self._settle_spread(own[number])
         for one, other, first, second in close:
@@ -278,13 +291,38 @@ class ArrayReads:
     def read_new(self) -> None:
         """Reads everything that gets memory of its own."""
         self._run_exchange(_NEW, [])
+        groups = [self._make_group(leaf) for leaf in self._new_groups]
         for batch in self.batches(own=False):
             for job in batch:
                 self._make(job)
             if batch[0].direct:
-                self._read([(job, _read_part(job, job.result)) for job in batch])
+                self._read([(job, _read_part(job, job.result)) for job in batch], groups)
+                groups = []
             else:
                 self._read_apart(batch, [])
+        self._read([], groups)
+
+    def _make_group(self, leaf: Leaf) -> _core.ArrayGroup:
+        """Makes the arrays of a group, and the containers around them."""
+        group, arrays = leaf.group, list[_Array]()
+        assert group is not None
+        like = leaf.value if leaf.what == "group" else group.outline(self._core)
+        leaf.result = self._make_like(like, arrays)
+        group.hold(arrays)
+        self._report.nbytes += group.nbytes()
+        return group
+
+    def _make_like(self, like: object, arrays: list[_Array]) -> object:
+        """Makes the value for an array, for a shape and a dtype, or for a container of them."""
+        if isinstance(like, dict):
+            return {key: self._make_like(one, arrays) for key, one in like.items()}
+        if isinstance(like, list):
+            return [self._make_like(one, arrays) for one in like]
+        if isinstance(like, tuple):
+            arrays.append(self._allocator.empty(like[0], to_dtype(like[1])))
+        elif isinstance(like, np.ndarray):
+            arrays.append(self._allocator.empty(like.shape, like.dtype))
+        return arrays[-1]
 
     def _make(self, job: Job) -> None:
         """Makes the memory that a job gets."""
@@ -298,16 +336,20 @@ class ArrayReads:
     def fill(self) -> None:
         """Reads into the caller's arrays."""
         overwritten: list[str] = []
-        with telling(lambda: overwritten):
+        unread = self._own_groups
+        with telling(lambda: overwritten if unread else [*overwritten, *self._group_paths()]):
             self._run_exchange(_APART, overwritten)
             for batch in self.batches(own=True):
                 if not batch[0].direct:
                     self._read_apart(batch, overwritten)
                     continue
                 overwritten.extend(job.path for job in batch)
-                self._read([(job, _read_part(job, _memory(job.target))) for job in batch])
+                groups, unread = unread, []
+                self._read([(job, _read_part(job, _memory(job.target))) for job in batch], groups)
                 for job in batch:
                     _zero_outside(job)
+            groups, unread = unread, []
+            self._read([], groups)
             self._run_exchange(_IN_PLACE, overwritten)
         for job in self.jobs:
             if job.target is not None:
@@ -315,12 +357,16 @@ class ArrayReads:
 
     def filled(self) -> list[str]:
         """Paths of the caller's arrays that are read into."""
-        return [job.path for job in self.jobs if job.target is not None]
+        return [*(job.path for job in self.jobs if job.target is not None), *self._group_paths()]
 
-    def _read(self, parts: list[tuple[Job, _Array]]) -> None:
+    def _group_paths(self) -> list[str]:
+        paths = self._core.leaf_paths() if self._own_groups else []
+        return [paths[leaf] for group in self._own_groups for leaf in group.stored()]
+
+    def _read(self, parts: list[tuple[Job, _Array]], groups: Sequence[_core.ArrayGroup] = ()) -> int:
+        """Returns the bytes that were read."""
         requests = [(job.stored, job.offset, array) for job, array in parts if 0 not in job.box]
-        if requests:
-            self._core.read(requests)
+        return self._core.read(requests, groups) if requests or groups else 0
 
     def _read_apart(self, jobs: list[Job], overwritten: list[str]) -> None:
         """Reads arrays in their stored dtype, then casts them to where they belong."""

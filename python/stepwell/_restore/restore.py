@@ -64,8 +64,12 @@ class Restore:
         structure: Structure | None = None,
         together: Together | Unasked | None = None,
         exchange: Exchange | None = None,
+        grouped: bool = False,
     ) -> None:
         self.core = core = options.mapped(core)
+        self._grouped = grouped
+        #: Paths are rendered one by one where somebody looks at them.
+        self._lists_restored = options.return_report or not grouped
         self._exchange = exchange
         self._together = together
         self.report = RestoreReport()
@@ -116,7 +120,7 @@ class Restore:
         self._placed(leaves)
         self._check_first(branches)
         place, moves = self._place_all, self._moves
-        wanted = Wanted(self.structure, self.report, leaves, branches, self._to, place, moves)
+        wanted = Wanted(self.structure, self.report, leaves, branches, self._to, place, moves, self._grouped)
         answer = self._match(wanted, self._of_other_ranks(branches))
         if self._together is not None:
             self._together.settle()
@@ -248,6 +252,9 @@ class Restore:
         """Marks scalars that are stored as arrays without dimensions, and the other way round."""
         rows: list[_core._LeafRow] | None = None
         for leaf in leaves:
+            # Numpy makes a tuple for each shape that is asked for.
+            if isinstance(leaf.spec, np.ndarray) and leaf.spec.ndim:
+                continue
             wants_array = leaf.what == "array" and leaf.spec is not None and leaf.spec.shape == ()
             wants_scalar = leaf.what == "object" and scalars.kind_of_value(leaf.value) is not None
             if not wants_array and not wants_scalar:
@@ -325,6 +332,7 @@ class Restore:
             **self._options,
             "elsewhere": elsewhere,
             "whole": wanted.whole,
+            "groupable": wanted.groupable or [],
             "dropped": [(item, _when(ns)) for item, ns in self.core.dropped()],
         }
         answer = _core.match_state(self.core, wanted.rows, wanted.top_level, given)
@@ -367,16 +375,25 @@ class Restore:
         #: The jobs of leaves that may share an array.
         shared: dict[object, Job] = {}
         uses = Counter(map(itemgetter(2), answer["matches"]))
-        paths, report, renames = self._paths, self.report, bool(self._options["rename"])
+        report, renames = self.report, bool(self._options["rename"])
+        own_groups: list[Leaf] = []
+        new_groups: list[Leaf] = []
         conversions = [Conversion(*row) for row in answer["conversions"]]
         for number, stored, source, which in answer["matches"]:
             place = wanted.places[number]
             leaf = place if type(place) is Leaf else None
-            path = paths[stored]
+            if type(which) is _core.ArrayGroup:
+                assert leaf is not None
+                leaf.group, leaf.number = which, None
+                (own_groups if fill and leaf.what == "group" else new_groups).append(leaf)
+                if self._lists_restored:
+                    report.restored.extend(self._paths[one] for one in which.stored())
+                continue
+            path = self._paths[stored]
             if renames and (leaf is None or leaf.what != "stored"):
                 path = place.path
-                if path != paths[stored]:
-                    report.renamed.append(RenamedLeaf(paths[stored], path))
+                if path != self._paths[stored]:
+                    report.renamed.append(RenamedLeaf(self._paths[stored], path))
             report.restored.append(path)
             if which is None:
                 objects[source] = None
@@ -413,7 +430,7 @@ class Restore:
                 report.resized.append(ResizedLeaf(job.path, conversion.stored_shape, conversion.shape))
         kept = [wanted.places[number] for number in wanted.kept] if fill else []
         arrays = [(one.path, one.array) for one in kept if isinstance(one, Leaf) and one.array is not None]
-        return ArrayReads(self.core, jobs, report, arrays)
+        return ArrayReads(self.core, jobs, report, arrays, own_groups, new_groups)
 
     def _memories(
         self, leaf: Leaf | None, path: str, conversion: Conversion, fill: bool
@@ -490,6 +507,16 @@ def run(
 ) -> Restored:
     """A whole restore. Without ``like`` and ``into``: everything, as it is stored. ``together``:
     where other ranks restore too; ``exchange``: and get from each other what several want."""
-    job = Restore(core, options, together=together, exchange=exchange)
     target = AS_STORED if options.target is None else options.target
+    alone = together is None and exchange is None
+    if alone and not options.rename and options.shardings is None and options.map is None:
+        part = template.parse(target, "fill" if options.fill else "make")
+        job = Restore(core, options, grouped=True)
+        try:
+            return Restored(job.run(part, options.fill), job.report)
+        except MismatchError as error:
+            # Rare cases and messages are left to a restore without groups.
+            if error.overwritten:
+                raise
+    job = Restore(core, options, together=together, exchange=exchange)
     return Restored(job.run(template.parse(target), options.fill), job.report)

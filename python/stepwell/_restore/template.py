@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from .. import _adapters as adapters
-from .._core import MAX_DEPTH, is_plain
+from .._core import MAX_DEPTH, ArrayGroup, array_group, is_plain
 from .._paths import Component, named, render
 from .._state import layouts, providers, stateful
 from .._state.leaves import describe
@@ -33,8 +33,9 @@ from ..errors import MismatchError, MisuseError, StepwellError, UnsupportedLeaf,
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-#: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; nothing.
-What: TypeAlias = Literal["array", "object", "stored", "skip"]
+#: The kind of a wanted leaf: an array; an object; anything, also a whole subtree; a group of
+#: arrays; nothing.
+What: TypeAlias = Literal["array", "object", "stored", "group", "skip"]
 #: Children of a container by the caller's keys; of a wrapper with one child, its key is empty.
 Pairs: TypeAlias = list[tuple[str | int, object]]
 #: Puts a container together from its restored children, in place or as a new one.
@@ -61,6 +62,9 @@ class Leaf:
     #: The stored kind, if a scalar is wanted where an array without dimensions is stored
     #: ("array"), or the other way round ("object"); see :mod:`stepwell._restore.scalars`.
     converts: Literal["array", "object"] | None = None
+    #: The arrays of a plain subtree, where it stands for one: a "group" of the caller's, or
+    #: ``AS_STORED``, once it is matched.
+    group: ArrayGroup | None = None
     #: The number of its request in the match; ``None``: nothing is asked for.
     number: int | None = None
     #: Set when the value is known.
@@ -146,12 +150,13 @@ class Branch:
 Part: TypeAlias = Leaf | Branch
 
 
-def parse(target: object) -> Part:
-    """Takes the caller's structure apart."""
+def parse(target: object, groups: Literal["fill", "make"] | None = None) -> Part:
+    """Takes the caller's structure apart. With ``groups``, a plain subtree of arrays is one leaf:
+    the restore is to fill them, or to make others."""
     arranged = adapters.arrange(target)
     if arranged is None:
-        return _part(target, (), ())
-    part = _part(arranged.state, (), ())
+        return _part(target, (), Above(groups))
+    part = _part(arranged.state, (), Above())
     assert isinstance(part, Branch)
     part.finish = lambda pairs, fill: arranged.put_back(dict(pairs), fill)
     return part
@@ -245,8 +250,14 @@ def _collect_enums(value: object, found: dict[str, type], depth: int) -> None:
             _collect_enums(one, found, depth + 1)
 
 
-#: The containers around a value, outermost first, with their places.
-Above: TypeAlias = tuple[tuple[object, tuple[Component, ...]], ...]
+@dataclass(frozen=True, slots=True)
+class Above:
+    """The containers above a value, and whether it may be a group."""
+
+    #: See :func:`parse`.
+    groups: Literal["fill", "make"] | None = None
+    #: The containers around it, outermost first, with their places.
+    containers: tuple[tuple[object, tuple[Component, ...]], ...] = ()
 
 
 def _part(value: object, at: tuple[Component, ...], above: Above) -> Part:
@@ -254,6 +265,12 @@ def _part(value: object, at: tuple[Component, ...], above: Above) -> Part:
     # The class decides; what follows it is for the type checker.
     if cls is np.ndarray and isinstance(value, np.ndarray):
         return Leaf(at, "array", value, value)
+    if above.groups and (cls is dict or cls is list):
+        group = array_group(value, at, len(above.containers), above.groups == "fill")
+        if group is not None:
+            leaf = Leaf(at, "group", value)
+            leaf.group, leaf.result = group, value
+            return leaf
     if cls is dict and isinstance(value, dict):
         return _branch(value, at, above, _keys(value.items(), at), partial(_finish_dict, value))
     if cls is ArraySpec and isinstance(value, ArraySpec):
@@ -267,7 +284,7 @@ def _part(value: object, at: tuple[Component, ...], above: Above) -> Part:
     if isinstance(value, type):
         return _type_leaf(value, at)
     if cls is Maybe and isinstance(value, Maybe):
-        part = _part(value.value, at, above)
+        part = _part(value.value, at, Above(None, above.containers))
         for leaf in leaves(part):
             leaf.optional = True
             leaf.is_new = value.is_new
@@ -359,14 +376,14 @@ def _target_leaf(value: object, at: tuple[Component, ...], array: adapters.Targe
 def _inside(value: object, at: tuple[Component, ...], above: Above) -> Above:
     """Returns the containers around a container's children. Raises for a cycle, and for endless
     nesting."""
-    for one, place in above:
+    for one, place in above.containers:
         if one is value:
             kind = type(value).__qualname__
             where = f"the {kind} at `{render(place)}`" if place else f"the whole structure (a {kind})"
             raise _refused(at, f"a cycle: {where} is inside itself here; leave this reference out")
-    if len(above) >= MAX_DEPTH:
+    if len(above.containers) >= MAX_DEPTH:
         raise _refused(at, f"nested more than {MAX_DEPTH} deep; flatten it")
-    return (*above, (value, at))
+    return Above(above.groups, (*above.containers, (value, at)))
 
 
 def _refused(at: tuple[Component, ...], why: str) -> UnsupportedLeaf:

@@ -3,10 +3,10 @@ final values."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from .nested import Nested, try_on
 from .report import CastLeaf, RestoreReport, WrongKind
 from .structure import Structure, library, protocol_name
 from .template import Branch, Leaf
+
+if TYPE_CHECKING:
+    from .._core import _Row
 
 #: Of all arrays that are stored.
 _DTYPES = frozenset(_core.dtype_names())
@@ -67,6 +70,7 @@ class Wanted:
         to: str | None = None,
         place: Callable[[list[str], list[Array]], object] = lambda paths, arrays: None,
         moves: Moves | None = None,
+        grouped: bool = False,
     ) -> None:
         self._structure = structure
         self._moves = moves or {}
@@ -75,12 +79,14 @@ class Wanted:
         self._place = place
         self._report = report
         #: Components, what is wanted there (kind, dtype, shape), and whether the caller has a value
-        #: there.
-        self.rows: list[tuple[tuple[Component, ...], str, str | None, tuple[int, ...] | None, bool]] = []
+        #: there; or a group, which is a row for each of its leaves.
+        self.rows: list[_Row] = []
         #: Of each row, the place that it is for.
         self.places: list[Leaf | Branch] = []
-        #: Of each row, what it got.
-        self.matches: list[list[Match]] = []
+        #: By row, what it got.
+        self.matches: defaultdict[int, list[Match]] = defaultdict(list)
+        #: Rows whose stored arrays may come as a group. ``None``: no row's may.
+        self.groupable: list[int] | None = [] if grouped else None
         #: Numbers of the rows whose leaves keep the caller's value.
         self.kept: list[int] = []
         #: Paths of the caller's objects that were given their states.
@@ -93,13 +99,13 @@ class Wanted:
         self.leaves = leaves
         self._settled: list[tuple[Leaf, int]] = []
         self._empty: list[tuple[Branch, int]] = []
-        for leaf in leaves:
-            self._add_leaf(leaf)
         #: Top-level entries that are wanted, those without a leaf too.
         self.top_level: list[Component] = []
         #: True if all of the store is inside what is wanted: a sequence of another length is a
         #: mismatch at the top as anywhere, since its places have no names.
         self.whole = False
+        for leaf in leaves:
+            self._add_leaf(leaf)
         for branch in branches:
             if not branch.components and _is_sequence(branch.value):
                 self.whole = True
@@ -118,8 +124,7 @@ class Wanted:
     ) -> int:
         self.rows.append((where.components, kind, dtype, shape, value))
         self.places.append(where)
-        self.matches.append([])
-        return len(self.rows) - 1
+        return len(self.places) - 1
 
     def _add_leaf(self, leaf: Leaf) -> None:
         structure = self._structure
@@ -128,6 +133,11 @@ class Wanted:
             if source is None or structure.find(source) is None:
                 leaf.result = ...
                 return
+        if leaf.group is not None:
+            self.rows.append(leaf.group)
+            self.places.extend([leaf] * len(leaf.group))
+            self.whole |= not leaf.components and _is_sequence(leaf.value)
+            return
         if leaf.what == "skip":
             leaf.result = ...
             self._add(leaf, "skip")
@@ -145,6 +155,12 @@ class Wanted:
                     f"arrays of dtype {spec.dtype} are never stored; ask for what the checkpoint holds",
                 )
             leaf.number = self._add(leaf, "tensor", dtype, spec.shape, leaf.has_array)
+            return
+        if self.groupable is not None and leaf.what == "stored" and leaf.value is AS_STORED:
+            # One without leaves, of which nothing is read, does not match here.
+            leaf.number = self._add(leaf, "any", value=leaf.check is not None)
+            if leaf.check is None and self._to is None:
+                self.groupable.append(leaf.number)
             return
         if leaf.what == "stored" or _is_sequence(leaf.value):
             # A subtree without leaves, or an empty sequence where the caller has a plain one: there
