@@ -185,6 +185,7 @@ def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, t
     make_root(root)
     more: dict[str, list[object]] = {
         "diff": [f"{root}@0"],
+        "convert": [tmp_path / "converted", "--to", "safetensors", "--objects", "skip"],
         "cp": [tmp_path / "copy"],
         "prune": ["--keep-latest", 2, "--yes"],
         "rewind": [10, "--yes"],

@@ -519,7 +519,7 @@ if RANK == 0:
     try:
         manager.save(0, {"x": np.ones(3)})
     except sw.errors.SessionLost as error:
-        print(error.missing, "has closed its manager" in str(error))
+        print(error.missing, "closed its manager" in str(error))
 manager.close()
 """
     first, *others = run(tmp_path, script, 3, root)
