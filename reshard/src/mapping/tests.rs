@@ -1,5 +1,3 @@
-#![expect(clippy::cast_possible_wrap, reason = "the numbers of these tests are small")]
-
 use proptest::prelude::*;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::leaf_path::Component;
@@ -128,6 +126,8 @@ proptest! {
     }
 }
 
+type Damage = fn(&mut MappedPiece);
+
 #[test]
 fn what_does_not_fit_is_refused_by_name() {
     let mut stored = Stored::new(1);
@@ -141,7 +141,6 @@ fn what_does_not_fit_is_refused_by_name() {
         first: Dims::from_elem(0, 2),
         axes: [axis(Some(0)), axis(Some(1))].into_iter().collect(),
     };
-    type Damage = fn(&mut MappedPiece);
     let cases: [(&str, Damage); 7] = [
         ("ends at element [4, 5]", |piece| piece.first[0] = 1),
         ("is not inside the shape", |piece| piece.region.offset[1] = 1),
