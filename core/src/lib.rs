@@ -9,6 +9,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`dtype`] [`region`] [`leaf_path`] [`tree`] [`value`] | the vocabulary; no I/O |
+//! | [`compression`] | compressed streams, decoded piece by piece |
 //! | [`format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
 //! | [`io`] | the [`io::Disk`] trait and its engines |
 //! | [`provider`] | what turns a leaf into bytes |
@@ -19,6 +20,7 @@
 //! | [`sync`] | locks and channels, under names that tests of interleavings change |
 //! | [`sys`] | the only unsafe code |
 
+pub mod compression;
 pub mod deadline;
 pub mod dtype;
 mod error;

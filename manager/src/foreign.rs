@@ -1,10 +1,13 @@
-//! Bytes of files that other libraries wrote, for the package's format modules: headers, and the
-//! members of zip archives. Their tensors are read by [`crate::Reader`].
+//! Bytes of files that other libraries wrote, for the package's format modules: headers, members of
+//! zip archives, values around arrays. Their tensors are read by [`crate::Reader`].
 
 use std::path::Path;
 use std::sync::Arc;
 
+use stepwell_core::compression::{Compression, Decompressor};
 use stepwell_core::foreign::Fault;
+use stepwell_core::foreign::msgpack::{MsgpackNode, MsgpackParser};
+use stepwell_core::foreign::npy::{self, NpyHeader};
 use stepwell_core::foreign::zip::{self, ZipMember, ZipMethod};
 use stepwell_core::io::File;
 use stepwell_core::sys::each;
@@ -191,6 +194,82 @@ fn local_headers(bytes: &ArchiveBytes<'_>, members: &[ZipMember]) -> Result<Vec<
         }
     }
     Ok(headers)
+}
+
+/// The place of an array that `numpy.save` wrote, in a file of its own or as a member of another.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NpyPlace {
+    /// Its name, for messages.
+    pub name: String,
+    /// Its first byte, and its bytes in the file.
+    pub offset: u64,
+    /// Bytes in the file.
+    pub length: u64,
+    /// How they are compressed, if they are.
+    pub compression: Option<Compression>,
+}
+
+/// Compressed bytes that are read at once.
+const COMPRESSED_BYTES: u64 = 4096;
+/// Bytes of an array that are read first. Most headers have 128.
+const NPY_START_BYTES: u64 = 256;
+
+/// The headers of arrays in a file.
+pub fn npy_headers(path: &Path, places: &[NpyPlace], environment: &Environment) -> Result<Vec<NpyHeader>> {
+    let file = open(path, environment)?;
+    places.iter().map(|place| npy_header(&*file, place)).collect()
+}
+
+fn npy_header(file: &dyn File, place: &NpyPlace) -> Result<NpyHeader> {
+    let fault = |fault: Fault| place.corrupt(file, &fault.to_string());
+    let mut start = first_bytes(file, place, NPY_START_BYTES)?;
+    let length = npy::header_length(&start).map_err(fault)?;
+    if length > NPY_START_BYTES {
+        start = first_bytes(file, place, length)?;
+    }
+    npy::parse(&start).map_err(fault)
+}
+
+impl NpyPlace {
+    fn corrupt(&self, file: &dyn File, what: &str) -> Error {
+        let name = if self.name.is_empty() { String::new() } else { format!("array `{}`: ", self.name) };
+        stepwell_core::Error::corrupt(file.path(), format!("{name}{what}")).into()
+    }
+}
+
+/// The first bytes of an array, as far as it has them.
+fn first_bytes(file: &dyn File, place: &NpyPlace, wanted: u64) -> Result<Vec<u8>> {
+    let Some(compression) = place.compression else {
+        return Ok(file.read_at(place.offset, wanted.min(place.length) as usize)?);
+    };
+    let mut decoder = Decompressor::new(compression);
+    let mut decoded = vec![0; wanted as usize];
+    let (mut written, mut at) = (0, 0);
+    while at < place.length {
+        let length = (place.length - at).min(COMPRESSED_BYTES);
+        let input = file.read_at(place.offset + at, length as usize)?;
+        let output = decoded.get_mut(written..).unwrap_or_default();
+        let piece = decoder.step(&input, output).map_err(|what| place.corrupt(file, what))?;
+        written += piece.written;
+        at += piece.used as u64;
+        if piece.ended || (piece.used, piece.written) == (0, 0) {
+            break;
+        }
+    }
+    decoded.truncate(written);
+    Ok(decoded)
+}
+
+/// The value in a MessagePack file. Values of the application's types `nested` contain a value.
+pub fn msgpack(path: &Path, nested: &[i8], environment: &Environment) -> Result<Vec<MsgpackNode>> {
+    let file = open(path, environment)?;
+    let fault = |fault: Fault| Error::from(stepwell_core::Error::corrupt(path, fault.to_string()));
+    let mut parser = MsgpackParser::new(file.len()?, nested);
+    while let Some(wanted) = parser.wants() {
+        let bytes = file.read_at(wanted.start, (wanted.end - wanted.start) as usize)?;
+        parser.feed(&bytes).map_err(fault)?;
+    }
+    parser.finish().map_err(fault)
 }
 
 fn open(path: &Path, environment: &Environment) -> Result<Arc<dyn File>> {

@@ -104,7 +104,7 @@ impl Reader {
         environment: &Environment,
     ) -> Result<Self> {
         let dir = environment.disk.open_dir(dir)?;
-        let files = FileSet::foreign(Arc::clone(&dir), &index.files, guarded);
+        let files = FileSet::foreign(Arc::clone(&dir), &index.files, guarded)?;
         let load_options = Options::default().load_options(false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))

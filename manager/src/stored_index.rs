@@ -360,7 +360,7 @@ pub(crate) fn file_record(entry: &FileEntry) -> FileRecord {
 /// Returns the file that contains a data file, if there is one.
 fn within(entry: &FileEntry) -> Option<Within> {
     let within = entry.within.as_ref()?;
-    Some(Within { name: within.path.as_str().into(), offset: within.offset })
+    Some(Within { name: within.path.as_str().into(), offset: within.offset, stream: None })
 }
 
 /// A top-level entry: nodes `first..end` of an item's tree, and its position in the state.

@@ -239,7 +239,7 @@ impl World for SimWorld<'_> {
                 completion.result?;
             }
             part.sync()?;
-            index.files[0].within = Some(Within { name: name.into(), offset });
+            index.files[0].within = Some(Within { name: name.into(), offset, stream: None });
         } else {
             dir.write_file(&format!("{:05}.data", self.rank), &vec![byte; FILE_BYTES])?;
         }

@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
 use stepwell_core::format::index::{
-    ChunkRecord, ChunkRegion, Codec, ElementLayout, Extent, FileRecord, Index, Integrity, LeafRecord,
-    NegatedParts, Source, TensorRecord,
+    ChunkRecord, ChunkRegion, Codec, CompressedStream, ElementLayout, Extent, FileRecord, Index, Integrity,
+    LeafRecord, NegatedParts, Source, TensorRecord, Within,
 };
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::leaf_path::{Component, named};
@@ -28,6 +28,7 @@ use stepwell_reshard::read_plan::Request;
 use crate::array_group::{ArrayGroup, request};
 use crate::arrays;
 use crate::errors::{closed, invalid, raise, raise_manager};
+use crate::foreign::compression_named;
 use crate::hooks::{dtype_named, hooks};
 use crate::ingest::{HeldBuffer, streams_of, target_of};
 use crate::matching::component_of;
@@ -151,9 +152,9 @@ type PlaceRow = (Option<u32>, Vec<ChunkRow>);
 fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
     let row = |extent: &Extent, first: Vec<u64>, count: Vec<u64>| {
         let file = extent.source.file();
-        let begins =
-            file.and_then(|file| index.files.get(file as usize)).map_or(0, FileRecord::stored_offset);
-        (file, begins + extent.offset, extent.length, first, count)
+        let record = file.and_then(|file| index.files.get(file as usize));
+        let offset = record.map_or(extent.offset, |record| record.stored_offset(extent.offset));
+        (file, offset, extent.length, first, count)
     };
     match record {
         LeafRecord::Alias { of } => (Some(*of), Vec::new()),
@@ -213,8 +214,25 @@ fn mapped_leaf(row: MappedRow) -> PyResult<MappedLeaf> {
 /// that it is tied to, or else an object.
 type ForeignLeaf = (Option<(String, Vec<u64>, Vec<ForeignChunk>)>, Option<u32>);
 
+/// A file of a foreign checkpoint: name, bytes, and the compressed stream that it is in the file of
+/// that name.
+type ForeignFile = (String, u64, Option<ForeignStream>);
+
+/// A compressed stream: its method, offset, bytes, and the CRC-32 of its content.
+type ForeignStream = (String, u64, u64, Option<u32>);
+
+fn foreign_file((name, length, stream): ForeignFile) -> PyResult<FileRecord> {
+    let name: Box<str> = name.into();
+    let within = |(compression, offset, length, crc): ForeignStream| {
+        let stream = CompressedStream { compression: compression_named(&compression)?, length, crc };
+        Ok::<_, PyErr>(Within { name: name.clone(), offset, stream: Some(stream) })
+    };
+    let within = stream.map(within).transpose()?;
+    Ok(FileRecord { name, length, file_id: 0, trailer_crc: 0, within })
+}
+
 /// A chunk: file, offset, bytes, offsets, extents, and its layout unless its elements are row-major
-/// and little-endian.
+/// and little-endian. A run of the flattened tensor has one offset and one extent.
 type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>, Option<ForeignLayout>);
 
 /// A guarded range of a foreign file: file, offset, bytes, CRC-32.
@@ -286,9 +304,14 @@ fn foreign_leaf((tensor, of): ForeignLeaf) -> PyResult<LeafRecord> {
         (None, None) => LeafRecord::Object(extent(Source::Pulled(0), 0, 0)),
         (None, Some(of)) => LeafRecord::Alias { of },
         (Some((dtype, shape, chunks)), _) => {
+            let ndim = shape.len();
             let chunk = |(file, offset, length, start, size, layout): ForeignChunk| {
+                let region = match (start.as_slice(), size.as_slice()) {
+                    (&[start], &[len]) if ndim != 1 => ChunkRegion::Run { start, len },
+                    _ => ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
+                };
                 Ok::<_, PyErr>(ChunkRecord {
-                    region: ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
+                    region,
                     extent: extent(Source::Range(file), offset, length),
                     codec: codec_of(layout)?,
                 })
@@ -314,7 +337,7 @@ impl Checkpoint {
     fn foreign(
         py: Python<'_>,
         directory: PathBuf,
-        files: Vec<(String, u64)>,
+        files: Vec<ForeignFile>,
         nodes: Vec<ForeignNode<'_>>,
         leaves: Vec<ForeignLeaf>,
         objects: HashMap<u32, Py<PyAny>>,
@@ -323,17 +346,10 @@ impl Checkpoint {
         engine: &str,
     ) -> PyResult<Self> {
         let engine = options::engine(py, engine)?;
-        let file = |(name, length): (String, u64)| FileRecord {
-            name: name.into(),
-            length,
-            file_id: 0,
-            trailer_crc: 0,
-            within: None,
-        };
         let index = Index {
             tree: tree_of(nodes, &Tree::new())?,
             leaves: leaves.into_iter().map(foreign_leaf).collect::<PyResult<_>>()?,
-            files: files.into_iter().map(file).collect(),
+            files: files.into_iter().map(foreign_file).collect::<PyResult<_>>()?,
         };
         let range = |(file, offset, length, crc32): GuardedRow| GuardedRange { file, offset, length, crc32 };
         let guarded: Vec<GuardedRange> = guarded.into_iter().map(range).collect();

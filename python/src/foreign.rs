@@ -2,14 +2,17 @@
 
 use std::path::{Path, PathBuf};
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use stepwell_core::Error;
+use stepwell_core::compression::Compression;
+use stepwell_core::foreign::npy::NpyHeader;
 use stepwell_core::foreign::zip::{ZipMember, ZipMethod};
 use stepwell_core::foreign::{Fault, safetensors};
 use stepwell_core::io::{Engine, Purpose};
-use stepwell_manager::Archive;
+use stepwell_manager::{Archive, NpyPlace};
 
 use crate::errors::raise;
 use crate::manager::call;
@@ -110,6 +113,37 @@ pub fn zip_archives(
         (one.members.into_iter().map(member_row).collect(), records.collect())
     };
     Ok(found.into_iter().map(row).collect())
+}
+
+/// The compression of that name.
+pub fn compression_named(name: &str) -> PyResult<Compression> {
+    match name {
+        "deflate" => Ok(Compression::Deflate),
+        other => Err(PyValueError::new_err(format!("compression {other:?}"))),
+    }
+}
+
+/// The place of a numpy array in a file: name, offset, bytes in the file, compression.
+type NpyPlaceRow = (String, u64, u64, Option<String>);
+
+/// The header of a numpy array: dtype (`None`: structured), Fortran order, shape, bytes of the
+/// header.
+type NpyRow = (Option<String>, bool, Vec<u64>, u64);
+
+/// The headers of numpy arrays in a file.
+#[pyfunction]
+pub fn npy_headers(py: Python<'_>, path: PathBuf, places: Vec<NpyPlaceRow>) -> PyResult<Vec<NpyRow>> {
+    let place = |(name, offset, length, compression): NpyPlaceRow| {
+        let compression = compression.map(|name| compression_named(&name)).transpose()?;
+        Ok::<_, PyErr>(NpyPlace { name, offset, length, compression })
+    };
+    let places = places.into_iter().map(place).collect::<PyResult<Vec<_>>>()?;
+    let headers = call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+        stepwell_manager::npy_headers(&path, &places, &environment)
+    })?;
+    let row = |one: NpyHeader| (one.descr, one.fortran_order, one.shape, one.length);
+    Ok(headers.into_iter().map(row).collect())
 }
 
 pub fn corrupt(py: Python<'_>, path: &Path, fault: &Fault) -> PyErr {

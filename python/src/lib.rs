@@ -11,6 +11,7 @@
 //! | [`convert`] | conversions into files of other formats, which the package plans |
 //! | [`array_group`] | the arrays of a plain subtree, restored together |
 //! | [`foreign`] | bytes of other libraries' files, for the package's format modules |
+//! | [`msgpack`] | a MessagePack file as Python objects, for the same |
 //! | [`pickle`] | the nodes of a pickle as Python objects, for the same |
 //! | [`state`] [`snapshot`] | a flattened state; the request of a save |
 //! | [`board`] | a coordinator that Python provides |
@@ -32,6 +33,7 @@ mod ingest;
 mod log;
 mod manager;
 mod matching;
+mod msgpack;
 mod options;
 mod pickle;
 mod save_handle;
@@ -61,12 +63,14 @@ mod _core {
     use crate::events::Events;
     #[pymodule_export]
     use crate::foreign::{
-        read_foreign, safetensors_header, safetensors_header_length, zip_archives, zip_members,
+        npy_headers, read_foreign, safetensors_header, safetensors_header_length, zip_archives, zip_members,
     };
     #[pymodule_export]
     use crate::manager::{Held, Manager, Ticket};
     #[pymodule_export]
     use crate::matching::{first_globs, flat_pieces, match_state, renamed};
+    #[pymodule_export]
+    use crate::msgpack::msgpack;
     #[pymodule_export]
     use crate::pickle::pickle;
     #[pymodule_export]

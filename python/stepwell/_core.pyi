@@ -44,6 +44,8 @@ __all__ = [
     "forget_damaged",
     "is_plain",
     "match_state",
+    "msgpack",
+    "npy_headers",
     "open_path",
     "pickle",
     "read_foreign",
@@ -301,7 +303,9 @@ _MappedPiece = tuple[Sequence[int], Sequence[int], int, Sequence[int], Sequence[
 _MappedTensor = tuple[Sequence[int], Sequence[_MappedPiece]]
 #: A stored leaf, or an earlier leaf that it is tied to, or a tensor.
 _MappedLeaf = tuple[int | None, int | None, _MappedTensor | None]
-
+#: Name, bytes, and the compressed stream that it is in the file of that name: method, offset,
+#: bytes, CRC-32 of its content.
+_ForeignFile = tuple[str, int, tuple[str, int, int, int | None] | None]
 #: The layout of elements: strides in bytes, big-endian, negated parts.
 _ForeignLayout = tuple[Sequence[int], bool, str]
 #: A chunk: file, offset, bytes, offsets, extents, layout.
@@ -325,6 +329,14 @@ def zip_archives(
     path: _Path, places: Sequence[tuple[int, int]], wanted: Sequence[str]
 ) -> list[tuple[list[_ZipMember], list[tuple[int, bytes]]]]: ...
 def pickle(path: _Path, data: bytes, begin: int, end: int) -> tuple[object, int] | None: ...
+
+#: Name, offset, bytes in the file, compression.
+_NpyPlace = tuple[str, int, int, str | None]
+#: Dtype (``None``: structured), Fortran order, shape, bytes of the header.
+_NpyHeader = tuple[str | None, bool, list[int], int]
+
+def npy_headers(path: _Path, places: Sequence[_NpyPlace]) -> list[_NpyHeader]: ...
+def msgpack(path: _Path, nested: Sequence[int]) -> object: ...
 
 #: Offset, length, and one of: bytes, a tensor as leaf and dtype, the first and the last piece of a
 #: checksum.
@@ -372,7 +384,7 @@ class Checkpoint:
     @staticmethod
     def foreign(
         directory: _Path,
-        files: Sequence[tuple[str, int]],
+        files: Sequence[_ForeignFile],
         nodes: Sequence[_ForeignNode],
         leaves: Sequence[_ForeignLeaf],
         objects: Mapping[int, object],

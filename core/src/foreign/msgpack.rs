@@ -58,9 +58,9 @@ const WINDOW_BYTES: u64 = 64 << 10;
 /// The longest text.
 const MAX_TEXT_BYTES: u64 = 16 << 20;
 /// Values that any file may have.
-const MIN_NODES: u64 = 1 << 18;
+const MIN_NODES: u64 = 1 << 16;
 /// Bytes of a file for each further value. Files of arrays have far more.
-const NODE_BYTES: u64 = 256;
+const NODE_BYTES: u64 = 64;
 
 /// Parses a file of `length` bytes. Feed it what it [wants](Self::wants) until it wants no more.
 #[derive(Debug)]

@@ -3,6 +3,7 @@
 
 use smallvec::SmallVec;
 
+use crate::compression::Compression;
 use crate::dtype::Dtype;
 use crate::region::{Dims, Region};
 use crate::tree::Tree;
@@ -256,9 +257,19 @@ impl FileRecord {
         self.within.as_ref().map_or(&self.name, |within| &within.name)
     }
 
-    /// Returns its offset in the file on disk.
-    pub fn stored_offset(&self) -> u64 {
-        self.within.as_ref().map_or(0, |within| within.offset)
+    /// The offset in the file on disk of byte `offset` of the data file: of the stream that holds
+    /// it, if it is compressed.
+    pub fn stored_offset(&self, offset: u64) -> u64 {
+        match &self.within {
+            None => offset,
+            Some(Within { offset: begin, stream: None, .. }) => begin.saturating_add(offset),
+            Some(Within { offset: begin, stream: Some(_), .. }) => *begin,
+        }
+    }
+
+    /// The compressed stream that it is in another file, if it is one.
+    pub fn stream(&self) -> Option<&CompressedStream> {
+        self.within.as_ref().and_then(|within| within.stream.as_ref())
     }
 }
 
@@ -269,4 +280,17 @@ pub struct Within {
     pub name: Box<str>,
     /// The offset of the data file in that file.
     pub offset: u64,
+    /// The stream that it is there. `None`: its bytes are there as they are.
+    pub stream: Option<CompressedStream>,
+}
+
+/// A file that is a compressed stream in a file of another library.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CompressedStream {
+    /// The method.
+    pub compression: Compression,
+    /// Bytes of the stream.
+    pub length: u64,
+    /// CRC-32 of the decoded bytes, if the other file has it.
+    pub crc: Option<u32>,
 }

@@ -7,10 +7,11 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::decode;
 use super::destination::{Destination, Devices, Started, ToDevices};
 use super::file_set::{FileInfos, FileSet};
 use super::options::{LoadFailure, LoadOptions, LoadStats};
-use super::pipeline::{self, Sink};
+use super::pipeline::Sink;
 use super::schedule::{Cell, Schedule, ScheduledRead};
 use crate::format::index::Index;
 use crate::io::Disk;
@@ -67,7 +68,7 @@ pub fn execute_while<'a>(
         copied: AtomicU64::new(0),
         verified: AtomicU64::new(0),
     });
-    let result = pipeline::run(disk, files, schedule, &sink, options, go_on);
+    let result = decode::run(disk, files, schedule, &sink, options, go_on);
     drop(guard);
     let copied = sink.copied.load(Ordering::Acquire);
     let result = result.and_then(|stats| {
@@ -115,7 +116,12 @@ pub fn plan(files: &FileSet, index: &Index, copies: &[BoxCopy]) -> Result<Vec<Fi
     for ScheduledRead { file, bytes, .. } in schedule.reads {
         if planned.last().is_none_or(|last| last.file != file) {
             let wanted_bytes = wanted.get(&file).copied().unwrap_or_default();
-            planned.push(FileReads { file, reads: Vec::new(), blocks: 0, wanted_bytes });
+            // A compressed stream is read whole.
+            let stream = files.stream(file).map(|(stream, begin)| begin..begin + stream.length);
+            planned.push(FileReads { file, reads: stream.into_iter().collect(), blocks: 0, wanted_bytes });
+        }
+        if files.stream(file).is_some() {
+            continue;
         }
         if let (Some(planned), Some(info)) = (planned.last_mut(), infos.get(&file)) {
             planned.blocks += (bytes.end - bytes.start).div_ceil(info.block_bytes);

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(super) use info::{FileInfo, check_page, short};
 
 use super::guards::{GuardedRange, Guards};
-use crate::format::index::FileRecord;
+use crate::format::index::{CompressedStream, FileRecord, Within};
 use crate::io::{Dir, File, Section, is_component};
 use crate::{Error, Result};
 
@@ -67,10 +67,18 @@ impl FileSet {
     }
 
     /// Creates the set of a foreign checkpoint's files below `dir`. Only the guarded ranges have
-    /// checksums. Those of one file do not overlap.
-    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord], guarded: &[GuardedRange]) -> Self {
+    /// checksums. Those of one file do not overlap. Fails if a file claims to become more bytes
+    /// than its compressed ones can.
+    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord], guarded: &[GuardedRange]) -> Result<Self> {
+        for record in records {
+            let Some(stream) = record.stream() else { continue };
+            if record.length > stream.compression.most_decoded(stream.length) {
+                let what = format!("{} compressed bytes cannot become {}", stream.length, record.length);
+                return Err(Error::corrupt(dir.path().join(record.stored_name()), what));
+            }
+        }
         let guards = Arc::new(Guards::new(guarded));
-        Self { guards, ..Self::of(dir, records, FileOrigin::Foreign) }
+        Ok(Self { guards, ..Self::of(dir, records, FileOrigin::Foreign) })
     }
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
@@ -123,7 +131,8 @@ impl FileSet {
         }
     }
 
-    /// Returns an open file, after loading the checksums of `bytes`.
+    /// Returns an open file, after loading the checksums of `bytes`. For a compressed
+    /// stream, this is the file around it.
     pub(super) fn ready(&self, file: u32, bytes: &Range<u64>) -> Result<Arc<dyn File>> {
         let state = self.lock();
         let at_hand = state.known.get(&file).cloned().zip(state.open.get(&file).cloned());
@@ -134,6 +143,12 @@ impl FileSet {
         };
         info.load_checksums(handle.as_ref(), bytes)?;
         Ok(handle)
+    }
+
+    /// Returns the compressed stream that a file is in another file, and its offset there.
+    pub(super) fn stream(&self, file: u32) -> Option<(&CompressedStream, u64)> {
+        let record = self.records.get(file as usize)?;
+        Some((record.stream()?, record.stored_offset(0)))
     }
 
     /// Returns the error of a file that ended early.
@@ -157,8 +172,8 @@ impl FileSet {
             return Err(Error::corrupt(self.dir.path(), what));
         }
         let mut handle = self.dir.open_file(name)?;
-        if let Some(within) = &record.within {
-            handle = Arc::new(Section::new(handle, within.offset, record.length));
+        if let Some(Within { offset, stream: None, .. }) = &record.within {
+            handle = Arc::new(Section::new(handle, *offset, record.length));
         }
         let known = self.lock().known.get(&file).cloned();
         let info = match known {

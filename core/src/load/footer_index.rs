@@ -15,7 +15,7 @@ pub fn index_in_footer(dir: &dyn Dir, record: &FileRecord, name: &str) -> Result
         Err(error) if error.is_gone() => {
             return Err(Error::corrupt(path, "its manifest lists it, and it is missing"));
         }
-        opened => Section::new(opened?, record.stored_offset(), record.length),
+        opened => Section::new(opened?, record.stored_offset(0), record.length),
     };
     let read = |offset: u64, length: u64| {
         let bytes = file.read_at(offset, length as usize)?;

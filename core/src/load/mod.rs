@@ -16,6 +16,7 @@
 //! | [`verify`] | every block of every file, all damage reported |
 //! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify`] |
 //! | `schedule` `pipeline` | what is read when, and by whom |
+//! | `decode` | the same for compressed streams, from their start on |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
 //! keeps the buffers for the next restore (`buffers`).
@@ -27,6 +28,7 @@
 //! * Every wait has a deadline.
 
 mod buffers;
+mod decode;
 mod destination;
 mod execute;
 mod file_set;

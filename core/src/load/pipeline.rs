@@ -10,6 +10,8 @@
 
 mod worker;
 
+pub(super) use worker::read_cached;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -431,7 +433,7 @@ fn no_workers() -> Error {
 }
 
 /// Expands a range to the engine's alignment; returns offset and length.
-fn aligned(bytes: &Range<u64>, alignment: u64) -> (u64, usize) {
+pub(super) fn aligned(bytes: &Range<u64>, alignment: u64) -> (u64, usize) {
     let offset = bytes.start / alignment * alignment;
     ((offset), (bytes.end.next_multiple_of(alignment) - offset) as usize)
 }

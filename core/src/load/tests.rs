@@ -7,4 +7,5 @@ mod engines;
 mod objects;
 mod saved;
 mod scatter;
+mod streams;
 mod whole;

@@ -1,16 +1,17 @@
 //! Reads everything and reports all damage, instead of stopping at the first error.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::decode;
 use super::destination::Started;
 use super::file_set::{FileInfo, FileSet, check_page};
 use super::guards::GuardCheck;
 use super::options::LoadOptions;
-use super::pipeline::{self, Sink};
+use super::pipeline::Sink;
 use super::schedule::{Cell, Schedule};
 use crate::format::index::{Extent, Index};
 use crate::io::Disk;
@@ -66,9 +67,12 @@ pub fn verify(
     progress: &mut dyn FnMut(VerifyProgress) -> bool,
 ) -> Result<VerifyReport> {
     let holders = Holders::of(index, files.len());
-    let mut report = VerifyReport { files: files.len() as u64, ..VerifyReport::default() };
+    let streams: HashSet<u32> =
+        (0..files.len() as u32).filter(|&file| files.stream(file).is_some()).collect();
+    let mut report = VerifyReport { files: (files.len() - streams.len()) as u64, ..VerifyReport::default() };
     let mut schedule = Schedule::default();
     let mut infos = HashMap::new();
+    let (mut decoded_bytes, mut guarded_bytes) = (0, 0);
     for file in 0..files.len() as u32 {
         let checked = files.info(file).and_then(|info| {
             let handle = files.ready(file, &(0..0))?;
@@ -79,9 +83,17 @@ pub fn verify(
         });
         match checked {
             Ok(info) => {
-                if !info.is_guarded() {
-                    report.unguarded_bytes +=
-                        info.data_end.saturating_sub(files.guards().guarded_bytes(file));
+                match files.stream(file) {
+                    // Its bytes are also those of the file around it.
+                    Some((stream, _)) => {
+                        decoded_bytes += info.data_end;
+                        guarded_bytes += if stream.crc.is_some() { stream.length } else { 0 };
+                    }
+                    None if !info.is_guarded() => {
+                        report.unguarded_bytes +=
+                            info.data_end.saturating_sub(files.guards().guarded_bytes(file));
+                    }
+                    None => {}
                 }
                 schedule.push(file, 0..info.data_end, info.block_bytes);
                 report.damages.extend(holders.outside(file, &info));
@@ -97,20 +109,22 @@ pub fn verify(
     let total = schedule.bytes();
     let checker = Arc::new(Checker {
         infos,
+        streams,
         cells: schedule.cells.clone(),
         bad: Mutex::default(),
         unread: Mutex::default(),
         blocks: AtomicU64::new(0),
         guards: GuardCheck::new(Arc::clone(files.guards())),
     });
-    pipeline::run(disk, files, schedule, &checker, options, &mut |done| {
+    decode::run(disk, files, schedule, &checker, options, &mut |done| {
         progress(VerifyProgress { done, total })
     })?;
     checker.read_again(files)?;
     for (file, block, what) in std::mem::take(&mut *lock(&checker.bad)) {
-        let bytes = checker.infos.get(&file).map(|info| info.bytes_of(block)).unwrap_or_default();
+        let info = checker.infos.get(&file).zip(block);
+        let bytes = info.map_or(0..u64::MAX, |(info, block)| info.bytes_of(block));
         let leaves = holders.leaves(file, &bytes);
-        report.damages.push(Damage { file: files.path(file), block: Some(block), leaves, what });
+        report.damages.push(Damage { file: files.path(file), block, leaves, what });
     }
     for (range, crc32) in checker.guards.damaged() {
         let end = range.offset.saturating_add(range.length);
@@ -123,7 +137,8 @@ pub fn verify(
     }
     report.damages.sort_by(|a, b| (&a.file, a.block).cmp(&(&b.file, b.block)));
     report.blocks = checker.blocks.load(Ordering::Acquire);
-    report.bytes = total;
+    report.bytes = total - decoded_bytes;
+    report.unguarded_bytes = report.unguarded_bytes.saturating_sub(guarded_bytes);
     Ok(report)
 }
 
@@ -144,8 +159,10 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 struct Checker {
     infos: HashMap<u32, Arc<FileInfo>>,
     cells: Vec<Cell>,
-    /// File, block and failed check.
-    bad: Mutex<Vec<(u32, u64, String)>>,
+    /// The files that are compressed streams.
+    streams: HashSet<u32>,
+    /// File, block and failed check. A compressed stream is damaged as a whole.
+    bad: Mutex<Vec<(u32, Option<u64>, String)>>,
     /// Cells whose read failed. Not every block in them is bad.
     unread: Mutex<Vec<Range<usize>>>,
     blocks: AtomicU64,
@@ -156,7 +173,7 @@ impl Checker {
     fn check(&self, file: u32, info: &FileInfo, block: u64, bytes: &[u8]) {
         self.blocks.fetch_add(1, Ordering::Relaxed);
         if let Err(bad) = info.check(block, bytes) {
-            lock(&self.bad).push((file, block, bad.what()));
+            lock(&self.bad).push((file, Some(block), bad.what()));
         }
     }
 
@@ -184,7 +201,7 @@ impl Checker {
                         self.guards.add(cell.file, range.start, &bytes);
                         self.check(cell.file, info, block, &bytes);
                     }
-                    Err(error) => lock(&self.bad).push((cell.file, block, damage(error)?)),
+                    Err(error) => lock(&self.bad).push((cell.file, Some(block), damage(error)?)),
                 }
             }
         }
@@ -207,8 +224,11 @@ impl Sink for Checker {
     }
 
     fn failed(&self, cells: Range<usize>, error: Error) -> Result<()> {
-        damage(error)?;
-        lock(&self.unread).push(cells);
+        let what = damage(error)?;
+        match self.cells.get(cells.start) {
+            Some(cell) if self.streams.contains(&cell.file) => lock(&self.bad).push((cell.file, None, what)),
+            _ => lock(&self.unread).push(cells),
+        }
         Ok(())
     }
 }

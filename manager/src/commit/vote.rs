@@ -160,7 +160,7 @@ impl Vote {
             rest = after;
             let mut index = index_v1::decode(index, &PathBuf::from(format!("the vote of rank {rank}")))?;
             for (file, within) in index.files.iter_mut().zip(part.within) {
-                file.within = within.map(|(name, offset)| Within { name, offset });
+                file.within = within.map(|(name, offset)| Within { name, offset, stream: None });
             }
             parts.push(ItemPart { item: part.item, index, tensor_bytes: part.tensor_bytes });
         }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from .._restore import collector as collecting
-from . import dcp, safetensors, torch_save
+from . import dcp, flax, npz, safetensors, torch_save
 from .description import Description
 from .refused import refuse
 
@@ -24,7 +24,13 @@ __all__ = ["Description", "find"]
 #: Describes the files at a path; ``None``: another format.
 Format: TypeAlias = Callable[[str], Description | None]
 
-_FORMATS: Sequence[Format] = (dcp.describe, safetensors.describe, torch_save.describe)
+_FORMATS: Sequence[Format] = (
+    dcp.describe,
+    safetensors.describe,
+    torch_save.describe,
+    npz.describe,
+    flax.describe,
+)
 
 
 # Metadata become many small objects, which are all there until it returns.

@@ -15,16 +15,33 @@ from .._state.specs import to_dtype
 
 
 @dataclass(frozen=True, slots=True)
+class Compressed:
+    """A file that is a compressed stream in another file."""
+
+    #: Path of that file.
+    file: str
+    #: The first byte of the stream in it, and the bytes of the stream.
+    offset: int
+    nbytes: int
+    #: Bytes of its content.
+    length: int
+    #: CRC-32 of its content, if one is known.
+    crc: int | None
+    compression: Literal["deflate"] = "deflate"
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A box of a tensor in a file. Unless stated otherwise, its elements are row-major and
     little-endian."""
 
-    #: Path of the file.
-    file: str
+    #: Path of the file, or a compressed one.
+    file: str | Compressed
     #: Its first byte, and the number of bytes from there to the end of its last element.
     offset: int
     nbytes: int
-    #: First element and number of elements along each dimension.
+    #: First element and number of elements along each dimension. A run of the flattened tensor has
+    #: one of each.
     start: tuple[int, ...]
     extent: tuple[int, ...]
     #: Bytes between neighbours along each dimension; ``None``: row-major. Zero repeats an element.
@@ -95,17 +112,26 @@ class Description:
         """Opens it."""
         rows = _Rows()
         rows.add(self.state, 0, None)
-        for file in self.files:
-            rows.file(file)
+        for own in self.files:
+            rows.file(own)
         guarded = [(rows.file(one.file), one.offset, one.nbytes, one.crc32) for one in self.guarded]
-        files = list(rows.files)
         # Links are followed here: a hub's cache has its files behind links.
-        real = [os.path.realpath(file) for file in files]
-        directory = os.path.commonpath([os.path.dirname(file) for file in real] or [self.path])
-        stats = [os.stat(file) for file in real]
-        lengths = [one.st_size for one in stats]
-        names = [os.path.relpath(file, directory) for file in real]
-        newest = max((one.st_mtime_ns for one in stats), default=0)
+        real = {file: os.path.realpath(file) for file in map(_path_of, rows.files)}
+        places = real.values() or [os.path.realpath(self.path)]
+        directory = os.path.commonpath(
+            [one if os.path.isdir(one) else os.path.dirname(one) for one in places]
+        )
+        stats = {file: os.stat(place) for file, place in real.items()}
+        names = {file: os.path.relpath(place, directory) for file, place in real.items()}
+        newest = max((one.st_mtime_ns for one in stats.values()), default=0)
+        files: list[_core._ForeignFile] = []
+        for file in rows.files:
+            name = names[_path_of(file)]
+            if isinstance(file, Compressed):
+                stream = (file.compression, file.offset, file.nbytes, file.crc)
+                files.append((name, file.length, stream))
+            else:
+                files.append((name, stats[file].st_size, None))
         manifest: Manifest = {
             "format_version": 0,
             "required_features": [],
@@ -126,8 +152,8 @@ class Description:
                 }
             ],
             "files": [
-                {"path": name, "length": length, "trailer_crc32c": "", "file_id": ""}
-                for name, length in zip(names, lengths, strict=True)
+                {"path": name, "length": stats[file].st_size, "trailer_crc32c": "", "file_id": ""}
+                for file, name in names.items()
             ],
             "dropped": [],
             "metrics": {},
@@ -135,7 +161,7 @@ class Description:
         }
         return _core.Checkpoint.foreign(
             directory,
-            list(zip(names, lengths, strict=True)),
+            files,
             rows.nodes,
             rows.leaves,
             rows.objects,
@@ -149,7 +175,7 @@ class _Rows:
     """The description in the engine's form."""
 
     def __init__(self) -> None:
-        self.files: dict[str, int] = {}
+        self.files: dict[str | Compressed, int] = {}
         self.nodes: list[_core._ForeignNode] = []
         self.leaves: list[_core._ForeignLeaf] = []
         self.objects: dict[int, object] = {}
@@ -189,11 +215,14 @@ class _Rows:
             chunks = [self._chunk(value, one) for one in value.chunks]
             self.leaves.append(((value.dtype, value.shape, chunks), None))
 
-    def file(self, path: str) -> int:
+    def file(self, file: str | Compressed) -> int:
         """The number of a file."""
-        return self.files.setdefault(path, len(self.files))
+        return self.files.setdefault(file, len(self.files))
 
     def _chunk(self, tensor: Tensor, chunk: Chunk) -> _core._ForeignChunk:
+        if isinstance(chunk.file, Compressed):
+            # The file around it is checked too, and read by a verification.
+            self.file(chunk.file.file)
         file = self.file(chunk.file)
         layout = None
         if chunk.strides is not None or chunk.big_endian or chunk.negated:
@@ -202,6 +231,10 @@ class _Rows:
                 strides = row_major(chunk.extent, to_dtype(tensor.dtype).itemsize)
             layout = (strides, chunk.big_endian, chunk.negated)
         return file, chunk.offset, chunk.nbytes, chunk.start, chunk.extent, layout
+
+
+def _path_of(file: str | Compressed) -> str:
+    return file.file if isinstance(file, Compressed) else file
 
 
 def row_major(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ use crate::format::block::DEFAULT_BLOCK_BYTES;
 use crate::format::checksum::crc32c;
 use crate::format::footer::{self, Trailer};
 use crate::format::header::Header;
-use crate::format::index::FileRecord;
+use crate::format::index::{CompressedStream, FileRecord};
 use crate::format::page::{PageKind, PageRef};
 use crate::io::File;
 use crate::limits::MAX_PAGE_BYTES;
@@ -100,9 +100,12 @@ impl FileInfo {
         })
     }
 
-    /// Checks the length of a foreign file.
+    /// Checks the length of a foreign file, or the place of a compressed stream in it.
     pub(super) fn foreign(file: &dyn File, record: &FileRecord) -> Result<Self> {
-        check_length(file, record)?;
+        match record.stream() {
+            Some(stream) => check_stream(file, record, stream)?,
+            None => check_length(file, record)?,
+        }
         Ok(Self {
             path: file.path().to_owned(),
             block_bytes: DEFAULT_BLOCK_BYTES,
@@ -178,6 +181,14 @@ fn check_length(file: &dyn File, record: &FileRecord) -> Result<()> {
     }
     let what = format!("it has {found} bytes, {} were written", record.length);
     Err(Error::corrupt(file.path(), what))
+}
+
+fn check_stream(file: &dyn File, record: &FileRecord, stream: &CompressedStream) -> Result<()> {
+    let end = record.stored_offset(0).checked_add(stream.length);
+    if end.is_none_or(|end| file.len().is_ok_and(|length| end > length)) {
+        return Err(short(file.path(), file.len()?, end.unwrap_or(u64::MAX)));
+    }
+    Ok(())
 }
 
 /// Reads a page of a footer and compares it with its checksum.

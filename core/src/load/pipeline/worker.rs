@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 
@@ -125,25 +125,25 @@ impl<S: Sink> LoadWorker<S> {
         if self.is_over() {
             return Ok(0);
         }
-        if self.own.is_none() {
-            let queue = self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            self.own = Some((
-                queue.ok_or_else(|| Error::internal("a queue for each worker", "a worker without one"))?,
-                None,
-            ));
-        }
-        let buffer = match self.own.as_mut().and_then(|(_, buffer)| buffer.take()) {
+        let next_queue = || self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let own = self.own.take().or_else(|| next_queue().map(|queue| (queue, None)));
+        let Some((mut queue, buffer)) = own else {
+            return Err(Error::internal("a queue for each worker", "a worker without one"));
+        };
+        let buffer = match buffer {
             Some(buffer) => buffer,
             None => ReadBuffers::shared().take(self.shared.cell_buffer)?,
         };
         let (offset, len) = aligned(&cell.bytes, self.shared.alignment);
-        let Some(completion) = self.transfer(file, offset, len, buffer, number)? else {
+        let timeout = self.shared.stall_timeout;
+        let read = read_cached(&mut queue, file, offset, len, buffer, timeout);
+        if matches!(read, Err(Error::Timeout { .. })) {
             // The disk hangs. This leaks the queue and its buffer: dropping them would hang too.
-            std::mem::forget(self.own.take());
-            let waited_for = format!("{} to be read through the page cache", file.path().display());
-            return Err(Error::Timeout { waited_for, seconds: self.shared.stall_timeout.as_secs_f64() });
-        };
-        let Completion { buffer, result, .. } = completion;
+            std::mem::forget(queue);
+            return read.map(|_| 0);
+        }
+        self.own = Some((queue, None));
+        let Completion { buffer, result, .. } = read?;
         let buffer = Arc::new(buffer);
         let worked = self.use_cached(file, &cell, number, offset, &buffer, result);
         if let Some((_, own)) = &mut self.own {
@@ -152,33 +152,6 @@ impl<S: Sink> LoadWorker<S> {
             *own = Arc::into_inner(buffer);
         }
         worked
-    }
-
-    /// Does one read through the page cache; `None` after the stall timeout.
-    fn transfer(
-        &mut self,
-        file: &Arc<dyn File>,
-        offset: u64,
-        len: usize,
-        buffer: Buffer,
-        number: usize,
-    ) -> Result<Option<Completion>> {
-        let Some((queue, _)) = &mut self.own else {
-            return Err(Error::internal("a queue for each worker", "a worker without one"));
-        };
-        queue.submit(Transfer::ReadCached, file, offset, len, buffer, number as u64);
-        let deadline = deadline_after(self.shared.stall_timeout);
-        loop {
-            if let Some(completion) = queue.complete(POLL_INTERVAL) {
-                return Ok(Some(completion));
-            }
-            if queue.in_flight() == 0 {
-                return Err(Error::internal(format!("read {number} in the queue"), "an empty queue"));
-            }
-            if Instant::now() >= deadline {
-                return Ok(None);
-            }
-        }
     }
 
     fn use_cached(
@@ -212,6 +185,32 @@ impl<S: Sink> LoadWorker<S> {
             }
         }
         Ok(cell.bytes.end - cell.bytes.start)
+    }
+}
+
+/// Does one read through the page cache. The queue has no other transfer. After a
+/// [`Error::Timeout`] the disk still owns the buffer, and the queue must be leaked.
+pub(in crate::load) fn read_cached(
+    queue: &mut Box<dyn Queue>,
+    file: &Arc<dyn File>,
+    offset: u64,
+    len: usize,
+    buffer: Buffer,
+    stall_timeout: Duration,
+) -> Result<Completion> {
+    queue.submit(Transfer::ReadCached, file, offset, len, buffer, 0);
+    let deadline = deadline_after(stall_timeout);
+    loop {
+        if let Some(completion) = queue.complete(POLL_INTERVAL) {
+            return Ok(completion);
+        }
+        if queue.in_flight() == 0 {
+            return Err(Error::internal("a read in the queue", "an empty queue"));
+        }
+        if Instant::now() >= deadline {
+            let waited_for = format!("{} to be read through the page cache", file.path().display());
+            return Err(Error::Timeout { waited_for, seconds: stall_timeout.as_secs_f64() });
+        }
     }
 }
 

@@ -149,5 +149,5 @@ fn reserve_part(
     let (file, offset) = retry_if_full(&mut || reclaimer.reclaim(), || dir.extend_file(name, length))?;
     drop(lock);
     let part: Arc<dyn File> = Arc::new(Section::new(file, offset, length));
-    Ok(Some((part, Within { name: name.into(), offset })))
+    Ok(Some((part, Within { name: name.into(), offset, stream: None })))
 }
