@@ -54,6 +54,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 #: Containers that are lists or tuples in the output.
 _SEQUENCES = ("list", "tuple", "deque")
+#: In the place of what is not selected: ``None`` is a value.
+_NOTHING = object()
 #: Names that an error lists.
 _LISTED = 5
 
@@ -506,18 +508,18 @@ def _dtypes(leaves: list[_Leaf], choice: _core._Choice) -> list[str]:
 
 
 def _nested(structure: Structure, node: int, values: Mapping[int, object]) -> object:
-    """The selected part of a state, as dicts, lists and tuples. ``None`` where nothing is
+    """The selected part of a state, as dicts, lists and tuples. ``_NOTHING`` where nothing is
     selected."""
     kind = structure.nodes[node][2]
     if isinstance(kind, int):
-        return values.get(kind)
+        return values.get(kind, _NOTHING)
     children: list[tuple[Component, object]] = []
     for child in structure.children[node]:
         value, component = _nested(structure, child, values), structure.nodes[child][1]
-        if value is not None and component is not None:
+        if value is not _NOTHING and component is not None:
             children.append((component, value))
     if not children and structure.children[node]:
-        return None
+        return _NOTHING
     what = kind[3][0] if kind[0] == "stateful" else kind[0]
     places = [value for (tag, value), _ in children if tag == "x"]
     if places != list(range(len(children))) or (not children and what not in _SEQUENCES):

@@ -495,3 +495,16 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 130
     assert "out.partial has what is done so far; the same call goes on from there" in done.stderr
+
+
+@pytest.mark.parametrize("to", ["stepwell", "torch"])
+def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
+    state = {"w": np.ones(3), "none": None, "list": [None, np.ones(2), 3], "empty": (), "zero": 0}
+    sw.save(tmp_path / "c", state)
+    made = sw.convert(tmp_path / "c", tmp_path / "made", to=to, verify=True)
+    assert made.skipped == ()
+    found = sw.restore(made.path)
+    assert list(found) == list(state)
+    assert found["list"][0] is None
+    assert found["list"][2] == 3
+    assert (found["none"], found["empty"], found["zero"]) == (None, (), 0)
