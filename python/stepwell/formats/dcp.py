@@ -15,10 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from .. import _core
 from .._paths import named, printable
 from ..errors import CorruptCheckpoint, FormatError
+from .dcp_layouts import Layouts
 from .dcp_metadata import Place, Saved, SavedTensor, read_metadata
 from .description import Chunk, Description, Guarded, Opaque, Tensor
 from .files import corrupt, read
-from .torch_archive import ArchivedObject, Layouts
+from .torch_archive import Archive
+from .torch_save import archived
 
 FAMILY = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
@@ -64,7 +66,7 @@ class _Checkpoint:
         state = _nested(leaves, self._saved.paths)
         return Description(FAMILY, self._path, state, guarded=self._guarded)
 
-    def _archives(self) -> Mapping[Place, ArchivedObject]:
+    def _archives(self) -> Mapping[Place, Archive]:
         """Reads the directories of all archives, file by file."""
         by_file: dict[str, list[Place]] = {}
         for name, place in self._places():
@@ -73,7 +75,7 @@ class _Checkpoint:
             if os.path.basename(place.file) != place.file or place.file in ("", ".", ".."):
                 raise corrupt(self._path, f"{named(name)} is in {place.file!r}, which is no file name")
             by_file.setdefault(place.file, []).append(place)
-        found: dict[Place, ArchivedObject] = {}
+        found: dict[Place, Archive] = {}
         for file, places in by_file.items():
             where = os.path.join(self._path, file)
             places = sorted(set(places), key=lambda one: one.offset)
@@ -91,7 +93,8 @@ class _Checkpoint:
                 real, [(one.offset, one.length) for one in places], ["/data.pkl", "/byteorder"]
             )
             for place, (members, records) in zip(places, rows, strict=True):
-                archive = ArchivedObject(where, members, dict(records))
+                contents = {members[number][0]: data for number, data in records}
+                archive = Archive(where, members, contents)
                 self._guarded += archive.guarded()
                 found[place] = archive
         return found
@@ -104,9 +107,7 @@ class _Checkpoint:
         for name, _, place in self._saved.copies:
             yield name, place
 
-    def _tensor(
-        self, name: str, tensor: SavedTensor, archives: Mapping[Place, ArchivedObject]
-    ) -> Tensor | Opaque:
+    def _tensor(self, name: str, tensor: SavedTensor, archives: Mapping[Place, Archive]) -> Tensor | Opaque:
         if tensor.dtype is None:
             return Opaque(f"torch tensor of {tensor.stored_dtype}{list(tensor.shape)}")
         transforms = next((part.place.transforms for part in tensor.parts if part.place.transforms), ())
@@ -148,12 +149,12 @@ class _Checkpoint:
             )
         return Tensor(tensor.dtype, tensor.shape, tuple(chunks))
 
-    def _object(self, place: Place, archives: Mapping[Place, ArchivedObject]) -> object:
+    def _object(self, place: Place, archives: Mapping[Place, Archive]) -> object:
         if place.transforms:
             return Opaque(f"object, by {', '.join(place.transforms)}")
         if place.length > _MAX_OBJECT_BYTES:
             return Opaque(f"object of {place.length} bytes")
-        return archives[place].value()
+        return archived(archives[place]).state
 
     def _wrong(self, name: str, what: str) -> CorruptCheckpoint:
         error = corrupt(self._path, f"{named(printable(name))}: {what}")

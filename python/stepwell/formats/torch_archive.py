@@ -1,136 +1,162 @@
-"""Archives of ``torch.save`` inside a file: those of DCP, with one tensor or one object each."""
+"""Archives of ``torch.save``: a whole file, or a part of a file of DCP.
+
+An archive has the pickle of the object in ``data.pkl``, and its storages as members by key.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from .. import _core
-from .description import Chunk, Guarded, Tensor
-from .files import corrupt
+from ..errors import FormatError
+from .description import Guarded
+from .files import corrupt, read
+from .old_torch_stream import MAX_PICKLE_BYTES
 from .pickle_values import Found, Malformed, Stream, opaque
-from .torch_save import converted
-from .torch_symbols import Storage, found_storage, storage_id
+from .torch_symbols import Storage, StorageId, found_storage, storage_id
+
+#: The longest pickle that is inflated.
+_MAX_INFLATED_BYTES = 64 << 20
+
+
+def roots_of(names: Iterable[str]) -> list[str]:
+    """The directories with the record ``data.pkl``."""
+    return [
+        name.removesuffix("/data.pkl")
+        for name in names
+        if name.endswith("/data.pkl") and name.count("/") == 1
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """How the one tensor of an archive is laid out."""
+class _Member:
+    """A member of an archive."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    chunk: Chunk
+    is_stored: bool
+    crc: int
+    offset: int
+    stored_length: int
+    length: int
 
 
-class ArchivedObject:
-    """An archive inside a file: its members, and the contents of some by their numbers."""
+class Archive:
+    """An archive of ``torch.save``: a file, or a part of one."""
 
-    def __init__(self, file: str, members: Sequence[_core._ZipMember], records: Mapping[int, bytes]) -> None:
-        self.file = file
-        self._members = {member[0]: member for member in members}
-        self._has_checksums = any(member[2] for member in members)
-        pickles = [at for at in records if members[at][0].endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise corrupt(file, f"an archive with one data.pkl was expected, not with {len(pickles)}")
-        (at,) = pickles
-        self.root = members[at][0].removesuffix("/data.pkl")
-        self._offset = members[at][3]
-        #: The pickle of the object.
-        self.data = records[at]
-        if self._has_checksums and zlib.crc32(self.data) != members[at][2]:
-            raise corrupt(file, f"data.pkl of the archive at byte {self._offset} has another checksum")
-        orders = [data for at, data in records.items() if members[at][0] == f"{self.root}/byteorder"]
-        self.big_endian = orders == [b"big"]
+    def __init__(
+        self, path: str, members: Sequence[_core._ZipMember], contents: Mapping[str, bytes] | None = None
+    ) -> None:
+        self.path = path
+        self._members = {
+            name: _Member(method == "stored", crc, offset, stored_length, length)
+            for name, method, crc, offset, stored_length, length in members
+        }
+        roots = roots_of(self._members)
+        if len(roots) != 1:
+            raise corrupt(
+                path, f"an archive with one data.pkl was expected; this one has {len(roots)} members data.pkl"
+            )
+        #: The directory of its records.
+        self.root = roots[0]
+        #: Contents of members that were read with its directory.
+        self._contents = contents or {}
+        #: Some writers leave the checksums out: all are zero.
+        self._has_checksums = any(one.crc for one in self._members.values())
+        order = self._text("byteorder")
+        if order not in ("", "little", "big"):
+            raise corrupt(path, f"member byteorder names an order {order!r} of bytes")
+        #: True if the most significant byte of a number is the first one.
+        self.big_endian = order == "big"
+        self._storages: dict[tuple[str, str | None], Found] = {}
 
     def guarded(self) -> list[Guarded]:
         """The ranges that have checksums."""
-        if not self._has_checksums:
-            return []
         return [
-            Guarded(self.file, offset, nbytes, crc)
-            for _, method, crc, offset, nbytes, _ in self._members.values()
-            if method == "stored"
+            Guarded(self.path, one.offset, one.length, one.crc)
+            for one in self._members.values()
+            if self._has_checksums and one.is_stored
         ]
 
-    def is_copy_of(self, other: ArchivedObject) -> bool:
+    def is_copy_of(self, other: Archive) -> bool:
         """True if its checksums say that it has the same content."""
         mine, theirs = (
-            {name.removeprefix(one.root): row[2] for name, row in one._members.items() if "/data" in name}
+            {name.removeprefix(one.root): row.crc for name, row in one._members.items() if "/data" in name}
             for one in (self, other)
         )
         return self._has_checksums and mine == theirs
 
+    def data(self) -> bytes:
+        """The bytes of the pickle of the object."""
+        member = self._member("data.pkl")
+        assert member is not None
+        limit = MAX_PICKLE_BYTES if member.is_stored else _MAX_INFLATED_BYTES
+        if member.length > limit:
+            raise FormatError(
+                f"{self.path}: data.pkl has {member.length} bytes, more than the {limit} that are read here"
+            )
+        data = self._content("data.pkl", member)
+        if not member.is_stored:
+            data = self._inflated(data, member)
+        if self._has_checksums and zlib.crc32(data) != member.crc:
+            raise corrupt(self.path, f"data.pkl at byte {member.offset} does not have its recorded checksum")
+        return data
+
+    def pickle(self) -> tuple[Stream, object]:
+        """The pickle of the object, and its inert root."""
+        member, data = self._member("data.pkl"), self.data()
+        assert member is not None
+        parsed = _core.pickle(self.path, data, 0, len(data))
+        if parsed is None:
+            raise corrupt(self.path, f"data.pkl at byte {member.offset} ends in the middle of its pickle")
+        return Stream(self.path, data, member.offset if member.is_stored else None), parsed[0]
+
+    def _inflated(self, data: bytes, member: _Member) -> bytes:
+        try:
+            inflated = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.length)
+        except zlib.error as error:
+            raise corrupt(self.path, f"data.pkl cannot be inflated: {error}") from None
+        if len(inflated) != member.length:
+            raise corrupt(self.path, f"data.pkl has {len(inflated)} bytes, its entry says {member.length}")
+        return inflated
+
+    def storage(self, persistent: object) -> Found:
+        """The storage of a persistent id."""
+        one = storage_id(persistent)
+        if isinstance(one, str):
+            return opaque(one)
+        if (one.key, one.dtype) not in self._storages:
+            self._storages[one.key, one.dtype] = self._place(one)
+        return self._storages[one.key, one.dtype]
+
+    def _place(self, one: StorageId) -> Found:
+        offset = self.place(one.key, one.nbytes)
+        return found_storage(Storage(f"{offset}", self.path, offset, one.nbytes, one.dtype, self.big_endian))
+
     def place(self, key: str, nbytes: int) -> int:
         """The offset of a storage of so many bytes."""
-        member = self._members.get(f"{self.root}/data/{key}")
+        member = self._member(f"data/{key}")
         if member is None:
             raise Malformed(f"the archive has no storage data/{key[:100]}")
-        _, method, _, offset, _, length = member
-        if method != "stored":
-            raise Malformed(f"storage data/{key[:100]} is compressed")
-        if length < nbytes:
-            raise Malformed(f"storage data/{key[:100]} has {length} bytes of {nbytes}")
-        return offset
+        if not member.is_stored:
+            raise FormatError(
+                f"{self.path}: storage data/{key} is compressed. Write the archive again without compression"
+            )
+        if member.length < nbytes:
+            raise Malformed(f"storage data/{key[:100]} has {member.length} bytes of {nbytes}")
+        return member.offset
 
-    def value(self) -> object:
-        """The object, for a state. Tensors in it are read from the file."""
+    def _member(self, record: str) -> _Member | None:
+        return self._members.get(f"{self.root}/{record}")
 
-        def storage(persistent: object) -> Found:
-            one = storage_id(persistent)
-            if isinstance(one, str):
-                return opaque(one)
-            offset = self.place(one.key, one.nbytes)
-            key = f"{offset}"
-            return found_storage(Storage(key, self.file, offset, one.nbytes, one.dtype, self.big_endian))
+    def _content(self, record: str, member: _Member) -> bytes:
+        """The stored bytes of a member."""
+        known = self._contents.get(f"{self.root}/{record}")
+        return read(self.path, member.offset, member.stored_length)[0] if known is None else known
 
-        parsed = _core.pickle(self.file, self.data, 0, len(self.data))
-        if parsed is None:
-            raise corrupt(self.file, f"data.pkl at byte {self._offset} ends in the middle of its pickle")
-        stream = Stream(self.file, self.data, self._offset)
-        return converted(stream, parsed[0], storage, self.guarded()).state
-
-
-class Layouts:
-    """The layouts of archived tensors. Archives of tensors that are alike have the same pickle, so
-    each pickle is read once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[bytes, bool], tuple[TensorLayout, str, int] | None] = {}
-
-    def of(self, archive: ArchivedObject) -> TensorLayout | None:
-        """The layout of an archive's tensor; ``None`` if it has another form."""
-        key = (archive.data, archive.big_endian)
-        if key not in self._known:
-            self._known[key] = self._read(archive)
-        known = self._known[key]
-        if known is None:
-            return None
-        layout, storage, nbytes = known
-        try:
-            offset = archive.place(storage, nbytes)
-        except Malformed as error:
-            raise corrupt(archive.file, str(error)) from None
-        chunk = replace(layout.chunk, file=archive.file, offset=layout.chunk.offset + offset)
-        return TensorLayout(layout.dtype, layout.shape, chunk)
-
-    def _read(self, archive: ArchivedObject) -> tuple[TensorLayout, str, int] | None:
-        """The layout as if the storage began the file, the key of the storage, and its bytes."""
-        keys: list[tuple[str, int]] = []
-
-        def storage(persistent: object) -> Found:
-            one = storage_id(persistent)
-            if isinstance(one, str):
-                return opaque(one)
-            keys.append((one.key, one.nbytes))
-            return found_storage(Storage(one.key, archive.file, 0, one.nbytes, one.dtype, archive.big_endian))
-
-        parsed = _core.pickle(archive.file, archive.data, 0, len(archive.data))
-        if parsed is None:
-            raise corrupt(archive.file, "the pickle of a tensor ends in its middle")
-        stream = Stream(archive.file, archive.data, None)
-        value = converted(stream, parsed[0], storage, ()).state
-        if not isinstance(value, Tensor) or len(value.chunks) != 1 or len(keys) != 1:
-            return None
-        ((key, nbytes),) = keys
-        return TensorLayout(value.dtype, value.shape, value.chunks[0]), key, nbytes
+    def _text(self, record: str) -> str:
+        """A short record of text; empty if there is none."""
+        member = self._member(record)
+        if member is None or member.length > 100 or not member.is_stored:
+            return ""
+        return self._content(record, member).decode("ascii", "replace")

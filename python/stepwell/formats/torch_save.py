@@ -8,7 +8,6 @@ stream has five pickles, then the storages in the order of the last one. torch i
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,15 +16,14 @@ from ..errors import FormatError
 from . import numpy_symbols, python_symbols
 from .description import Description, Guarded
 from .files import corrupt, read, weight_map
-from .old_torch_stream import MAX_PICKLE_BYTES, FileBytes, NestedStreams, OldStream, is_magic
-from .pickle_values import Converter, Found, Malformed, PersistentLoad, Stream, Symbol, opaque
+from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
+from .pickle_values import Converter, Found, Malformed, PersistentLoad, Stream, Symbol
 from .rank_files import Distributions, rank_files, whole_state
-from .torch_symbols import NAMES, Storage, StorageId, TensorSymbols, found_storage, storage_id
+from .torch_archive import Archive, roots_of
+from .torch_symbols import NAMES, TensorSymbols
 
 FAMILY = "torch.save"
 _INDEX = ".bin.index.json"
-#: The longest pickle that is inflated.
-_MAX_INFLATED_BYTES = 64 << 20
 
 _SYMBOLS: Mapping[tuple[str, str], Symbol] = {**python_symbols.SYMBOLS, **numpy_symbols.SYMBOLS}
 _NAMES: Mapping[tuple[str, str], object] = {**python_symbols.NAMES, **NAMES}
@@ -134,120 +132,22 @@ def _no_storage(_: object) -> Found:
     raise Malformed("a persistent id, and the file has no storages")
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A member of an archive."""
-
-    is_stored: bool
-    crc: int
-    offset: int
-    stored_length: int
-    length: int
-
-
-class _Archive:
-    """The members of a file of ``torch.save``."""
-
-    def __init__(self, path: str, root: str, members: Mapping[str, _Member]) -> None:
-        self.path = path
-        self._root = root
-        self._members = members
-        #: Some writers leave the checksums out: all are zero.
-        self.has_checksums = any(one.crc for one in members.values())
-        order = self._text("byteorder")
-        if order not in ("", "little", "big"):
-            raise corrupt(path, f"member byteorder names an order {order!r} of bytes")
-        self._big_endian = order == "big"
-        self._storages: dict[tuple[str, str | None], Found] = {}
-
-    def pickle(self) -> Stream:
-        """The pickle of the object."""
-        member = self._member("data.pkl")
-        assert member is not None
-        limit = MAX_PICKLE_BYTES if member.is_stored else _MAX_INFLATED_BYTES
-        if member.length > limit:
-            raise FormatError(
-                f"{self.path}: data.pkl has {member.length} bytes, more than the {limit} that are read here"
-            )
-        data, _ = read(self.path, member.offset, member.stored_length)
-        if not member.is_stored:
-            data = self._inflated(data, member)
-        if self.has_checksums and zlib.crc32(data) != member.crc:
-            raise corrupt(self.path, "data.pkl does not have the checksum that was recorded")
-        return Stream(self.path, data, member.offset if member.is_stored else None)
-
-    def _inflated(self, data: bytes, member: _Member) -> bytes:
-        try:
-            inflated = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.length)
-        except zlib.error as error:
-            raise corrupt(self.path, f"data.pkl cannot be inflated: {error}") from None
-        if len(inflated) != member.length:
-            raise corrupt(self.path, f"data.pkl has {len(inflated)} bytes, its entry says {member.length}")
-        return inflated
-
-    def storage(self, persistent: object) -> Found:
-        """The storage of a persistent id."""
-        one = storage_id(persistent)
-        if isinstance(one, str):
-            return opaque(one)
-        if (one.key, one.dtype) not in self._storages:
-            self._storages[one.key, one.dtype] = self._place(one)
-        return self._storages[one.key, one.dtype]
-
-    def _place(self, one: StorageId) -> Found:
-        member = self._member(f"data/{one.key}")
-        if member is None:
-            raise Malformed(f"the archive has no storage data/{one.key[:100]}")
-        if not member.is_stored:
-            raise FormatError(
-                f"{self.path}: storage data/{one.key} is compressed. Write the archive again without compression"
-            )
-        if member.length < one.nbytes:
-            raise Malformed(f"storage data/{one.key} has {member.length} bytes of {one.nbytes}")
-        return found_storage(
-            Storage(one.key, self.path, member.offset, one.nbytes, one.dtype, self._big_endian)
-        )
-
-    def _member(self, record: str) -> _Member | None:
-        return self._members.get(f"{self._root}/{record}")
-
-    def _text(self, record: str) -> str:
-        """A short record of text. Returns an empty text if the archive has none."""
-        member = self._member(record)
-        if member is None or member.length > 100 or not member.is_stored:
-            return ""
-        return read(self.path, member.offset, member.length)[0].decode("ascii", "replace")
-
-
 def _zip_content(path: str) -> TorchFile | None:
-    members = {
-        name: _Member(method == "stored", crc, offset, stored_length, length)
-        for name, method, crc, offset, stored_length, length in _core.zip_members(os.path.realpath(path))
-    }
-    roots = [
-        name.removesuffix("/data.pkl")
-        for name in members
-        if name.endswith("/data.pkl") and name.count("/") == 1
-    ]
-    if not roots:
+    members = _core.zip_members(os.path.realpath(path))
+    names = [member[0] for member in members]
+    if not roots_of(names):
         return None
-    if len(roots) > 1:
-        raise corrupt(path, f"the archive has {len(roots)} members data.pkl")
-    root = roots[0]
+    archive = Archive(path, members)
     for record, what in _OTHERS:
-        if any(name.startswith(f"{root}/{record}") for name in members):
+        if any(name.startswith(f"{archive.root}/{record}") for name in names):
             raise FormatError(f"{path}: {what}")
-    archive = _Archive(path, root, members)
-    stream = archive.pickle()
-    parsed = _core.pickle(path, stream.data, 0, len(stream.data))
-    if parsed is None:
-        raise corrupt(path, "data.pkl ends in the middle of its pickle")
-    guarded = [
-        Guarded(path, one.offset, one.length, one.crc)
-        for one in members.values()
-        if archive.has_checksums and one.is_stored
-    ]
-    return converted(stream, parsed[0], archive.storage, guarded)
+    return archived(archive)
+
+
+def archived(archive: Archive) -> TorchFile:
+    """The object of an archive."""
+    stream, root = archive.pickle()
+    return converted(stream, root, archive.storage, archive.guarded())
 
 
 #: Members of archives of torch that are no checkpoints.
