@@ -113,7 +113,7 @@ impl From<Error> for MapFault {
 
 struct Mapper<'a> {
     index: &'a Index,
-    /// Of the stored tensors with several chunks.
+    /// The chunks of stored tensors, by leaf.
     chunks_of: HashMap<u32, ChunkIndex>,
 }
 

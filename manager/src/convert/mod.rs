@@ -83,12 +83,6 @@ pub struct ConversionOptions {
     pub journal_bytes: u64,
 }
 
-impl Default for ConversionOptions {
-    fn default() -> Self {
-        Self { budget_bytes: 512 << 20, window_bytes: 16 << 20, journal_bytes: 512 << 20 }
-    }
-}
-
 /// A conversion that has its output's name to itself.
 pub struct Conversion {
     plan: Arc<ConversionPlan>,

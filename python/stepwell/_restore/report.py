@@ -22,7 +22,7 @@ class MissingLeaf:
     path: str
     #: Why it is missing.
     why: str
-    #: Stored paths that may be it under another name, the nearest first.
+    #: Stored paths with similar names, the nearest first: it may have been renamed.
     near: tuple[str, ...]
 
 
@@ -63,7 +63,7 @@ class WrongDtype:
     stored: str
     #: The wanted dtype.
     wanted: str
-    #: What is wrong with the cast.
+    #: Why the cast is not allowed.
     why: str
 
 
@@ -74,9 +74,9 @@ class WrongKind:
 
     #: Its path.
     path: str
-    #: What is stored.
+    #: The stored kind.
     stored: str
-    #: What is wanted.
+    #: The wanted kind.
     wanted: str
 
 

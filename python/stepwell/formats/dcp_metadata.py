@@ -69,7 +69,7 @@ class SavedTensor:
 
 @dataclass(slots=True)
 class Saved:
-    """What a metadata file names."""
+    """The content of a metadata file."""
 
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     objects: dict[str, Place] = field(default_factory=dict)

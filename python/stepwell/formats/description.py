@@ -103,7 +103,7 @@ class Description:
     state: object
     #: Text that the files carry beside the tensors.
     metadata: Mapping[str, str] = field(default_factory=dict)
-    #: Files that belong to it even if no tensor lies in them.
+    #: Files of the checkpoint, also those without a tensor.
     files: Sequence[str] = ()
     #: Ranges of files that have checksums. Those of one file do not overlap.
     guarded: Sequence[Guarded] = ()

@@ -27,7 +27,7 @@ from ..errors import MisuseError
 from . import layout, parsing
 from .rules import Rule
 
-#: A map, the path of its TOML file, or its rules as they stand in one.
+#: A map, the path of its TOML file, or a list of its rules.
 MapLike: TypeAlias = "Map | str | os.PathLike[str] | Iterable[Mapping[str, object]]"
 
 #: The longest file of a map.
@@ -39,7 +39,7 @@ class Map:
     """Declared operations between the names and shapes of two checkpoints.
 
     Args:
-        rules: the rules, as they stand in a TOML file: ``[{"rename": "a.{i}", "to": "b.{i}"}]``.
+        rules: one table for each rule: ``[{"rename": "a.{i}", "to": "b.{i}"}]``.
     """
 
     __slots__ = ("_rules",)

@@ -10,7 +10,7 @@ from .._checks import shown
 from ..errors import MisuseError
 
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)(\.\.\.)?\}")
-#: What a capture matches: characters of one name between dots, or any.
+#: The text of a capture: one name between dots, or any text.
 _NAME, _REST = r"[^./\[\]]+", r".+"
 
 

@@ -15,7 +15,7 @@ from .patterns import Match, Pattern
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored leaf that is no tensor."""
+    """A stored object."""
 
     leaf: int
 
@@ -45,7 +45,7 @@ class Rule:
         raise NotImplementedError
 
     def inverse(self) -> Rule:
-        """The operation that takes it back. Raises where there is none."""
+        """Returns the operation that undoes this one. Raises if nothing can undo it."""
         raise NotImplementedError
 
     def _found(self, pattern: Pattern, values: Values) -> Iterator[tuple[str, Match]]:
@@ -138,7 +138,7 @@ class Concat(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Split(Rule):
-    """Several tensors of one, along an axis: what :class:`Concat` takes back."""
+    """Several tensors of one, along an axis: the inverse of :class:`Concat`."""
 
     pattern: Pattern
     to: tuple[Pattern, ...]
@@ -223,7 +223,7 @@ class Stack(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Unstack(Rule):
-    """Tensors along an axis of one, by number: what :class:`Stack` takes back."""
+    """Tensors along an axis of one, by number: the inverse of :class:`Stack`."""
 
     pattern: Pattern
     to: Pattern

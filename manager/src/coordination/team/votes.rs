@@ -7,7 +7,7 @@ use super::{RankHeartbeat, Team};
 use crate::coordination::Message;
 use crate::error::Result;
 
-/// What a rank remembers about saves.
+/// The memory of a rank about its saves.
 #[derive(Default)]
 pub(super) struct SaveNotes {
     /// The first save whose verdict is still on the board.

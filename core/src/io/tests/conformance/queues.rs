@@ -171,7 +171,7 @@ fn an_existing_file_is_opened_for_writing_over_its_content(scene: &Scene<'_>) {
     assert!(dir.overwrite_file("f", 0).is_err_and(|error| error.is_not_found()));
     drop(scene.data_file("f", &[1; 3 * BLOCK]));
     let file = dir.overwrite_file("f", 4 * BLOCK as u64).unwrap();
-    // Where nothing can be preallocated, the length stays as it was.
+    // A disk without fallocate leaves the length as it was.
     file.set_len(4 * BLOCK as u64).unwrap();
     let mut queue = scene.disk.queue(4).unwrap();
     write(&mut *queue, &file, BLOCK, &[2; BLOCK]);
