@@ -11,30 +11,32 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
-use stepwell_core::format::index::{
-    ChunkRecord, ChunkRegion, Codec, CompressedStream, ElementLayout, Extent, FileRecord, Index, Integrity,
-    LeafRecord, NegatedParts, Source, TensorRecord, Within,
-};
+use stepwell_core::format::index::{ChunkRegion, Extent, FileRecord, Index, LeafRecord};
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::leaf_path::{Component, named};
 use stepwell_core::load::{FileReads, GuardedRange, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
-use stepwell_core::tree::{ContainerKind, Node, NodeKind, Tree};
+use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_manager::{Error, ReadFailure, Reader, copy};
-use stepwell_reshard::mapping::{MappedAxis, MappedLeaf, MappedPiece, MappedTensor};
+use stepwell_reshard::mapping::MappedLeaf;
 use stepwell_reshard::read_plan::Request;
 
 use crate::array_group::{ArrayGroup, request};
 use crate::arrays;
 use crate::errors::{closed, invalid, raise, raise_manager};
-use crate::foreign::compression_named;
-use crate::hooks::{dtype_named, hooks};
+use crate::hooks::hooks;
 use crate::ingest::{HeldBuffer, streams_of, target_of};
-use crate::matching::component_of;
 use crate::options;
 use crate::values::to_python;
 use crate::wait;
+
+use self::described::{
+    ForeignFile, ForeignLayout, ForeignLeaf, ForeignNode, GuardedRow, MappedRow, foreign_file, foreign_leaf,
+    is_negated, layout_row, mapped_leaf, tree_of,
+};
+
+mod described;
 
 pub type Engined = stepwell_manager::Checkpoint;
 
@@ -169,162 +171,6 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
             (tensor.view.as_ref().map(|view| view.of), chunks.collect())
         }
     }
-}
-
-/// A node of a foreign or mapped checkpoint: its parent, its component, and its kind; without one a
-/// leaf.
-type ForeignNode<'py> = (u32, Option<Bound<'py, PyAny>>, Option<KindRow>);
-
-/// The kind of a container.
-#[derive(FromPyObject)]
-enum KindRow {
-    /// By its name.
-    Named(String),
-    /// That of a stored node.
-    OfNode(u32),
-}
-
-/// A leaf of a mapped checkpoint: a stored leaf, the earlier leaf of a tie, or a tensor's shape and
-/// pieces.
-type MappedRow = (Option<u32>, Option<u32>, Option<(Vec<u64>, Vec<MappedPieceRow>)>);
-
-/// A piece: offset and extent of its box, stored leaf, first stored element, and for each dimension
-/// the stored axis and the step.
-type MappedPieceRow = (Vec<u64>, Vec<u64>, u32, Vec<u64>, Vec<(Option<u32>, u64)>);
-
-fn mapped_leaf(row: MappedRow) -> PyResult<MappedLeaf> {
-    let piece = |(offset, extent, leaf, first, axes): MappedPieceRow| MappedPiece {
-        region: Region { offset: offset.into(), extent: extent.into() },
-        leaf,
-        first: first.into(),
-        axes: axes.into_iter().map(|(stored, step)| MappedAxis { stored, step }).collect(),
-    };
-    Ok(match row {
-        (Some(stored), None, None) => MappedLeaf::Stored(stored),
-        (None, Some(tie), None) => MappedLeaf::Tie(tie),
-        (None, None, Some((shape, pieces))) => MappedLeaf::Tensor(MappedTensor {
-            shape: shape.into(),
-            pieces: pieces.into_iter().map(piece).collect(),
-        }),
-        _ => return Err(PyValueError::new_err("a mapped leaf is one of three")),
-    })
-}
-
-/// A leaf of a foreign checkpoint: a tensor (dtype, shape, chunks as in [`ChunkRow`]), or the leaf
-/// that it is tied to, or else an object.
-type ForeignLeaf = (Option<(String, Vec<u64>, Vec<ForeignChunk>)>, Option<u32>);
-
-/// A file of a foreign checkpoint: name, bytes, and the compressed stream that it is in the file of
-/// that name.
-type ForeignFile = (String, u64, Option<ForeignStream>);
-
-/// A compressed stream: its method, offset, bytes, and the CRC-32 of its content.
-type ForeignStream = (String, u64, u64, Option<u32>);
-
-fn foreign_file((name, length, stream): ForeignFile) -> PyResult<FileRecord> {
-    let name: Box<str> = name.into();
-    let within = |(compression, offset, length, crc): ForeignStream| {
-        let stream = CompressedStream { compression: compression_named(&compression)?, length, crc };
-        Ok::<_, PyErr>(Within { name: name.clone(), offset, stream: Some(stream) })
-    };
-    let within = stream.map(within).transpose()?;
-    Ok(FileRecord { name, length, file_id: 0, trailer_crc: 0, within })
-}
-
-/// A chunk: file, offset, bytes, offsets, extents, and its layout unless its elements are row-major
-/// and little-endian. A run of the flattened tensor has one offset and one extent.
-type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>, Option<ForeignLayout>);
-
-/// A guarded range of a foreign file: file, offset, bytes, CRC-32.
-type GuardedRow = (u32, u64, u64, u32);
-
-/// The layout of a chunk's elements: strides in bytes, big-endian, negated parts.
-type ForeignLayout = (Vec<u64>, bool, String);
-
-fn layout_row(codec: &Codec) -> Option<ForeignLayout> {
-    let Codec::Elements(layout) = codec else { return None };
-    let negated = match layout.negated {
-        NegatedParts::None => "",
-        NegatedParts::All => "all",
-        NegatedParts::Imaginary => "imaginary",
-    };
-    Some((layout.strides.to_vec(), layout.big_endian, negated.to_owned()))
-}
-
-fn codec_of(layout: Option<ForeignLayout>) -> PyResult<Codec> {
-    let Some((strides, big_endian, negated)) = layout else { return Ok(Codec::Raw) };
-    let negated = match &*negated {
-        "" => NegatedParts::None,
-        "all" => NegatedParts::All,
-        "imaginary" => NegatedParts::Imaginary,
-        other => return Err(PyValueError::new_err(format!("negated parts {other:?}"))),
-    };
-    Ok(Codec::Elements(Box::new(ElementLayout { strides: strides.into(), big_endian, negated })))
-}
-
-/// True if numbers of a chunk are stored with the opposite sign.
-fn is_negated(chunk: &ChunkRecord) -> bool {
-    matches!(&chunk.codec, Codec::Elements(layout) if layout.negated != NegatedParts::None)
-}
-
-/// The tree of these nodes. `stored` has the nodes whose kinds are meant.
-fn tree_of(nodes: Vec<ForeignNode<'_>>, stored: &Tree) -> PyResult<Tree> {
-    let mut tree = Tree::new();
-    for (number, (parent, component, kind)) in (0_u32..).zip(nodes) {
-        let component = component.map(|row| component_of(&row)).transpose()?;
-        let parent = component.as_ref().map(|_| parent).filter(|&parent| parent < number);
-        if parent.is_none() && number > 0 {
-            return Err(PyValueError::new_err(format!("node {number} has no parent before it")));
-        }
-        let kind = match kind {
-            None => {
-                tree.push_leaf(parent, component);
-                continue;
-            }
-            Some(KindRow::OfNode(node)) => {
-                stored.nodes().get(node as usize).and_then(Node::container).cloned()
-            }
-            Some(KindRow::Named(name)) => match &*name {
-                "dict" => Some(ContainerKind::Dict),
-                "OrderedDict" => Some(ContainerKind::OrderedDict),
-                "list" => Some(ContainerKind::List),
-                "tuple" => Some(ContainerKind::Tuple),
-                _ => None,
-            },
-        };
-        let unknown = || PyValueError::new_err(format!("node {number} is a container of no known kind"));
-        tree.push_container(parent, component, kind.ok_or_else(unknown)?);
-    }
-    Ok(tree)
-}
-
-fn foreign_leaf((tensor, of): ForeignLeaf) -> PyResult<LeafRecord> {
-    let extent = |source, offset, length| Extent { source, offset, length, integrity: Integrity::None };
-    Ok(match (tensor, of) {
-        (None, None) => LeafRecord::Object(extent(Source::Pulled(0), 0, 0)),
-        (None, Some(of)) => LeafRecord::Alias { of },
-        (Some((dtype, shape, chunks)), _) => {
-            let ndim = shape.len();
-            let chunk = |(file, offset, length, start, size, layout): ForeignChunk| {
-                let region = match (start.as_slice(), size.as_slice()) {
-                    (&[start], &[len]) if ndim != 1 => ChunkRegion::Run { start, len },
-                    _ => ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
-                };
-                Ok::<_, PyErr>(ChunkRecord {
-                    region,
-                    extent: extent(Source::Range(file), offset, length),
-                    codec: codec_of(layout)?,
-                })
-            };
-            LeafRecord::Tensor(TensorRecord {
-                dtype: dtype_named(&dtype)?,
-                shape: shape.into(),
-                view: None,
-                rank_key: None,
-                chunks: chunks.into_iter().map(chunk).collect::<PyResult<_>>()?,
-            })
-        }
-    })
 }
 
 #[pymethods]

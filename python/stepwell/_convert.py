@@ -16,7 +16,8 @@ from . import _core
 from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
 from ._checks import flag, metadata_json, one_of, shown
-from ._choice import FLOATS, choice_of
+from ._choice import choice_of
+from ._conversion_leaves import SelectedLeaf, held_objects, listed, nested, output_dtypes, selected
 from ._locations import Path, absolute
 from ._opening import open as open_checkpoint
 from ._options import Options, to_json
@@ -24,11 +25,9 @@ from ._paths import Component, glob_escape, named, render
 from ._policies import every_steps
 from ._public import public
 from ._restore.options import Globs, RestoreOptions
-from ._restore.structure import Structure
 from ._retention import keep_all
 from ._save_result import Save
 from ._singular import keep
-from ._state.leaves import Reviver
 from ._state.specs import to_dtype
 from .errors import CorruptCheckpoint, MisuseError, StepwellError
 from .formats import find
@@ -52,12 +51,6 @@ _Progress: TypeAlias = Callable[[int, int], object]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-#: Containers that are lists or tuples in the output.
-_SEQUENCES = ("list", "tuple", "deque")
-#: In the place of what is not selected: ``None`` is a value.
-_NOTHING = object()
-#: Names that an error lists.
-_LISTED = 5
 
 #: Bytes of host memory, of a window, and between two records of the journal.
 _BUDGET_BYTES = 256 << 20
@@ -91,35 +84,6 @@ class ConversionResult:
     verified: bool = False
     #: True if nothing was written.
     dry_run: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A selected leaf of the source."""
-
-    number: int
-    path: str
-    components: tuple[Component, ...]
-    #: ``None`` for an object.
-    dtype: str | None
-    shape: tuple[int, ...]
-    #: The leaf that holds its bytes.
-    holder: int
-
-    @property
-    def name(self) -> str:
-        """Its name in a flat state dict."""
-        return ".".join(str(value) for _, value in self.components)
-
-    @property
-    def places(self) -> tuple[str | int, ...]:
-        """The keys and indices of its path, as torch has them: keys are text."""
-        return tuple(value if tag == "x" else str(value) for tag, value in self.components)
-
-    @property
-    def nested_name(self) -> str:
-        """Its path in a state with the nesting of the source."""
-        return render(self.components)
 
 
 @public
@@ -187,14 +151,14 @@ def convert(
     begun = time.monotonic()
     with _opened(source, step, map) as checkpoint:
         core = checkpoint._open()
-        leaves = _selected(checkpoint, core, choice, subtree)
+        leaves = selected(checkpoint, core, choice, subtree)
         if to == "stepwell":
             if shard_size is not None:
                 raise MisuseError("shard_size= is for safetensors. Leave it out")
             return _save(checkpoint, where, leaves, choice, subtree, objects, verify, dry_run, progress)
         writer = WRITERS[to]
         options = _file_options(where, writer, shard_size)
-        values, skipped = _objects(core, leaves, to, objects, writer.holds, writer.held)
+        values, skipped = held_objects(core, leaves, to, objects, writer.holds, writer.held)
         content = _content(checkpoint, leaves, values, choice, writer, subtree)
         files = writer.plan(content, options)
         sizes = {file.name: file.length for file in files}
@@ -279,83 +243,10 @@ def _opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) ->
         yield checkpoint
 
 
-def _selected(
-    checkpoint: Checkpoint, core: _core.Checkpoint, choice: _core._Choice, subtree: str
-) -> list[_Leaf]:
-    """The leaves that are converted, by path below the subtree."""
-    structure = checkpoint._tree()
-    above, numbers = _below(checkpoint, structure, subtree)
-    include, exclude, _ = choice
-    paths = core.leaf_paths()
-    chosen = [paths[number] for number in numbers]
-    dropped = _core.first_globs(exclude, chosen)
-    taken = [0] * len(chosen) if include is None else _core.first_globs(include, chosen)
-    rows, (_, places) = core.leaves(), core.places()
-    found: list[_Leaf] = []
-    for number, out, taking in zip(numbers, dropped, taken, strict=True):
-        if out is not None or taking is None:
-            continue
-        _, dtype, shape, tied = rows[number]
-        holder = places[number][0]
-        components = structure.components(structure.leaf_nodes[number])[above:]
-        found.append(
-            _Leaf(
-                number,
-                paths[number],
-                components,
-                dtype,
-                tuple(shape or ()),
-                holder if tied and holder is not None else number,
-            )
-        )
-    if not found:
-        raise MisuseError(
-            f"no leaf of {checkpoint.path} is selected; `stepwell show` lists them. Change include=, exclude= or subtree="
-        )
-    return found
-
-
-def _below(checkpoint: Checkpoint, structure: Structure, subtree: object) -> tuple[int, list[int]]:
-    """The number of components of a container's path, and the leaves below it."""
-    if not isinstance(subtree, str):
-        raise MisuseError(f"subtree is the path of a container, not {shown(subtree)}")
-    node: int | None = 0
-    if subtree:
-        node = checkpoint._find(0, subtree)
-        if node is None or not structure.is_container(node):
-            raise MisuseError(
-                f"{checkpoint.path} has no container at {subtree!r}; `stepwell show` lists its paths"
-            )
-    return len(structure.components(node or 0)), structure.leaves_below(node or 0)
-
-
-def _objects(
-    core: _core.Checkpoint,
-    leaves: list[_Leaf],
-    to: str,
-    objects: str,
-    holds: Callable[[object], bool],
-    held: str,
-) -> tuple[dict[int, PlainValue], tuple[str, ...]]:
-    """Returns the objects that the format holds, by leaf, and the paths of the others. Takes these
-    out, or refuses them."""
-    numbers = [leaf.number for leaf in leaves if leaf.dtype is None]
-    found = dict(zip(numbers, core.objects(numbers, Reviver()), strict=True))
-    values = {number: PlainValue(one) for number, one in found.items() if holds(one)}
-    paths = tuple(leaf.path for leaf in leaves if leaf.dtype is None and leaf.number not in values)
-    if paths and objects == "error":
-        raise MisuseError(
-            f'{to} cannot hold {_listed(paths)}: it holds {held} only. Pass objects="skip" to leave such leaves out, or choose '
-            "leaves with include="
-        )
-    leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None or leaf.number in values]
-    return values, paths
-
-
 def _save(
     checkpoint: Checkpoint,
     path: str,
-    leaves: list[_Leaf],
+    leaves: list[SelectedLeaf],
     choice: _core._Choice,
     subtree: str,
     objects: str,
@@ -365,7 +256,7 @@ def _save(
 ) -> ConversionResult:
     """Saves leaves of a checkpoint as one of ours. The save reads them as it captures them."""
     core, begun, stop = checkpoint._open(), time.monotonic(), _core.Stop()
-    values, skipped = _objects(
+    values, skipped = held_objects(
         core,
         leaves,
         "stepwell",
@@ -378,10 +269,10 @@ def _save(
     structure = checkpoint._tree()
     node = checkpoint._find(0, subtree) if subtree else 0
     plain = {number: one.value for number, one in values.items()}
-    state = _nested(structure, node or 0, {**tensors, **plain})
+    state = nested(structure, node or 0, {**tensors, **plain})
     casts = {
         glob_escape(leaf.nested_name): dtype
-        for leaf, dtype in zip(arrays, _dtypes(arrays, choice), strict=True)
+        for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True)
         if dtype != leaf.dtype
     }
     ours = {leaf.holder: leaf for leaf in arrays}
@@ -429,28 +320,27 @@ def _begin(
 
 
 def _compare(
-    core: _core.Checkpoint, made: _core.Checkpoint, arrays: list[_Leaf], choice: _core._Choice, path: str
+    core: _core.Checkpoint,
+    made: _core.Checkpoint,
+    arrays: list[SelectedLeaf],
+    choice: _core._Choice,
+    path: str,
 ) -> None:
     """Compares a checkpoint of ours with its source."""
     numbers = {one: leaf for leaf, one in enumerate(made.leaf_paths())}
-    dtypes = _dtypes(arrays, choice)
+    dtypes = output_dtypes(arrays, choice)
     pairs = [
         (leaf.number, numbers[leaf.nested_name], dtype) for leaf, dtype in zip(arrays, dtypes, strict=True)
     ]
     if wrong := _core.compare_tensors(core, made, pairs):
         raise CorruptCheckpoint(
-            f"{_listed(tuple(arrays[at].path for at in wrong))} of {path} differ from the source. Verify the disk, and convert again"
+            f"{listed(tuple(arrays[at].path for at in wrong))} of {path} differ from the source. Verify the disk, and convert again"
         )
-
-
-def _listed(paths: tuple[str, ...]) -> str:
-    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
-    return ", ".join(map(named, paths[:_LISTED])) + more
 
 
 def _content(
     checkpoint: Checkpoint,
-    leaves: list[_Leaf],
+    leaves: list[SelectedLeaf],
     values: Mapping[int, PlainValue],
     choice: _core._Choice,
     writer: Writer,
@@ -459,7 +349,7 @@ def _content(
     """The tensors by name, ties apart, and the state that they are in."""
     arrays = [leaf for leaf in leaves if leaf.dtype is not None]
     names = {leaf.number: leaf.nested_name if writer.is_nested else leaf.name for leaf in arrays}
-    by_name: dict[str, _Leaf] = {}
+    by_name: dict[str, SelectedLeaf] = {}
     for leaf in arrays:
         other = by_name.setdefault(names[leaf.number], leaf)
         if other is not leaf:
@@ -469,7 +359,7 @@ def _content(
     tensors: dict[int, OutputTensor] = {}
     # Of tied tensors, the first name has the bytes: `transformers` ties the others again.
     first: dict[tuple[int, str], str] = {}
-    for leaf, dtype in zip(arrays, _dtypes(arrays, choice), strict=True):
+    for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True):
         name = names[leaf.number]
         places: list[Component] = [("k", name)]
         if writer.has_paths:
@@ -485,7 +375,7 @@ def _content(
     }
     structure = checkpoint._tree()
     node = checkpoint._find(0, subtree) if subtree else 0
-    state = _nested(structure, node or 0, {**tensors, **values})
+    state = nested(structure, node or 0, {**tensors, **values})
     custom = checkpoint.manifest["custom_metadata"]
     texts = custom.items() if isinstance(custom, dict) else ()
     return Content(
@@ -495,37 +385,6 @@ def _content(
         {key: text for key, text in texts if isinstance(text, str)},
         state,
     )
-
-
-def _dtypes(leaves: list[_Leaf], choice: _core._Choice) -> list[str]:
-    """The dtypes in the output."""
-    rules = choice[2]
-    casts = _core.first_globs([glob for glob, _ in rules], [leaf.path for leaf in leaves])
-    return [
-        rules[rule][1] if rule is not None and leaf.shape and leaf.dtype in FLOATS else str(leaf.dtype)
-        for leaf, rule in zip(leaves, casts, strict=True)
-    ]
-
-
-def _nested(structure: Structure, node: int, values: Mapping[int, object]) -> object:
-    """The selected part of a state, as dicts, lists and tuples. ``_NOTHING`` where nothing is
-    selected."""
-    kind = structure.nodes[node][2]
-    if isinstance(kind, int):
-        return values.get(kind, _NOTHING)
-    children: list[tuple[Component, object]] = []
-    for child in structure.children[node]:
-        value, component = _nested(structure, child, values), structure.nodes[child][1]
-        if value is not _NOTHING and component is not None:
-            children.append((component, value))
-    if not children and structure.children[node]:
-        return _NOTHING
-    what = kind[3][0] if kind[0] == "stateful" else kind[0]
-    places = [value for (tag, value), _ in children if tag == "x"]
-    if places != list(range(len(children))) or (not children and what not in _SEQUENCES):
-        return {value: one for (_, value), one in children}
-    found = [one for _, one in children]
-    return tuple(found) if what == "tuple" else found
 
 
 def _file_options(path: str, writer: Writer, shard_size: int | str | None) -> FileOptions:
@@ -581,6 +440,6 @@ def _verify(core: _core.Checkpoint, conversion: _core.Conversion, content: Conte
     if wrong := (*missing, *different):
         conversion.discard()
         raise CorruptCheckpoint(
-            f"{_listed(tuple(tensor.path for tensor in wrong))} of {partial} differ from the source; the output was removed. "
+            f"{listed(tuple(tensor.path for tensor in wrong))} of {partial} differ from the source; the output was removed. "
             "Convert again, and verify the disk"
         )
