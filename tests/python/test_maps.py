@@ -141,6 +141,26 @@ def test_ties_stay_and_are_added(tmp_path: Path) -> None:
     assert mapped["other"] is mapped["copy"]
 
 
+def test_a_tied_leaf_is_a_tensor_for_every_rule(tmp_path: Path) -> None:
+    shared = arange(4, 4)
+    sw.save(tmp_path / "c", {"a": shared, "b": shared, "c": shared})
+    joined = restored(tmp_path / "c", {"concat": ["a", "b"], "to": "ab"})
+    np.testing.assert_array_equal(joined["ab"], np.concatenate([shared, shared]))
+    np.testing.assert_array_equal(joined["c"], shared)
+    cut = restored(tmp_path / "c", {"split": "b", "to": ["x", "y"]})
+    np.testing.assert_array_equal(cut["y"], shared[2:])
+    for first, other in (("a", "b"), ("b", "a"), ("c", "a")):
+        turned = restored(tmp_path / "c", {"permute": first, "axes": [1, 0]})
+        np.testing.assert_array_equal(turned[first], shared.T)
+        np.testing.assert_array_equal(turned[other], shared)
+        gone = restored(tmp_path / "c", {"drop": first})
+        np.testing.assert_array_equal(gone[other], shared)
+        assert first not in gone
+        parts = restored(tmp_path / "c", {"unstack": first, "to": "{i}", "over": "i"})
+        np.testing.assert_array_equal(parts["3"], shared[3])
+        np.testing.assert_array_equal(parts[other], shared)
+
+
 def test_foreign_files_are_mapped_too(tmp_path: Path) -> None:
     numpy_file = pytest.importorskip("safetensors.numpy")
     state = {f"h.{i}.w": arange(3, 2) * i for i in range(3)}

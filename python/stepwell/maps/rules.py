@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeAlias
 
@@ -76,7 +76,11 @@ class Rename(Rule):
         for path, match in self._found(self.pattern, values):
             moved[path] = match.around(self.to.fill(match.captures))
             _add(made, moved[path], values[path], path)
-        return _replaced(values, made, moved)
+        after = _replaced(values, made, moved)
+        return {
+            path: Tied(moved.get(value.to, value.to)) if isinstance(value, Tied) else value
+            for path, value in after.items()
+        }
 
     def inverse(self) -> Rule:
         _same_captures(self.pattern, self.to, "rename")
@@ -108,10 +112,10 @@ class Concat(Rule):
         for whole, parts in sets.items():
             if len(parts) < len(self.patterns):
                 _refuse(whole, f"of its {len(self.patterns)} parts, only {', '.join(parts)} are there")
-            tensors = _with_axis([values[path] for path in parts], self.axis)
-            made[whole] = (values[parts[0]] if tensors is None else self._joined(whole, tensors), parts[0])
-        gone = {path: whole for whole, parts in sets.items() for path in parts}
-        return _replaced(values, made, gone)
+            found = [_untied(values, path) for path in parts]
+            tensors = _with_axis(found, self.axis)
+            made[whole] = (found[0] if tensors is None else self._joined(whole, tensors), parts[0])
+        return _consumed(values, made, {path for parts in sets.values() for path in parts})
 
     def _joined(self, whole: str, tensors: Sequence[Arrangement]) -> Arrangement:
         axis = _axis(self.axis, len(tensors[0].shape))
@@ -150,15 +154,16 @@ class Split(Rule):
     def apply(self, values: Values) -> Values:
         sizes = self.sizes or (1,) * len(self.to)
         made: _Made = {}
-        gone: dict[str, str] = {}
+        gone: set[str] = set()
         for path, match in self._found(self.pattern, values):
             names = [match.around(one.fill(match.captures)) for one in self.to]
-            tensors = _with_axis([values[path]], self.axis)
-            parts = [values[path]] * len(names) if tensors is None else self._cut(path, tensors[0], sizes)
+            whole = _untied(values, path)
+            tensors = _with_axis([whole], self.axis)
+            parts = [whole] * len(names) if tensors is None else self._cut(path, tensors[0], sizes)
             for name, part in zip(names, parts, strict=True):
                 _add(made, name, part, path)
-            gone[path] = names[0]
-        return _replaced(values, made, gone)
+            gone.add(path)
+        return _consumed(values, made, gone)
 
     def _cut(self, path: str, whole: Arrangement, sizes: Sequence[int]) -> Sequence[Value]:
         axis = _axis(self.axis, len(whole.shape))
@@ -207,15 +212,14 @@ class Stack(Rule):
             if set(numbered) != set(range(len(numbered))):
                 missing = sorted(set(range(max(numbered) + 1)) - set(numbered))
                 _refuse(whole, f"of {{{self.over}}}, {', '.join(map(str, missing[:8]))} is missing")
-            parts = [values[numbered[number]] for number in range(len(numbered))]
+            parts = [_untied(values, numbered[number]) for number in range(len(numbered))]
             if not all(isinstance(part, Arrangement) for part in parts):
                 _refuse(whole, "objects cannot be stacked")
             tensors = [part.insert(self.axis) for part in parts if isinstance(part, Arrangement)]
             if len({(one.dtype, one.shape) for one in tensors}) > 1:
                 _refuse(whole, "its parts differ in shape or dtype")
             made[whole] = (concat(tensors, self.axis), numbered[0])
-        gone = {path: whole for whole, numbered in sets.items() for path in numbered.values()}
-        return _replaced(values, made, gone)
+        return _consumed(values, made, {path for numbered in sets.values() for path in numbered.values()})
 
     def inverse(self) -> Rule:
         return Unstack(self.to, self.pattern, self.over, self.axis, optional=self.optional)
@@ -232,9 +236,9 @@ class Unstack(Rule):
 
     def apply(self, values: Values) -> Values:
         made: _Made = {}
-        gone: dict[str, str] = {}
+        gone: set[str] = set()
         for path, match in self._found(self.pattern, values):
-            whole = values[path]
+            whole = _untied(values, path)
             if not isinstance(whole, Arrangement) or self.axis >= len(whole.shape):
                 _refuse(path, f"it has no axis {self.axis} to be unstacked")
             names = [
@@ -243,8 +247,8 @@ class Unstack(Rule):
             ]
             for number, name in enumerate(names):
                 _add(made, name, whole.select(self.axis, number), path)
-            gone[path] = names[0] if names else path
-        return _replaced(values, made, gone)
+            gone.add(path)
+        return _consumed(values, made, gone)
 
     def inverse(self) -> Rule:
         return Stack(self.to, self.pattern, self.over, self.axis, optional=self.optional)
@@ -358,11 +362,7 @@ class Drop(Rule):
     pattern: Pattern
 
     def apply(self, values: Values) -> Values:
-        gone = {path for path, _ in self._found(self.pattern, values)}
-        for path, value in values.items():
-            if isinstance(value, Tied) and value.to in gone and path not in gone:
-                _refuse(path, f"it is tied to `{value.to}`, which the map drops")
-        return {path: value for path, value in values.items() if path not in gone}
+        return _consumed(values, {}, {path for path, _ in self._found(self.pattern, values)})
 
     def inverse(self) -> Rule:
         raise MisuseError(f"the map's drop of `{self.pattern.text}` has no way back")
@@ -397,17 +397,40 @@ def _with_axis(values: Sequence[Value], axis: int) -> list[Arrangement] | None:
 def _changed(
     values: Values, found: Iterator[tuple[str, Match]], change: Callable[[str, Arrangement], Arrangement]
 ) -> Values:
-    after = dict(values)
-    for path, _ in list(found):
-        value = after[path]
-        if isinstance(value, Arrangement):
-            after[path] = change(path, value)
+    """The leaves with changed values at the found paths."""
+    paths = {path for path, _ in found}
+    after: Values = {}
+    for path, value in _without_ties_to(values, paths).items():
+        own = _untied(values, path) if path in paths else value
+        after[path] = change(path, own) if path in paths and isinstance(own, Arrangement) else value
     return after
 
 
-def _replaced(values: Values, made: _Made, gone: Mapping[str, str]) -> Values:
+def _untied(values: Values, path: str) -> Arrangement | Stored:
+    """The value of a leaf, or of the one that it is tied to."""
+    value = values[path]
+    while isinstance(value, Tied):
+        value = values[value.to]
+    return value
+
+
+def _without_ties_to(values: Values, paths: Container[str]) -> Values:
+    """The leaves without ties to these paths. A leaf that was tied to one has its value."""
+    return {
+        path: _untied(values, path) if isinstance(value, Tied) and value.to in paths else value
+        for path, value in values.items()
+    }
+
+
+def _consumed(values: Values, made: _Made, gone: Container[str]) -> Values:
+    """As :func:`_replaced`, for operations that make other values. Leaves that were tied to those
+    that are gone keep the value."""
+    return _replaced(_without_ties_to(values, gone), made, gone)
+
+
+def _replaced(values: Values, made: _Made, gone: Container[str]) -> Values:
     """The leaves without those that are gone, and with those that are made, each in the place of
-    the leaf that it came from. ``gone`` has the new path of each, for what is tied to it."""
+    the leaf that it came from."""
     by_source: dict[str, list[str]] = {}
     for path, (_, source) in made.items():
         if path in values and path not in gone:
@@ -416,16 +439,10 @@ def _replaced(values: Values, made: _Made, gone: Mapping[str, str]) -> Values:
     after: Values = {}
     for path, value in values.items():
         for new in by_source.get(path, ()):
-            if new in after:
-                _refuse(new, f"the map gives this path to `{path}` and to another leaf")
             after[new] = made[new][0]
         if path not in gone:
             after[path] = value
-    return {path: _retied(value, gone) for path, value in after.items()}
-
-
-def _retied(value: Value, gone: Mapping[str, str]) -> Value:
-    return Tied(gone[value.to]) if isinstance(value, Tied) and value.to in gone else value
+    return after
 
 
 def _same_captures(one: Pattern, other: Pattern, what: str) -> None:
