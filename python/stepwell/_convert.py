@@ -132,7 +132,7 @@ def convert(
         verify: read the output back and compare every tensor with the source, before the output
             gets its name.
         dry_run: return what would be written, and write nothing.
-        progress: called now and then with the bytes done and in all.
+        progress: called now and then, and at the end, with the bytes done and in all.
 
     Raises:
         MisuseError: the destination exists, or the format cannot hold a leaf. Nothing was written.

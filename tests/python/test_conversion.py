@@ -508,3 +508,12 @@ def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
     assert found["list"][0] is None
     assert found["list"][2] == 3
     assert (found["none"], found["empty"], found["zero"]) == (None, (), 0)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "npz"])
+def test_progress_ends_at_all_bytes(larger: Path, to: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    made = sw.convert(
+        larger, larger.parent / "out", to=to, progress=lambda done, whole: seen.append((done, whole))
+    )
+    assert seen[-1] == (made.nbytes, made.nbytes)

@@ -259,6 +259,9 @@ impl Conversion {
         }
         settle_lengths(&*dir, plan.files.iter().map(file))?;
         dir.sync()?;
+        if !go_on(plan.total(), plan.total()) {
+            return Err(stopped());
+        }
         Ok(Complete { parent, name, partial, lock })
     }
 }
