@@ -213,6 +213,8 @@ def export(
     subtree: str = "",
     cast: object = None,
     objects: Literal["error", "skip"] = "error",
+    shard_size: int | str | None = None,
+    progress: _Progress | None = None,
 ) -> ConversionResult:
     """Writes a checkpoint for another library and verifies the result: :func:`convert` with
     ``verify=True``."""
@@ -227,7 +229,9 @@ def export(
         subtree=subtree,
         cast=cast,
         objects=objects,
+        shard_size=shard_size,
         verify=True,
+        progress=progress,
     )
 
 

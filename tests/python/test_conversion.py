@@ -517,3 +517,11 @@ def test_progress_ends_at_all_bytes(larger: Path, to: Any) -> None:
         larger, larger.parent / "out", to=to, progress=lambda done, whole: seen.append((done, whole))
     )
     assert seen[-1] == (made.nbytes, made.nbytes)
+
+
+def test_an_export_has_shards_and_shows_its_progress(larger: Path) -> None:
+    out, seen = larger.parent / "out", []
+    made = sw.export(larger, out, shard_size="3MB", progress=lambda done, whole: seen.append(done))
+    assert "model.safetensors.index.json" in made.files
+    assert made.verified
+    assert seen[-1] == made.nbytes

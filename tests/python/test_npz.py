@@ -184,6 +184,18 @@ def damaged(archive: Path, name: str, at: int) -> None:
     archive.write_bytes(content)
 
 
+def test_verify_checks_the_checksums_of_stored_arrays(tmp_path: Path) -> None:
+    archive = tmp_path / "x.npz"
+    np.savez(archive, sound=counted((300,)), w=np.arange(50_000.0), none=np.zeros((0, 3)))
+    report = sw.verify(archive)
+    assert report.ok
+    assert report.unguarded_nbytes < 1000  # headers and the directory
+    damaged(archive, "w", 70_000)
+    report = sw.verify(archive)
+    assert [(damage.leaves, damage.file) for damage in report.damages] == [(("w",), str(archive))]
+    assert "CRC-32" in report.damages[0].what
+
+
 def test_verify_checks_the_checksums_of_compressed_arrays(tmp_path: Path) -> None:
     archive = tmp_path / "x.npz"
     rng = np.random.default_rng(3)

@@ -12,7 +12,7 @@ import re
 
 from .. import _core
 from ..errors import CorruptCheckpoint
-from .description import Chunk, Compressed, Description, Opaque, Tensor
+from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor
 
 FAMILY = "numpy"
 _SUFFIX = ".npy"
@@ -73,7 +73,12 @@ def _archive(path: str) -> Description | None:
             stream = Compressed(path, offset, stored, length, crc if checked else None)
             arrays.append((name, path, offset, length) if method == "stored" else (name, stream, 0, length))
     state.update(zip((name for name, *_ in arrays), _arrays(path, arrays), strict=True))
-    return Description(FAMILY, path, state)
+    guarded = [
+        Guarded(path, offset, length, crc)
+        for _, method, crc, offset, _, length in members
+        if checked and method == "stored"
+    ]
+    return Description(FAMILY, path, state, guarded=guarded)
 
 
 def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> list[Tensor | Opaque]:
