@@ -132,7 +132,7 @@ def convert(
         verify: read the output back and compare every tensor with the source, before the output
             gets its name.
         dry_run: return what would be written, and write nothing.
-        progress: called now and then, and at the end, with the bytes done and in all.
+        progress: called now and then, and when all is written, with the bytes done and in all.
 
     Raises:
         MisuseError: the destination exists, or the format cannot hold a leaf. Nothing was written.
@@ -286,9 +286,9 @@ def _save(
     save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"])
     try:
         while not save.done():
-            if progress is not None:
-                stats = save.stats
-                progress(stats.written_bytes if stats else 0, stats.nbytes if stats else 0)
+            if progress is not None and (stats := save.stats) is not None:
+                # The files are a little longer than the tensors.
+                progress(min(stats.written_bytes, stats.nbytes), stats.nbytes)
             time.sleep(_POLL_SECONDS)
     except BaseException:
         stop.set()
@@ -297,14 +297,15 @@ def _save(
         raise
     save.result()
     with open_checkpoint(path) as made:
+        sizes = {file["path"]: file["length"] for file in made.manifest["files"]}
+        written = sum(sizes.values())
+        if progress is not None:
+            progress(written, written)
         if verify:
             _compare(core, made._open(), arrays, choice, path)
-        sizes = {file["path"]: file["length"] for file in made.manifest["files"]}
         tied = {one.path: one.tied_to for one in made.contents() if one.tied_to is not None}
     seconds = time.monotonic() - begun
-    return ConversionResult(
-        path, "stepwell", sizes, sum(sizes.values()), 0, tied, skipped, seconds, verified=verify
-    )
+    return ConversionResult(path, "stepwell", sizes, written, 0, tied, skipped, seconds, verified=verify)
 
 
 def _begin(

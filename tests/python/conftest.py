@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stepwell import _convert
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that:
 # what tests interrupt must not.
@@ -22,6 +23,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def root(tmp_path: Path) -> Path:
     """A root that does not exist yet."""
     return tmp_path / "run"
+
+
+def partials(folder: Path) -> list[str]:
+    """Names of incomplete conversions in a directory, and of their journals."""
+    return sorted(one.name for one in folder.iterdir() if ".partial" in one.name)
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that cut the tensors of these tests."""
+    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 16 << 10)
+    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 256 << 10)
 
 
 def same(one: Any, other: Any) -> bool:

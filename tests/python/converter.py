@@ -1,8 +1,8 @@
 """Kills conversions at random moments, each in a process of its own, and resumes them.
 
 Arguments: the source, the destination, the number of kills, the seed. The last line of the output
-is a JSON document. Run by ``test_conversion.py``. Processes are forks of this one, which has the
-package imported and has not used it.
+is a JSON document. Run by ``test_conversion_interrupts.py``. Processes are forks of this one, which
+has the package imported and has not used it.
 """
 
 from __future__ import annotations

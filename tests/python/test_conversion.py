@@ -1,5 +1,5 @@
-"""Conversions into files of other libraries: read by these libraries, bit for bit; refused before
-anything is written; resumed after interrupts and kills."""
+"""Conversions into files of other libraries: read by these libraries, bit for bit, or refused
+before anything is written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import stepwell as sw
 from command_line import document, documented, flip_a_bit, keys, run
+from conftest import partials
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from stepwell import _convert
 
 LONG = "STEPWELL_LONG" in os.environ
@@ -42,13 +43,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.fixture
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows that cut the tensors of these tests."""
-    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 16 << 10)
-    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 256 << 10)
-
-
 def same(found: Any, wanted: Any) -> None:
     assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
     assert found.tobytes() == wanted.tobytes()
@@ -60,10 +54,6 @@ def check(found: dict[str, np.ndarray]) -> None:
         same(found[name], PARAMS[name])
     for number in range(2):
         same(found[f"layers.{number}.b"], PARAMS["layers"][number]["b"])
-
-
-def partials(folder: Path) -> list[str]:
-    return sorted(one.name for one in folder.iterdir() if ".partial" in one.name)
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
@@ -240,86 +230,6 @@ def test_a_dry_run_lists_files_and_writes_nothing(saved: Path) -> None:
     )
 
 
-class _Stop(Exception):
-    """Raised by a progress callback."""
-
-
-def interrupted(source: Path, out: Path, at: float, **given: Any) -> int:
-    """A conversion that is stopped after a part of its bytes. Returns the bytes done."""
-    seen = 0
-
-    def stop(done: int, whole: int) -> None:
-        nonlocal seen
-        seen = done
-        if whole and done >= at * whole:
-            raise _Stop
-
-    with pytest.raises(_Stop):
-        sw.convert(source, out, **{"to": "safetensors", **given}, progress=stop)
-    return seen
-
-
-@pytest.fixture
-def larger(tmp_path: Path) -> Path:
-    """A state that takes a while with small windows."""
-    rng = np.random.default_rng(1)
-    sw.save(tmp_path / "larger", {f"w{n}": rng.standard_normal((n + 1, 250, 100)) for n in range(12)})
-    return tmp_path / "larger"
-
-
-def test_an_interrupted_conversion_goes_on_where_it_was(larger: Path, small_windows: None) -> None:
-    out = larger.parent / "out"
-    interrupted(larger, out, 0.3)
-    assert partials(larger.parent) == ["out.partial", "out.partial.journal"]
-    assert not out.exists()
-    made = sw.convert(larger, out, to="safetensors", verify=True)
-    assert made.resumed_nbytes >= 0.25 * made.nbytes
-    assert partials(larger.parent) == []
-    for name, tensor in sw.restore(larger).items():
-        same(load_file(out / "model.safetensors")[name], tensor)
-
-
-def test_finished_windows_are_not_written_again(larger: Path, small_windows: None) -> None:
-    out = larger.parent / "out.safetensors"
-    interrupted(larger, out, 0.5)
-    partial = larger.parent / "out.partial.safetensors"
-    flip_a_bit(partial, 50_000)
-    with pytest.raises(sw.CorruptCheckpoint, match="differ from the source; the output was removed"):
-        sw.convert(larger, out, to="safetensors", verify=True)
-    assert [one.name for one in larger.parent.iterdir()] == ["larger"]
-
-
-@pytest.mark.parametrize("change", ["plan", "source", "files"])
-def test_another_plan_or_source_starts_anew(larger: Path, change: str, small_windows: None) -> None:
-    out = larger.parent / "out"
-    interrupted(larger, out, 0.5)
-    given: dict[str, Any] = {}
-    if change == "plan":
-        given["exclude"] = "w0"
-    if change == "source":
-        state = sw.restore(larger)
-        sw.save(larger, {name: tensor + 1 for name, tensor in state.items()}, exists="replace")
-    if change == "files":
-        (out.parent / "out.partial" / "model.safetensors").unlink()
-    made = sw.convert(larger, out, to="safetensors", verify=True, **given)
-    assert made.resumed_nbytes == 0
-    assert partials(larger.parent) == []
-
-
-def test_two_conversions_to_one_path_exclude_each_other(larger: Path, small_windows: None) -> None:
-    out = larger.parent / "out"
-    refused: list[str] = []
-
-    def again(done: int, whole: int) -> None:
-        if not refused:
-            with pytest.raises(sw.MisuseError) as error:
-                sw.convert(larger, out, to="safetensors")
-            refused.append(str(error.value))
-
-    sw.convert(larger, out, to="safetensors", progress=again, verify=True)
-    assert "another process writes" in refused[0]
-
-
 def test_verify_finds_a_bit_that_the_disk_has_flipped(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verify = _convert._verify
 
@@ -331,22 +241,6 @@ def test_verify_finds_a_bit_that_the_disk_has_flipped(saved: Path, monkeypatch: 
     with pytest.raises(sw.CorruptCheckpoint, match=r"of .*partial differ from the source"):
         sw.convert(saved, saved.parent / "out", to="safetensors", objects="skip", verify=True)
     assert [one.name for one in saved.parent.iterdir()] == ["saved"]
-
-
-def test_a_conversion_killed_at_random_moments_is_resumed(tmp_path: Path) -> None:
-    rng = np.random.default_rng(2)
-    state = {f"w{n}": rng.standard_normal((400, 500)).astype(np.float32) for n in range(24)}
-    sw.save(tmp_path / "saved", state)
-    kills = 300 if LONG else 30
-    script = Path(__file__).with_name("converter.py")
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "saved", tmp_path / "out", str(kills), "7"],
-        capture_output=True, text=True, timeout=60 + 4 * kills, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["kills"] == kills
-    assert found["resumed"] > kills / 5, found
 
 
 def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
@@ -393,19 +287,6 @@ def test_numpy_reads_the_output_bit_for_bit(
         same(found["half"], PARAMS["half"].astype(np.float32))
 
 
-def test_checksums_go_on_where_an_archive_was_interrupted(larger: Path, small_windows: None) -> None:
-    out = larger.parent / "out.npz"
-    for part in (0.2, 0.5, 0.8):
-        interrupted(larger, out, part, to="npz")
-    made = sw.convert(larger, out, to="npz")
-    assert made.resumed_nbytes > 0.7 * made.nbytes
-    with zipfile.ZipFile(out) as archive:
-        assert archive.testzip() is None
-    with np.load(out) as found:
-        for name, tensor in sw.restore(larger).items():
-            same(found[name], tensor)
-
-
 def test_safetensors_files_become_a_checkpoint_of_ours(saved: Path) -> None:
     sw.export(saved, saved.parent / "out.safetensors", subtree="params")
     back = saved.parent / "back"
@@ -439,15 +320,6 @@ def test_a_part_of_a_checkpoint_becomes_another(tmp_path: Path) -> None:
     assert sw.metadata(out).metrics == {"loss": 0.25}
 
 
-def test_an_interrupted_save_from_a_checkpoint_is_whole_or_gone(larger: Path) -> None:
-    interrupted(larger, larger.parent / "out", 0, to="stepwell")
-    left = {one.name for one in larger.parent.iterdir()} - {"larger"}
-    if left:  # the interrupt came too late
-        assert left == {"out"}
-        assert sw.verify(larger.parent / "out")
-    sw.convert(larger, larger.parent / "other", to="stepwell", verify=True)
-
-
 def test_a_save_from_a_damaged_checkpoint_leaves_nothing(saved: Path) -> None:
     for data in saved.rglob("*.data"):
         flip_a_bit(data)
@@ -476,27 +348,6 @@ def test_the_command_writes_and_reports_as_documented(saved: Path) -> None:
     same(load_file(saved.parent / "w.safetensors")["params.w"], W)
 
 
-def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
-    save_file({"w": np.zeros(1000)}, tmp_path / "a.safetensors")
-    script = (
-        "import sys\nfrom stepwell import _convert\nfrom stepwell._cli.group import main\n"
-        "def stop(*_): raise KeyboardInterrupt\n"
-        "class Stopped:\n"
-        "    def __init__(self, *_): pass\n"
-        "    def resumed_bytes(self): return 0\n"
-        "    def partial(self): return 'out.partial'\n"
-        "    write = stop\n"
-        "_convert._core.Conversion = Stopped\n"
-        "main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, "convert", tmp_path / "a.safetensors", tmp_path / "out", "--to", "safetensors"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 130
-    assert "out.partial has what is done so far; the same call goes on from there" in done.stderr
-
-
 @pytest.mark.parametrize("to", ["stepwell", "torch"])
 def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
     state = {"w": np.ones(3), "none": None, "list": [None, np.ones(2), 3], "empty": (), "zero": 0}
@@ -508,20 +359,3 @@ def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
     assert found["list"][0] is None
     assert found["list"][2] == 3
     assert (found["none"], found["empty"], found["zero"]) == (None, (), 0)
-
-
-@pytest.mark.parametrize("to", ["safetensors", "npz"])
-def test_progress_ends_at_all_bytes(larger: Path, to: Any) -> None:
-    seen: list[tuple[int, int]] = []
-    made = sw.convert(
-        larger, larger.parent / "out", to=to, progress=lambda done, whole: seen.append((done, whole))
-    )
-    assert seen[-1] == (made.nbytes, made.nbytes)
-
-
-def test_an_export_has_shards_and_shows_its_progress(larger: Path) -> None:
-    out, seen = larger.parent / "out", []
-    made = sw.export(larger, out, shard_size="3MB", progress=lambda done, whole: seen.append(done))
-    assert "model.safetensors.index.json" in made.files
-    assert made.verified
-    assert seen[-1] == made.nbytes
