@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import pickle
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,8 @@ import stepwell as sw
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
+from torch.distributed.checkpoint.filesystem import SerializationFormat  # noqa: E402
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: E402
 
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"),
@@ -101,6 +104,8 @@ RANKS = """
     import sys
     import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.device_mesh import init_device_mesh
     path, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=world)
@@ -116,6 +121,13 @@ RANKS = """
         "step": 12,
     }
     dcp.save(state, checkpoint_id=path)
+    writer = dcp.FileSystemWriter(path + "/as_safetensors", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer)
+    del state["step"]
+    files = {name: 1 + at % 2 for at, name in enumerate(state)}
+    for name, more in [("parts", {}), ("whole", {"enable_consolidation": True})]:
+        writer = HuggingFaceStorageWriter(f"{path}/{name}", files, save_distributed=True, **more)
+        dcp.save(state, storage_writer=writer)
     dist.destroy_process_group()
 """
 
@@ -158,12 +170,89 @@ def whole(*shape: int) -> np.ndarray:
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
-def test_shards_of_four_ranks_are_whole_tensors(sharded: Path) -> None:
-    found = sw.restore(sharded)
+@pytest.mark.parametrize("folder", [".", "as_safetensors", "parts", "whole"])
+def test_shards_of_four_ranks_are_whole_tensors(sharded: Path, folder: str) -> None:
+    found = sw.restore(sharded / folder)
     shapes = {"rows": (7, 6), "columns": (3, 9), "both": (6, 5, 4), "replicated": (4, 4), "plain": (3, 3)}
     for name, shape in shapes.items():
         np.testing.assert_array_equal(found[name], whole(*shape), err_msg=name)
-    assert found["step"] == 12
+    assert found.get("step", 12) == 12
+    assert sw.verify(sharded / folder).ok
+    with sw.open(sharded / folder) as checkpoint:
+        np.testing.assert_array_equal(checkpoint["both"][2:4, :, 1:3], whole(6, 5, 4)[2:4, :, 1:3])
+
+
+def test_a_missing_part_of_hugging_face_shards_is_noticed(sharded: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sharded / "parts", tmp_path / "c")
+    shards = sorted(copy.glob("shard-*"))
+    assert shards[0].name == "shard-00001-model-00001-of-00002.safetensors"
+    # A file alone has its parts.
+    assert sw.restore(shards[0])["rows"].shape == (2, 6)
+    shards[0].unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"`\w+` have \d+ of \d+ elements; is a file missing"):
+        sw.open(copy)
+
+
+def as_safetensors(path: Path) -> Path:
+    """A checkpoint whose file has two objects, then tensors."""
+    state = {**of_every_dtype(), "n": 5, "text": "x", "empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
+    for name in ("complex128",):
+        del state[name]  # has no name in the format
+    return save(state, path, serialization_format=SerializationFormat.SAFETENSORS)
+
+
+def test_tensors_in_safetensors_are_read_bit_for_bit(tmp_path: Path) -> None:
+    found = sw.restore(as_safetensors(tmp_path / "c"))
+    assert (found.pop("n"), found.pop("text"), found.pop("empty").shape) == (5, "x", (0, 3))
+    assert found.pop("scalar") == np.float32(2.5)
+    expected = of_every_dtype()
+    assert set(found) == set(expected) - {"complex128"}
+    for name, array in found.items():
+        assert (array.dtype.name, array.shape) == (name, tuple(expected[name].shape))
+        assert array.tobytes() == raw(expected[name]), name
+
+
+def test_hostile_files_of_safetensors_are_refused(tmp_path: Path) -> None:
+    path = as_safetensors(tmp_path / "c")
+    (file,) = path.glob("*.distcp")
+    sound = file.read_bytes()
+    at = sound.index(b"DCP_SHARDING_INFO") - 30
+    begin = sound.rindex(b'{"__metadata__"', 0, at + 40) - 8
+    offsets = rb"\"bool\": {\"saved_offsets\": [0, 0, 0]"
+    assert offsets in sound
+    for content, says in [
+        (sound[:-1], "the last tensor ends at"),
+        (sound + b"\0", "the last tensor ends at"),
+        (sound[:begin] + b"\xff" * 8 + sound[begin + 8 :], "a header of at most"),
+        (sound[:begin] + b"\0" * 9 + sound[begin + 9 :], "or a file of safetensors were expected"),
+        (
+            sound.replace(offsets, offsets.replace(b"0, 0, 0", b"0, 1, 0")),
+            r"its part at \[0, 0, 0\] is not in",
+        ),
+        (sound.replace(offsets, offsets.replace(b"0, 0, 0", b"0,    0")), "begins at no element"),
+        (sound.replace(offsets, offsets.replace(b"0, 0, 0", b"0,-1, 0")), "begins at no element"),
+        (sound.replace(offsets, offsets.replace(b"bool", b"bbbb")), "KeyError"),
+        (sound.replace(b'"bool":{"dtype":"BOOL"', b'"bool":{"dtype":"U8"  '), "the metadata say bool"),
+    ]:
+        assert content != sound
+        file.write_bytes(content)
+        with pytest.raises((sw.CorruptCheckpoint, sw.errors.FormatError), match=says):
+            sw.open(path)
+
+
+def test_tensors_of_the_hugging_face_writer_are_read(tmp_path: Path) -> None:
+    state = {name: one for name, one in of_every_dtype().items() if name != "complex128"}
+    files = {name: 1 + at % 3 for at, name in enumerate(state)}
+    for number, mapping in enumerate([None, files]):
+        path = tmp_path / str(number)
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(path), mapping), no_dist=True)
+        assert len(list(path.glob("model-0000?-of-0000?.safetensors"))) == (3 if mapping else 1)
+        found = sw.restore(path)
+        assert {name: array.tobytes() for name, array in found.items()} == {
+            name: raw(one) for name, one in state.items()
+        }
+        with sw.open(path) as checkpoint:
+            assert checkpoint.metadata().custom_metadata == {"DCP_VERSION": "1.0", "format": "pt"}
 
 
 def test_a_part_of_a_sharded_tensor_reads_its_bytes_only(sharded: Path) -> None:
@@ -253,7 +342,7 @@ def test_archives_that_are_cut_are_refused(tmp_path: Path) -> None:
     with pytest.raises(sw.CorruptCheckpoint, match="the file has"):
         sw.open(path)
     file.write_bytes(b"\0" * len(whole_file))
-    with pytest.raises(sw.errors.FormatError, match="archives of torch"):
+    with pytest.raises(sw.errors.FormatError, match="or a file of safetensors"):
         sw.open(path)
     file.unlink()
     with pytest.raises(sw.StepwellError):

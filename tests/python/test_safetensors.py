@@ -205,3 +205,52 @@ def test_a_step_of_a_file_is_refused_and_explained(model: Path) -> None:
             sw.StepNotFound, match=r"single checkpoint \(safetensors\) without steps: leave step= out"
         ):
             call(model, 3)
+
+
+def part(name: str, shape: list[int], start: object, dtype: str = "F32") -> bytes:
+    """A file with one part of a tensor, as DCP writes it."""
+    nbytes = int(np.prod(shape)) * 4
+    noted = start if isinstance(start, str) else json.dumps({name: {"saved_offsets": start}})
+    entries = {"__metadata__": {"DCP_SHARDING_INFO": noted}, name: entry(dtype, shape, 0, nbytes)}
+    return written(entries, bytes(range(nbytes)))
+
+
+def test_parts_of_a_tensor_in_several_files_are_whole(tmp_path: Path) -> None:
+    for number, (shape, start) in enumerate([([2, 3], [1, 0]), ([1, 2], [0, 1]), ([1, 1], [0, 0])]):
+        (tmp_path / f"{number}.safetensors").write_bytes(part("w", shape, start))
+    count = np.arange(24, dtype=np.uint8).view(np.float32)
+    expected = np.array([[count[0], *count[:2]], count[:3], count[3:]])
+    assert sw.restore(tmp_path)["w"].tobytes() == expected.tobytes()
+    assert sw.restore(tmp_path / "1.safetensors")["w"].shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (part("w", [1, 3], [3, 0]), "`w` have 6 of 12 elements; is a file missing"),
+        (part("w", [1, 3], [2**61, 0]), "elements; is a file missing"),
+        (part("w", [1, 3], [0, 0]), "`w` have 6 of 3 elements"),
+        (part("w", [1, 3], [2**62, 0]), "begins at no element"),
+        (part("w", [1, 3], [True, 0]), "begins at no element"),
+        (part("w", [1, 3], [0]), "begins at no element"),
+        (part("w", [3], [1]), "differ in their dtypes or dimensions"),
+        (part("w", [1, 3], [1, 0], "I32"), "differ in their dtypes or dimensions"),
+        (part("w", [1, 3], "[" * 100_000), "RecursionError"),
+        (part("w", [1, 3], "{}"), "KeyError"),
+        (part("w", [1, 3], '{"w": {"saved_offsets": 3}}'), "TypeError"),
+        (part("w", [1, 3], " " * (17 << 20)), "more than 16777216"),
+        (written({"w": entry("F32", [1, 3], 0, 12)}, b"\0" * 12), "in another file"),
+    ],
+)
+def test_parts_that_lie_are_refused(tmp_path: Path, other: bytes, expected: str) -> None:
+    (tmp_path / "0.safetensors").write_bytes(part("w", [1, 3], [0, 0]))
+    (tmp_path / "1.safetensors").write_bytes(other)
+    with pytest.raises(sw.CorruptCheckpoint, match=expected):
+        sw.open(tmp_path)
+
+
+def test_parts_that_overlap_are_not_restored(tmp_path: Path) -> None:
+    for number, start in enumerate([[0], [1], [4]]):
+        (tmp_path / f"{number}.safetensors").write_bytes(part("w", [2], start))
+    with sw.open(tmp_path) as checkpoint, pytest.raises(sw.StepwellError, match="w"):
+        checkpoint.restore()

@@ -2,7 +2,8 @@
 archives, one archive for each part of a tensor and for each object.
 
 The metadata say which parts a tensor has and where their archives are. Each archive says how its
-part is laid out. torch is not imported.
+part is laid out. With ``SerializationFormat.SAFETENSORS``, a file has the archives of its objects,
+and behind them its tensors as a file of safetensors. torch is not imported.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from .. import _core
 from .._paths import named, printable
 from ..errors import CorruptCheckpoint, FormatError
-from .dcp_layouts import Layouts
-from .dcp_metadata import Place, Saved, SavedTensor, read_metadata
+from .dcp_layouts import Layouts, TensorLayout
+from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
 from .description import Chunk, Description, Guarded, Opaque, Tensor
 from .files import corrupt, read
+from .safetensors import Header, read_header
 from .torch_archive import Archive
 from .torch_save import archived
 
@@ -50,6 +52,8 @@ class _Checkpoint:
         self._path = path
         self._saved = _merged([read_metadata(file) for file in metadata], metadata)
         self._layouts = Layouts()
+        #: The headers of the files that are safetensors behind their objects.
+        self._headers: dict[str, Header] = {}
         self._guarded: list[Guarded] = []
 
     def description(self) -> Description:
@@ -59,9 +63,9 @@ class _Checkpoint:
         for name, tensor in self._saved.tensors.items():
             leaves[name] = self._tensor(name, tensor, archives)
         for name, place in self._saved.objects.items():
-            leaves[name] = self._object(place, archives)
+            leaves[name] = self._object(name, place, archives)
         for name, one, other in self._saved.copies:
-            if one.transforms or other.transforms or not archives[one].is_copy_of(archives[other]):
+            if one not in archives or other not in archives or not archives[one].is_copy_of(archives[other]):
                 leaves[name] = Opaque("value that differs between ranks")
         state = _nested(leaves, self._saved.paths)
         return Description(FAMILY, self._path, state, guarded=self._guarded)
@@ -79,15 +83,16 @@ class _Checkpoint:
         for file, places in by_file.items():
             where = os.path.join(self._path, file)
             places = sorted(set(places), key=lambda one: one.offset)
-            start, length = read(where, 0, 4)
-            if places and start != b"PK\x03\x04" and start != b"":
-                raise FormatError(
-                    f"{where}: archives of torch.save were expected. If it was written with "
-                    "SerializationFormat.SAFETENSORS, save it again without serialization_format"
-                )
-            end = max((one.offset + one.length for one in places), default=0)
+            last = places[-1].offset
+            start, length = read(where, last, 9)
+            end = max(one.offset + one.length for one in places)
             if end > length:
                 raise corrupt(where, f"the metadata name {end} bytes; the file has {length}")
+            if start.endswith(b"{"):
+                self._headers[file] = read_header(where, last)
+                places = [one for one in places if one.offset < last]
+            elif start and not start.startswith(b"PK\x03\x04"):
+                raise FormatError(f"{where}: archives of torch.save or a file of safetensors were expected")
             real = os.path.realpath(where)
             rows = _core.zip_archives(
                 real, [(one.offset, one.length) for one in places], ["/data.pkl", "/byteorder"]
@@ -117,11 +122,7 @@ class _Checkpoint:
         for part in tensor.parts:
             if 0 in part.sizes:
                 continue
-            try:
-                layout = self._layouts.of(archives[part.place])
-            except CorruptCheckpoint as error:
-                error.leaf = error.leaf or name
-                raise
+            layout = self._layout(name, part, archives)
             if layout is None:
                 return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, of an unknown form")
             if layout.dtype != tensor.dtype or layout.shape != part.sizes:
@@ -149,11 +150,27 @@ class _Checkpoint:
             )
         return Tensor(tensor.dtype, tensor.shape, tuple(chunks))
 
-    def _object(self, place: Place, archives: Mapping[Place, Archive]) -> object:
+    def _layout(self, name: str, part: Part, archives: Mapping[Place, Archive]) -> TensorLayout | None:
+        header = self._headers.get(part.place.file)
+        if header is None or part.place in archives:
+            try:
+                return self._layouts.of(archives[part.place])
+            except CorruptCheckpoint as error:
+                error.leaf = error.leaf or name
+                raise
+        tensor = header.tensors.get(name)
+        # Parts of one tensor have one name in a file, so that its writer keeps the last part only.
+        if not isinstance(tensor, Tensor) or not tensor.chunks or header.starts.get(name) != part.offsets:
+            raise self._wrong(name, f"its part at {list(part.offsets)} is not in {part.place.file}")
+        return TensorLayout(tensor.dtype, tensor.shape, tensor.chunks[0])
+
+    def _object(self, name: str, place: Place, archives: Mapping[Place, Archive]) -> object:
         if place.transforms:
             return Opaque(f"object, by {', '.join(place.transforms)}")
         if place.length > _MAX_OBJECT_BYTES:
             return Opaque(f"object of {place.length} bytes")
+        if place not in archives:
+            raise self._wrong(name, f"{place.file} has its tensors at byte {place.offset}")
         return archived(archives[place]).state
 
     def _wrong(self, name: str, what: str) -> CorruptCheckpoint:

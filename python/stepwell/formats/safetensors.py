@@ -2,12 +2,17 @@
 them.
 
 The state is a flat dict of tensors by name. The text metadata of the files is the checkpoint's
-custom metadata. Packed dtypes of less than a byte are listed, and cannot be restored.
+custom metadata. Packed dtypes of less than a byte are listed, and cannot be restored. The writers
+of DCP cut a tensor over several files, and note in each file where its parts begin.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from .. import _core
 from .description import Chunk, Description, Opaque, Tensor
@@ -16,6 +21,10 @@ from .files import corrupt, read, weight_map
 FAMILY = "safetensors"
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
+#: The entry of the text metadata in which DCP notes where parts begin, and its longest text.
+_SHARDING = "DCP_SHARDING_INFO"
+_MAX_SHARDING_BYTES = 16 << 20
+_MAX_START = 1 << 62
 
 #: The dtypes of the format, by the names that numpy and ml_dtypes give them.
 DTYPES = {
@@ -41,13 +50,28 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a file."""
+
+    path: str
+    tensors: Mapping[str, Tensor | Opaque]
+    #: The text metadata.
+    texts: Mapping[str, str]
+    #: The first element of each tensor in the whole one, if the file has parts.
+    starts: Mapping[str, tuple[int, ...]]
+
+
 def describe(path: str) -> Description | None:
     """Describes a file, an index, or a directory with either. A directory with several files and no
-    index is read whole, if no name occurs twice."""
+    index is read whole, if no name occurs twice except for parts. A single file has its parts."""
     if os.path.isfile(path):
         if path.endswith(_INDEX):
             return _sharded(path)
-        return _whole(path, [path]) if path.endswith(_SUFFIX) else None
+        if not path.endswith(_SUFFIX):
+            return None
+        header = read_header(path)
+        return Description(FAMILY, path, header.tensors, header.texts)
     if not os.path.isdir(path):
         return None
     names = sorted(os.listdir(path))
@@ -68,41 +92,68 @@ def describe(path: str) -> Description | None:
     return _whole(path, files) if files else None
 
 
-def _whole(path: str, files: list[str]) -> Description:
-    found: dict[str, Tensor | Opaque] = {}
-    metadata: dict[str, str] = {}
+def _whole(path: str, files: Sequence[str]) -> Description:
+    headers: dict[str, list[Header]] = {}
+    texts: dict[str, str] = {}
     for file in files:
-        tensors, texts = read_header(file)
-        twice = next((name for name in tensors if name in found), None)
-        if twice is not None:
-            raise corrupt(file, f"tensor `{twice}` is in another file of {path} too; pass one of the files")
-        found |= tensors
-        metadata |= texts
-    return Description(FAMILY, path, found, metadata)
+        header = read_header(file)
+        texts |= header.texts
+        for name in header.tensors:
+            headers.setdefault(name, []).append(header)
+    state = {name: _assembled(path, name, mine) for name, mine in headers.items()}
+    return Description(FAMILY, path, state, texts)
+
+
+def _assembled(path: str, name: str, headers: Sequence[Header]) -> Tensor | Opaque:
+    """The tensor of the parts in these files. The length of a dimension is where its last part
+    ends: the files do not say more."""
+    parts = [header.tensors[name] for header in headers]
+    starts = [header.starts.get(name) for header in headers]
+    if None in starts:
+        if len(parts) > 1:
+            raise corrupt(
+                headers[1].path, f"tensor `{name}` is in another file of {path} too; pass one of the files"
+            )
+        return parts[0]
+    tensors = [one for one in parts if isinstance(one, Tensor)]
+    if len(tensors) < len(parts):
+        return next(one for one in parts if isinstance(one, Opaque))
+    if len({(one.dtype, len(one.shape)) for one in tensors}) > 1:
+        raise corrupt(path, f"the parts of tensor `{name}` differ in their dtypes or dimensions")
+    placed = [(start, one) for start, one in zip(starts, tensors, strict=True) if start is not None]
+    ends = [[at + size for at, size in zip(start, one.shape, strict=True)] for start, one in placed]
+    shape = tuple(map(max, zip(*ends, strict=True)))
+    covered = sum(math.prod(one.shape) for one in tensors)
+    if covered != math.prod(shape):
+        raise corrupt(
+            path,
+            f"the parts of tensor `{name}` have {covered} of {math.prod(shape)} elements; is a file missing?",
+        )
+    chunks = [replace(chunk, start=start) for start, one in placed for chunk in one.chunks]
+    return Tensor(tensors[0].dtype, shape, tuple(chunks))
 
 
 def _sharded(index: str) -> Description:
     """The shards that an index names. Tensors that it does not name are left out, as by other
     readers."""
-    headers: dict[str, dict[str, Tensor | Opaque]] = {}
+    headers: dict[str, Header] = {}
     found: dict[str, Tensor | Opaque] = {}
-    metadata: dict[str, str] = {}
     for name, shard in weight_map(index):
         if shard not in headers:
-            headers[shard], texts = read_header(shard)
-            metadata |= texts
-        tensor = headers[shard].get(name)
-        if tensor is None:
+            headers[shard] = read_header(shard)
+        if name not in headers[shard].tensors:
             where = os.path.basename(shard)
             raise corrupt(index, f"tensor `{name}` is not in {where}, where the index places it")
-        found[name] = tensor
-    return Description(FAMILY, index, found, metadata)
+        found[name] = _assembled(index, name, [headers[shard]])
+    texts = {key: text for header in headers.values() for key, text in header.texts.items()}
+    return Description(FAMILY, index, found, texts)
 
 
-def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
-    """Returns the tensors of a file by name, and its text metadata."""
-    start, length = read(path, 0, 8)
-    header, _ = read(path, 8, _core.safetensors_header_length(path, start, length))
+def read_header(path: str, begin: int = 0) -> Header:
+    """Reads the header of a file, or of one that is the rest of another file from a byte on."""
+    start, length = read(path, begin, 8)
+    length -= begin
+    header, _ = read(path, begin + 8, _core.safetensors_header_length(path, start, length))
     metadata, tensors = _core.safetensors_header(path, header, length)
     found: dict[str, Tensor | Opaque] = {}
     for name, dtype, sizes, offset, nbytes in tensors:
@@ -111,6 +162,28 @@ def read_header(path: str) -> tuple[dict[str, Tensor | Opaque], dict[str, str]]:
         if known is None:
             found[name] = Opaque(f"{dtype}{list(shape)}")
         else:
-            chunk = Chunk(path, offset, nbytes, (0,) * len(shape), shape)
+            chunk = Chunk(path, begin + offset, nbytes, (0,) * len(shape), shape)
             found[name] = Tensor(known, shape, (chunk,) if nbytes else ())
-    return found, dict(metadata)
+    texts = dict(metadata)
+    return Header(path, found, texts, _starts(path, found, texts.pop(_SHARDING, None)))
+
+
+def _starts(
+    path: str, tensors: Mapping[str, Tensor | Opaque], text: str | None
+) -> dict[str, tuple[int, ...]]:
+    """The first elements that DCP has noted."""
+    if text is None:
+        return {}
+    if len(text) > _MAX_SHARDING_BYTES:
+        raise corrupt(path, f"{_SHARDING} has {len(text)} bytes, more than {_MAX_SHARDING_BYTES}")
+    try:
+        noted = json.loads(text)
+        starts = {name: tuple(noted[name]["saved_offsets"]) for name in tensors}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise corrupt(path, f"{_SHARDING}: {type(error).__name__}: {error}") from error
+    for name, start in starts.items():
+        tensor = tensors[name]
+        is_sound = all(type(at) is int and 0 <= at < _MAX_START for at in start)
+        if not is_sound or (isinstance(tensor, Tensor) and len(start) != len(tensor.shape)):
+            raise corrupt(path, f"tensor `{name}` begins at no element of a tensor of its dimensions")
+    return starts
