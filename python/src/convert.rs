@@ -1,9 +1,10 @@
 //! Conversions into files of other formats, as Python sees them. The package's writers plan the
 //! files.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -12,17 +13,23 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::LeafRecord;
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::provider::StateProvider;
-use stepwell_manager::Reader;
+use stepwell_core::sys::lower_priority;
 use stepwell_manager::convert::{
-    Complete, Conversion as Engined, ConversionOptions, ConversionPlan, OutputKind, PieceContent,
-    PlannedFile, PlannedPiece, StoredProvider, TensorPair, compare,
+    self, Complete, Conversion as Engined, ConversionOptions, ConversionPlan, OutputKind, PieceContent,
+    PlannedFile, PlannedPiece, Sharing as Shared, StoredProvider, TensorPair, compare,
 };
+use stepwell_manager::{Environment, Error, Manager as EngineManager, Options, Reader};
 
+use crate::board::Agreeing;
 use crate::checkpoint::{Checkpoint, Opened, telling};
 use crate::errors::{invalid, raise_manager};
 use crate::hooks::dtype_named;
+use crate::manager::{Manager, call};
 use crate::options;
 use crate::wait;
+
+/// Poll interval of work that waits for saves to end.
+const SAVE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A piece: offset, length, and its bytes, or a tensor (leaf, dtype), or the first and the last
 /// piece of a checksum.
@@ -77,8 +84,8 @@ impl Conversion {
 
 #[pymethods]
 impl Conversion {
-    /// Begins or resumes the conversion of a checkpoint to a free path. `digest` names the plan and
-    /// its source.
+    /// Begins or resumes the conversion of a checkpoint to a free path, with the ranks of
+    /// `sharing`. `digest` names the plan and its source.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a plan and its limits, part by part")]
     fn new(
@@ -88,9 +95,8 @@ impl Conversion {
         is_directory: bool,
         files: Vec<FileRow<'_>>,
         digest: [u8; 32],
-        budget_bytes: u64,
-        window_bytes: u64,
-        journal_bytes: u64,
+        limits: (u64, u64, u64),
+        sharing: &Sharing,
     ) -> PyResult<Self> {
         let source = source.get(py)?;
         let file = |(name, length, pieces): FileRow<'_>| {
@@ -99,14 +105,15 @@ impl Conversion {
         };
         let files = files.into_iter().map(file).collect::<PyResult<_>>()?;
         let plan = ConversionPlan { files, digest };
-        let kind = if is_directory { OutputKind::Directory } else { OutputKind::File };
+        let (budget_bytes, window_bytes, journal_bytes) = limits;
         // The reader has its own buffers beside the windows.
         let own = source.load_options().budget_bytes;
         let budget_bytes = budget_bytes.saturating_sub(own);
+        let sharing = sharing.get(py)?;
         let limits = ConversionOptions { budget_bytes, window_bytes, journal_bytes };
         let begun = wait::on_thread(py, move || {
-            let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
-            Engined::begin(&source, plan, &path, kind, &environment, limits)
+            let environment = environment_of(&path)?;
+            Engined::begin(&source, plan, &path, kind_of(is_directory), &sharing, &environment, limits)
         })?
         .map_err(|error| raise_manager(py, &error))?;
         Ok(Self { phase: Mutex::new(Some(Phase::Begun(Box::new(begun)))) })
@@ -134,22 +141,52 @@ impl Conversion {
         Ok(path.display().to_string())
     }
 
-    /// Writes all files below the temporary name; `progress` as in `Checkpoint.verify`.
-    #[pyo3(signature = (source, progress = None))]
-    fn write(&self, py: Python<'_>, source: &Checkpoint, progress: Option<Bound<'_, PyAny>>) -> PyResult<()> {
-        let source = source.get(py)?;
+    /// Writes all files below the temporary name; `progress` as in `Checkpoint.verify`. `beside`:
+    /// at low priority, beside the saves of a manager.
+    #[pyo3(signature = (source, progress = None, beside = None))]
+    fn write(
+        &self,
+        py: Python<'_>,
+        source: &Checkpoint,
+        progress: Option<Bound<'_, PyAny>>,
+        beside: Option<&Manager>,
+    ) -> PyResult<()> {
+        let (source, mut beside) = (source.get(py)?, beside.map(Beside::new));
         let Phase::Begun(begun) = self.take(py)? else {
             return Err(invalid(py, "this conversion is written already"));
         };
-        let complete = telling(py, progress.as_ref(), move |seen| begun.write(&source, seen))?;
+        let complete = telling(py, progress.as_ref(), move |seen| {
+            begun.write(&source, &mut yielding(beside.as_mut(), seen))
+        })?;
         self.put(Phase::Complete(complete));
         Ok(())
+    }
+
+    /// Compares the complete output with the source, as `compare_tensors`. The ranks share it.
+    #[pyo3(signature = (source, made, pairs, beside = None))]
+    fn compare(
+        &self,
+        py: Python<'_>,
+        source: &Checkpoint,
+        made: &Checkpoint,
+        pairs: Vec<(u32, u32, String)>,
+        beside: Option<&Manager>,
+    ) -> PyResult<Vec<usize>> {
+        let (source, made, pairs) = (source.get(py)?, made.get(py)?, pairs_of(pairs)?);
+        let (complete, mut beside) = (self.complete(py)?, beside.map(Beside::new));
+        let (complete, different) = telling(py, None, move |seen| {
+            let mut go_on = yielding(beside.as_mut(), seen);
+            let different = complete.compare(&source, &made, &pairs, &mut go_on)?;
+            Ok((complete, different))
+        })?;
+        self.put(Phase::Complete(complete));
+        Ok(different)
     }
 
     /// Gives the complete output its name.
     fn publish(&self, py: Python<'_>) -> PyResult<()> {
         let complete = self.complete(py)?;
-        py.detach(move || complete.publish()).map_err(|error| raise_manager(py, &error))
+        call(py, move || complete.publish())
     }
 
     /// Removes the complete output.
@@ -170,14 +207,144 @@ pub fn compare_tensors(
     pairs: Vec<(u32, u32, String)>,
     progress: Option<Bound<'_, PyAny>>,
 ) -> PyResult<Vec<usize>> {
-    let (source, made) = (source.get(py)?, made.get(py)?);
-    let pair = |(source, made, dtype): (u32, u32, String)| {
-        PyResult::Ok(TensorPair { source, made, dtype: dtype_named(&dtype)? })
-    };
-    let pairs: Vec<TensorPair> = pairs.into_iter().map(pair).collect::<PyResult<_>>()?;
+    let (source, made, pairs) = (source.get(py)?, made.get(py)?, pairs_of(pairs)?);
     telling(py, progress.as_ref(), move |seen| {
         let (source, made): (&Reader, &Reader) = (&source, &made);
         compare(source, made, &pairs, seen)
+    })
+}
+
+fn pairs_of(pairs: Vec<(u32, u32, String)>) -> PyResult<Vec<TensorPair>> {
+    let pair = |(source, made, dtype): (u32, u32, String)| {
+        PyResult::Ok(TensorPair { source, made, dtype: dtype_named(&dtype)? })
+    };
+    pairs.into_iter().map(pair).collect()
+}
+
+/// Work beside the saves of a manager, which go first.
+struct Beside {
+    manager: Arc<EngineManager>,
+    begun: Instant,
+    paused: Duration,
+}
+
+impl Beside {
+    fn new(manager: &Manager) -> Self {
+        Self { manager: manager.engine(), begun: Instant::now(), paused: Duration::ZERO }
+    }
+
+    /// Waits while a save is pending, but for half of the time at most: a run that saves all the
+    /// time gets its exports, too.
+    fn yield_to_saves(&mut self) {
+        while self.manager.is_saving() && self.paused < self.begun.elapsed() / 2 {
+            std::thread::sleep(SAVE_POLL_INTERVAL);
+            self.paused += SAVE_POLL_INTERVAL;
+        }
+    }
+}
+
+/// Returns `go_on` for work that yields to saves, if it is beside them. Lowers the priority of the
+/// thread that does the work.
+fn yielding<'a>(
+    mut beside: Option<&'a mut Beside>,
+    go_on: &'a mut dyn FnMut(u64, u64) -> bool,
+) -> impl FnMut(u64, u64) -> bool + 'a {
+    if beside.is_some() {
+        lower_priority();
+    }
+    move |done, total| {
+        if let Some(beside) = &mut beside {
+            beside.yield_to_saves();
+        }
+        go_on(done, total)
+    }
+}
+
+/// The session of ranks that share conversions.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct Sharing {
+    shared: Mutex<Option<Arc<Shared>>>,
+}
+
+impl Sharing {
+    pub fn new_from(shared: Shared) -> Self {
+        Self { shared: Mutex::new(Some(Arc::new(shared))) }
+    }
+
+    fn get(&self, py: Python<'_>) -> PyResult<Arc<Shared>> {
+        let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        shared.ok_or_else(|| invalid(py, "the ranks have left this session; meet again"))
+    }
+}
+
+#[pymethods]
+impl Sharing {
+    /// Meets the ranks that share conversions to a path; without `ranks`, this process shares
+    /// nothing.
+    #[new]
+    #[pyo3(signature = (path, ranks = None))]
+    fn new(py: Python<'_>, path: PathBuf, ranks: Option<Agreeing<'_>>) -> PyResult<Self> {
+        let ranks = ranks.map(Agreeing::ranks);
+        let shared = call(py, move || {
+            let options = Options::default();
+            let environment = options::environment_of(&path, Engine::Auto, &options, ranks)?;
+            Shared::meet(&path, &environment, options.stall_timeout)
+        })?;
+        Ok(Self::new_from(shared))
+    }
+
+    /// This process's rank, and the number of ranks.
+    fn ranks(&self, py: Python<'_>) -> PyResult<(u32, u32)> {
+        Ok(self.get(py)?.ranks())
+    }
+
+    /// Returns the leader's text on all ranks. All make this call.
+    fn ask(&self, py: Python<'_>, what: String, text: String) -> PyResult<String> {
+        let shared = self.get(py)?;
+        call(py, move || shared.ask(&what, || Ok(text)))
+    }
+
+    /// Ends the session on all ranks, because this one has failed.
+    fn fail(&self, py: Python<'_>, cause: &str) -> PyResult<()> {
+        let shared = self.get(py)?;
+        py.detach(|| shared.fail(cause));
+        Ok(())
+    }
+
+    /// Leaves the other ranks.
+    fn leave(&self, py: Python<'_>) {
+        let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(shared) = shared.and_then(Arc::into_inner) {
+            py.detach(|| shared.leave());
+        }
+    }
+}
+
+fn kind_of(is_directory: bool) -> OutputKind {
+    if is_directory { OutputKind::Directory } else { OutputKind::File }
+}
+
+fn environment_of(path: &Path) -> Result<Environment, Error> {
+    options::environment(path, Engine::Auto, Purpose::Write)
+}
+
+/// Removes what an interrupted conversion to a path has left.
+#[pyfunction]
+pub fn discard_conversion(py: Python<'_>, path: PathBuf, is_directory: bool) -> PyResult<()> {
+    call(py, move || convert::discard(&path, kind_of(is_directory), &environment_of(&path)?))
+}
+
+/// Removes the directory of an earlier conversion; `only_rest`: only what an interrupted removal
+/// has left.
+#[pyfunction]
+pub fn remove_conversion(py: Python<'_>, path: PathBuf, only_rest: bool) -> PyResult<()> {
+    call(py, move || {
+        let environment = environment_of(&path)?;
+        if only_rest {
+            convert::end_removal(&path, &environment)
+        } else {
+            convert::remove(&path, &environment)
+        }
     })
 }
 

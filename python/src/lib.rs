@@ -58,7 +58,9 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
-    use crate::convert::{Conversion, Stop, StoredTensor, compare_tensors};
+    use crate::convert::{
+        Conversion, Sharing, Stop, StoredTensor, compare_tensors, discard_conversion, remove_conversion,
+    };
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]

@@ -19,6 +19,7 @@ use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save};
 
 use crate::board::Agreeing;
 use crate::checkpoint::{Checkpoint, CopiedPart, part_of, telling};
+use crate::convert::Sharing;
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
 use crate::ingest::streams_of;
@@ -147,6 +148,12 @@ impl Manager {
     #[pyo3(signature = (step = None))]
     fn choose(&self, py: Python<'_>, step: Option<u64>) -> PyResult<u64> {
         self.query(py, move |inner| inner.choose(step))
+    }
+
+    /// Returns the session in which the ranks share exports. All make this call.
+    fn sharing(&self, py: Python<'_>) -> PyResult<Sharing> {
+        let inner = Arc::clone(&self.inner);
+        call(py, move || inner.sharing()).map(Sharing::new_from)
     }
 
     /// Returns those of these stored leaves that no rank wants, in order. `None` if the ranks do
@@ -476,6 +483,11 @@ impl Manager {
 }
 
 impl Manager {
+    /// The engine's manager.
+    pub(crate) fn engine(&self) -> Arc<Engined> {
+        Arc::clone(&self.inner)
+    }
+
     fn check_before_saving(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         self.inner.check_before_saving(step).map_err(|error| self.raise_failure(py, &error))
     }

@@ -7,12 +7,12 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
-from . import _core
+from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
 from ._checks import flag, metadata_json, one_of, shown
@@ -21,6 +21,7 @@ from ._conversion_leaves import SelectedLeaf, held_objects, listed, nested, outp
 from ._locations import Path, absolute
 from ._opening import open as open_checkpoint
 from ._options import Options, to_json
+from ._passed_along import Files, as_output, passed_along
 from ._paths import Component, glob_escape, named, render
 from ._policies import every_steps
 from ._public import public
@@ -43,6 +44,7 @@ from .formats.writers import (
 )
 
 if TYPE_CHECKING:
+    from .coordinators import Coordinator
     from .maps import MapLike
 
 #: A format to write.
@@ -100,8 +102,10 @@ def convert(
     cast: object = None,
     objects: Literal["error", "skip"] = "error",
     shard_size: int | str | None = None,
+    files: Files | None = None,
     verify: bool = False,
     dry_run: bool = False,
+    coordinator: Coordinator | Literal["auto"] | None = None,
     progress: _Progress | None = None,
 ) -> ConversionResult:
     """Writes a checkpoint in another format, through host memory of constant size.
@@ -129,75 +133,147 @@ def convert(
         objects: for leaves that the format cannot hold: ``"error"``, or ``"skip"`` to leave them
             out.
         shard_size: the most bytes of a file in a directory, such as ``"5GB"``, the default.
+        files: files to copy into the destination, which is a directory: of a model's directory, all
+            that are not weights, such as its configuration and its tokenizer.
         verify: read the output back and compare every tensor with the source, before the output
             gets its name.
         dry_run: return what would be written, and write nothing.
+        coordinator: shares the work among the processes of a job, as of :class:`CheckpointManager`.
+            All of them make this call, and see the same source and destination. A file with
+            checksums, as of ``"torch"`` and ``"npz"``, is written by one of them.
         progress: called now and then, and when all is written, with the bytes done and in all.
 
     Raises:
         MisuseError: the destination exists, or the format cannot hold a leaf. Nothing was written.
         CorruptCheckpoint: the source is damaged.
     """
-    one_of(to, "to", (*WRITERS, "stepwell"))
-    one_of(objects, "objects", ("error", "skip"))
-    for value, name in ((verify, "verify"), (dry_run, "dry_run")):
-        flag(value, name)
     if progress is not None and not callable(progress):
         raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
-    choice = choice_of(include, exclude, cast)
+    what = Conversion(
+        to,
+        choice_of(include, exclude, cast),
+        subtree,
+        objects,
+        shard_size,
+        passed_along(files),
+        verify,
+        dry_run,
+    )
     where = absolute(destination)
     if os.path.lexists(where):
         raise MisuseError(f"{where} exists already. Pass a free path, or move what is there away")
-    begun = time.monotonic()
-    with _opened(source, step, map) as checkpoint:
-        core = checkpoint._open()
-        leaves = selected(checkpoint, core, choice, subtree)
+    found = coordinators.find(coordinator, what="converts")
+    if isinstance(found, coordinators.SharedDirectory) and found.path is None:
+        raise MisuseError(
+            "a conversion has no root where ranks could meet. Pass a directory that all ranks share: SharedDirectory(rank, world_size, job_id, path=…)"
+        )
+    with opened(source, step, map) as checkpoint:
         if to == "stepwell":
-            if shard_size is not None:
-                raise MisuseError("shard_size= is for safetensors. Leave it out")
-            return _save(checkpoint, where, leaves, choice, subtree, objects, verify, dry_run, progress)
-        writer = WRITERS[to]
-        options = _file_options(where, writer, shard_size)
-        values, skipped = held_objects(core, leaves, to, objects, writer.holds, writer.held)
-        content = _content(checkpoint, leaves, values, choice, writer, subtree)
-        files = writer.plan(content, options)
-        sizes = {file.name: file.length for file in files}
-        result = ConversionResult(
-            where, to, sizes, sum(sizes.values()), 0, dict(content.ties), skipped, 0.0, dry_run=dry_run
-        )
-        if dry_run:
-            return result
-        conversion = _core.Conversion(
-            core,
-            where,
-            options.shard_bytes is not None,
-            [(file.name, file.length, file.pieces) for file in files],
-            _digest(core, files),
-            _BUDGET_BYTES,
-            _WINDOW_BYTES,
-            _JOURNAL_BYTES,
-        )
-        resumed = conversion.resumed_bytes()
-        partial = conversion.partial()
+            return _save(checkpoint, where, what, found, progress)
+        ranks, service = coordinators.connected(None if dry_run else found)
         try:
-            conversion.write(core, progress)
+            sharing = _core.Sharing(where, ranks)
+            try:
+                return write(checkpoint, where, what, sharing, progress=progress)
+            finally:
+                sharing.leave()
+        finally:
+            if service is not None:
+                service.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The output of a conversion; see :func:`convert`."""
+
+    to: Target
+    choice: _core._Choice
+    subtree: str = ""
+    objects: Literal["error", "skip"] = "error"
+    shard_size: int | str | None = None
+    #: Paths of files to copy into the destination, by name.
+    files: Mapping[str, str] = field(default_factory=dict)
+    verify: bool = True
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        one_of(self.to, "to", (*WRITERS, "stepwell"))
+        one_of(self.objects, "objects", ("error", "skip"))
+        for value, name in ((self.verify, "verify"), (self.dry_run, "dry_run")):
+            flag(value, name)
+        if self.to == "stepwell":
+            self._refuse_files("is for the formats of other libraries")
+
+    def file_options(self, path: str) -> FileOptions:
+        """How the files of an output are made: as one file, or in a directory."""
+        name, suffix = os.path.basename(path), WRITERS[self.to].suffix
+        if suffix is None or not name.endswith(suffix):
+            return FileOptions(name, _bytes("5GB" if self.shard_size is None else self.shard_size))
+        self._refuse_files(f"is for a directory, and {name} is one file")
+        return FileOptions(name, None)
+
+    def _refuse_files(self, why: str) -> None:
+        given = {"shard_size": self.shard_size is not None, "files": bool(self.files)}
+        for name, is_given in given.items():
+            if is_given:
+                raise MisuseError(f"{name}= {why}. Leave it out")
+
+
+def write(
+    checkpoint: Checkpoint,
+    where: str,
+    what: Conversion,
+    sharing: _core.Sharing,
+    *,
+    extra: Iterable[OutputFile] = (),
+    progress: _Progress | None = None,
+    beside: _core.Manager | None = None,
+) -> ConversionResult:
+    """Writes a checkpoint in the format of another library, with the ranks of ``sharing``.
+    ``extra``: more files. ``beside``: at low priority, beside the saves of a manager."""
+    begun = time.monotonic()
+    options = what.file_options(where)
+    core = checkpoint._open()
+    writer = WRITERS[what.to]
+    leaves = selected(checkpoint, core, what.choice, what.subtree)
+    values, skipped = held_objects(core, leaves, what.to, what.objects, writer.holds, writer.held)
+    content = _content(checkpoint, leaves, values, what.choice, writer, what.subtree)
+    files = [*writer.plan(content, options), *as_output(what.files), *extra]
+    sizes = {file.name: file.length for file in files}
+    if len(sizes) < len(files):
+        twice = next(file.name for file in files if [one.name for one in files].count(file.name) > 1)
+        raise MisuseError(f"{twice} of files= has the name of a file that is written. Leave it out")
+    result = ConversionResult(
+        where, what.to, sizes, sum(sizes.values()), 0, dict(content.ties), skipped, 0.0, dry_run=what.dry_run
+    )
+    if what.dry_run:
+        return result
+    conversion = _core.Conversion(
+        core,
+        where,
+        options.shard_bytes is not None,
+        [(file.name, file.length, file.pieces) for file in files],
+        _digest(core, files, sharing.ranks()[1]),
+        (_BUDGET_BYTES, _WINDOW_BYTES, _JOURNAL_BYTES),
+        sharing,
+    )
+    resumed = conversion.resumed_bytes()
+    partial = conversion.partial()
+    try:
+        try:
+            conversion.write(core, progress, beside)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
             raise
-        if verify:
-            _verify(core, conversion, content)
+        if what.verify:
+            _verify(core, conversion, content, beside)
         conversion.publish()
-    return ConversionResult(
-        where,
-        to,
-        sizes,
-        result.nbytes,
-        resumed,
-        result.tied,
-        skipped,
-        time.monotonic() - begun,
-        verified=verify,
-    )
+    except BaseException as failure:
+        # The other ranks wait for this one.
+        sharing.fail(f"{type(failure).__name__}: {failure}")
+        raise
+    seconds = time.monotonic() - begun
+    return replace(result, resumed_nbytes=resumed, seconds=seconds, verified=what.verify)
 
 
 @public
@@ -214,6 +290,8 @@ def export(
     cast: object = None,
     objects: Literal["error", "skip"] = "error",
     shard_size: int | str | None = None,
+    files: Files | None = None,
+    coordinator: Coordinator | Literal["auto"] | None = None,
     progress: _Progress | None = None,
 ) -> ConversionResult:
     """Writes a checkpoint for another library and verifies the result: :func:`convert` with
@@ -230,13 +308,15 @@ def export(
         cast=cast,
         objects=objects,
         shard_size=shard_size,
+        files=files,
         verify=True,
+        coordinator=coordinator,
         progress=progress,
     )
 
 
 @contextlib.contextmanager
-def _opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> Iterator[Checkpoint]:
+def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> Iterator[Checkpoint]:
     """The source. One that the caller has opened stays open."""
     if isinstance(source, Checkpoint):
         if step is not None:
@@ -250,21 +330,23 @@ def _opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) ->
 def _save(
     checkpoint: Checkpoint,
     path: str,
-    leaves: list[SelectedLeaf],
-    choice: _core._Choice,
-    subtree: str,
-    objects: str,
-    verify: bool,
-    dry_run: bool,
+    what: Conversion,
+    coordinator: Coordinator | None,
     progress: _Progress | None,
 ) -> ConversionResult:
     """Saves leaves of a checkpoint as one of ours. The save reads them as it captures them."""
+    if coordinator is not None:
+        raise MisuseError(
+            'coordinator= is for the formats of other libraries. For to="stepwell", convert on one process'
+        )
+    choice, subtree = what.choice, what.subtree
     core, begun, stop = checkpoint._open(), time.monotonic(), _core.Stop()
+    leaves = selected(checkpoint, core, choice, subtree)
     values, skipped = held_objects(
         core,
         leaves,
         "stepwell",
-        objects,
+        what.objects,
         lambda one: not isinstance(one, Opaque),
         "arrays and values of known types",
     )
@@ -281,7 +363,7 @@ def _save(
     }
     ours = {leaf.holder: leaf for leaf in arrays}
     nbytes = sum(prod(leaf.shape) * to_dtype(str(leaf.dtype)).itemsize for leaf in ours.values())
-    if dry_run:
+    if what.dry_run:
         return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
     save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"])
     try:
@@ -301,11 +383,11 @@ def _save(
         written = sum(sizes.values())
         if progress is not None:
             progress(written, written)
-        if verify:
+        if what.verify:
             _compare(core, made._open(), arrays, choice, path)
         tied = {one.path: one.tied_to for one in made.contents() if one.tied_to is not None}
     seconds = time.monotonic() - begun
-    return ConversionResult(path, "stepwell", sizes, written, 0, tied, skipped, seconds, verified=verify)
+    return ConversionResult(path, "stepwell", sizes, written, 0, tied, skipped, seconds, verified=what.verify)
 
 
 def _begin(
@@ -392,15 +474,6 @@ def _content(
     )
 
 
-def _file_options(path: str, writer: Writer, shard_size: int | str | None) -> FileOptions:
-    name = os.path.basename(path)
-    if writer.suffix is None or not name.endswith(writer.suffix):
-        return FileOptions(name, _bytes("5GB" if shard_size is None else shard_size))
-    if shard_size is not None:
-        raise MisuseError(f"shard_size= is for a directory, and {name} is one file. Leave it out")
-    return FileOptions(name, None)
-
-
 def _bytes(size: object) -> int:
     """A number of bytes, as a number or such as ``"5GB"`` or ``"512MiB"``."""
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
@@ -418,16 +491,18 @@ def _bytes(size: object) -> int:
     return size
 
 
-def _digest(core: _core.Checkpoint, files: list[OutputFile]) -> bytes:
+def _digest(core: _core.Checkpoint, files: list[OutputFile], ranks: int) -> bytes:
     """Names the plan and its source: a conversion is resumed only by the same."""
-    digest = hashlib.sha256(repr((_WINDOW_BYTES, core.path(), core.manifest())).encode())
+    digest = hashlib.sha256(repr((_WINDOW_BYTES, ranks, core.path(), core.manifest())).encode())
     digest.update(repr((core.places(), core.layouts())).encode())
     for file in files:
         digest.update(repr((file.name, file.length, file.pieces)).encode())
     return digest.digest()
 
 
-def _verify(core: _core.Checkpoint, conversion: _core.Conversion, content: Content) -> None:
+def _verify(
+    core: _core.Checkpoint, conversion: _core.Conversion, content: Content, beside: _core.Manager | None
+) -> None:
     """Reads the output back and compares it with the source."""
     partial = conversion.partial()
     found = find(partial)
@@ -439,7 +514,7 @@ def _verify(core: _core.Checkpoint, conversion: _core.Conversion, content: Conte
         missing = [tensor for tensor in content.tensors if tensor.path not in leaves]
         present = [tensor for tensor in content.tensors if tensor.path in leaves]
         pairs = [(tensor.leaf, leaves[tensor.path], tensor.dtype) for tensor in present]
-        different = [present[at] for at in _core.compare_tensors(core, made, pairs)]
+        different = [present[at] for at in conversion.compare(core, made, pairs, beside)]
     finally:
         made.close()
     if wrong := (*missing, *different):

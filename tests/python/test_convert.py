@@ -120,3 +120,43 @@ def test_a_restore_does_not_wrap_large_unsigned_integers(tmp_path: Path) -> None
             sw.restore(tmp_path / "c", like={"a": sw.ArraySpec(None, dtype)}, cast="lossy")
     back = sw.restore(tmp_path / "c", like={"a": sw.ArraySpec(None, "int32")}, cast="lossy")
     assert back["a"].tolist() == [300, 70000, 5]
+
+
+def test_files_of_a_model_are_passed_along(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "nested").mkdir(parents=True)
+    for name in ("config.json", "tokenizer.model", "chat.jinja", "w.safetensors", "m.index.json", ".hidden"):
+        (model / name).write_bytes(name.encode())
+    (model / "empty.txt").touch()
+    (tmp_path / "own.txt").write_text("own")
+    sw.save(tmp_path / "saved", {"w": np.zeros(3)})
+    made = sw.export(tmp_path / "saved", tmp_path / "out", files=[model, tmp_path / "own.txt"])
+    written = {"config.json", "tokenizer.model", "chat.jinja", "own.txt", "model.safetensors"}
+    assert made.files.keys() == written == {one.name for one in (tmp_path / "out").iterdir()}
+    assert (tmp_path / "out" / "chat.jinja").read_bytes() == b"chat.jinja"
+
+
+@pytest.mark.parametrize(
+    ("files", "destination", "said"),
+    [
+        ("none.json", "out", "does not exist"),
+        (["a.json", "b/a.json"], "out", "have the same name"),
+        ("empty.json", "out", "has 0 bytes"),
+        ("model.safetensors", "out", "has the name of a file that is written"),
+        ("a.json", "out.safetensors", "out.safetensors is one file"),
+        (7, "out", "is a path or a list of paths"),
+    ],
+)
+def test_wrong_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Any, destination: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+    for name in ("a.json", "b/a.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "empty.json").touch()
+    sw.save("saved", {"w": np.zeros(3)})
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(sw.MisuseError, match=said):
+        sw.convert("saved", destination, to="safetensors", files=files)
+    assert sorted(tmp_path.iterdir()) == before

@@ -14,6 +14,20 @@ pub fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Joi
     })
 }
 
+/// Lets all other threads run and use the disk first. Threads that this one starts do the same.
+pub fn lower_priority() {
+    const LOWEST_NICE: libc::c_int = 19;
+    // `IOPRIO_WHO_PROCESS`, and the lowest level of `IOPRIO_CLASS_BE`: the C library has no names.
+    const THIS_THREAD: [libc::c_long; 2] = [1, 0];
+    const LOWEST_LEVEL: libc::c_long = (2 << 13) | 7;
+    // SAFETY: both calls take numbers only, and change this thread only. If the kernel refuses, the
+    // priority stays, which costs time and nothing else.
+    unsafe {
+        libc::setpriority(libc::PRIO_PROCESS, 0, LOWEST_NICE);
+        libc::syscall(libc::SYS_ioprio_set, THIS_THREAD[0], THIS_THREAD[1], LOWEST_LEVEL);
+    }
+}
+
 /// Like [`spawn`], for a thread that borrows from its scope.
 fn spawn_scoped<'scope>(
     scope: &'scope Scope<'scope, '_>,

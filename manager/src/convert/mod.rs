@@ -11,6 +11,8 @@
 //! | `windows` | the files cut into aligned windows |
 //! | `assembler` `checksums` | the bytes of a window |
 //! | `writer` `journal` | windows to disk, and how far they are durable |
+//! | `partial_output` | the output until it has its name |
+//! | [`Sharing`] | ranks that write parts of one output |
 //! | [`StoredProvider`] | tensors of a checkpoint as leaves of a save |
 //! | [`compare`] | the source and the output, read and compared |
 //!
@@ -22,11 +24,14 @@ mod checksums;
 mod compare;
 pub mod file_plan;
 mod journal;
+mod partial_output;
+mod sharing;
 mod stored_provider;
 mod windows;
 mod writer;
 
 use std::iter::Peekable;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -35,16 +40,16 @@ use std::time::Duration;
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
 use stepwell_core::Error as CoreError;
-use stepwell_core::io::{Dir, EntryKind, File, Lock, LockKind};
+use stepwell_core::io::{Dir, Disk, Lock};
 use stepwell_core::sys::{Buffer, Mapping, spawn};
 
 use self::assembler::Assembler;
 use self::checksums::PieceSums;
 use self::journal::{Journal, Recorded};
+use self::partial_output::{PartialOutput, settle_lengths};
 use self::windows::{OutputWindow, WINDOW_ALIGNMENT, windows};
-use self::writer::{FilledWindow, OutputFile, WindowWriter};
+use self::writer::{FilledWindow, WindowWriter};
 use crate::commit::aside;
-use crate::delete_tree::{delete_tree, ignore_missing};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::reader::Reader;
@@ -52,12 +57,10 @@ use crate::singular;
 
 pub use compare::{TensorPair, compare};
 pub use file_plan::{ConversionPlan, PieceContent, PlannedFile, PlannedPiece};
+pub use partial_output::{discard, end_removal, remove};
+pub use sharing::Sharing;
 pub use stored_provider::StoredProvider;
 
-/// Marks the name of an incomplete output.
-const PARTIAL: &str = ".partial";
-/// Follows the name of an incomplete output, in the name of its journal.
-const JOURNAL: &str = ".journal";
 /// Windows that are read together, so that the disk has reads to do all the time.
 const WINDOWS_READ_TOGETHER: usize = 4;
 /// Poll interval for a request to stop, while all memory is being written.
@@ -86,27 +89,28 @@ pub struct ConversionOptions {
 /// A conversion that has its output's name to itself.
 pub struct Conversion {
     plan: Arc<ConversionPlan>,
-    kind: OutputKind,
     options: ConversionOptions,
     environment: Environment,
-    parent: Arc<dyn Dir>,
-    name: String,
-    partial: String,
+    sharing: Arc<Sharing>,
+    output: PartialOutput,
     journal: Journal,
     /// Windows that an earlier process has finished, and its sums.
     recorded: Recorded,
-    /// Excludes another conversion to the same path.
+    /// The windows of this rank.
+    part: Range<u64>,
+    /// Excludes another conversion to the same path. The leader has it.
     lock: Option<Box<dyn Lock>>,
 }
 
 impl Conversion {
     /// Prepares the conversion of `source` to a free path, and finds out what an earlier process
-    /// has finished of it.
+    /// has finished of it. All ranks of `sharing` begin the same conversion.
     pub fn begin(
         source: &Reader,
         plan: ConversionPlan,
         path: &Path,
         kind: OutputKind,
+        sharing: &Arc<Sharing>,
         environment: &Environment,
         options: ConversionOptions,
     ) -> Result<Self> {
@@ -116,100 +120,180 @@ impl Conversion {
             return Err(Error::internal("windows of whole pages", format!("{} bytes", options.window_bytes)));
         }
         let (parent, name) = singular::split(path)?;
-        let parent = environment.disk.create_dir_all(parent)?;
-        check_free(&*parent, &name)?;
-        let (partial, journal) = temporary_names(&name, kind);
-        let is_there = parent.stat(&partial)?.is_some();
-        let lock = own(&*parent, &journal, is_there)?;
-        // Another process may have finished between the first check and the lock.
-        check_free(&*parent, &name)?;
-        let file = match parent.overwrite_file(&journal, 0) {
-            // Without locks, nothing has created it.
-            Err(error) if error.is_not_found() => parent.create_file(&journal, 0)?,
-            opened => opened?,
+        let part = sharing.part(&plan.files, options.window_bytes);
+        let this = Beginning { plan: Arc::new(plan), options, environment, part };
+        let mut led = None;
+        let generation = sharing.ask("convert", || {
+            let parent = environment.disk.create_dir_all(parent)?;
+            let begun = this.lead(PartialOutput::new(parent, name.clone(), kind))?;
+            let generation = begun.1.generation();
+            led = Some(begun);
+            Ok(generation)
+        })?;
+        let follow = || {
+            let parent = environment.disk.open_dir(parent)?;
+            this.follow(PartialOutput::new(parent, name, kind), sharing.ranks().0, generation)
         };
-        let recorded = journal::read(&*file)?;
-        if recorded.is_none() && (is_there || !journal::is_unwritten(&*file)?) {
-            return Err(Error::Invalid(format!(
-                "{} is in the way: it has the name of an incomplete conversion, and is none. Move or delete it",
-                parent.path().join(if is_there { &partial } else { &journal }).display()
-            )));
-        }
-        let plan = Arc::new(plan);
-        let resumed = recorded.filter(|recorded| recorded.digest == plan.digest);
-        let resumed = match resumed {
-            Some(found)
-                if is_there
-                    && finished_are_there(&parent, &partial, kind, &plan, &options, found.finished)? =>
-            {
-                Some(found)
-            }
-            _ => None,
+        let begun = match led {
+            Some(begun) => begun,
+            None => follow().inspect_err(|error| sharing.fail(&error.to_string()))?,
         };
-        let disk = Arc::clone(&environment.disk);
-        let (journal, recorded) = if let Some(recorded) = resumed {
-            (Journal::resume(disk, file, &recorded), recorded)
-        } else {
-            if is_there {
-                remove_partial(&*parent, &partial)?;
-                parent.sync()?;
-            }
-            let started = Journal::start(disk, file, plan.digest, environment.rng.next_u128())?;
-            parent.sync()?;
-            (started, Recorded::default())
-        };
-        let environment = environment.clone();
-        Ok(Self { plan, kind, options, environment, parent, name, partial, journal, recorded, lock })
+        let (output, journal, recorded, lock) = begun;
+        let Beginning { plan, options, part, .. } = this;
+        let (environment, sharing) = (environment.clone(), Arc::clone(sharing));
+        Ok(Self { plan, options, environment, sharing, output, journal, recorded, part, lock })
     }
 
     /// Returns the temporary path of the output.
     pub fn partial(&self) -> PathBuf {
-        self.parent.path().join(&self.partial)
+        self.output.path()
     }
 
-    /// Returns the bytes that an earlier process has written.
+    /// Returns the bytes of this rank's part that an earlier process has written.
     pub fn resumed_bytes(&self) -> u64 {
-        let all = windows(&self.plan.files, self.options.window_bytes);
-        all.take_while(|window| window.number < self.recorded.finished).map(|window| window.len as u64).sum()
+        let part = windows(&self.plan.files, self.options.window_bytes);
+        let part = part.filter(|window| self.part.contains(&window.number));
+        part.take_while(|window| window.number < self.recorded.finished).map(|window| window.len as u64).sum()
     }
 
-    /// Writes all files below the temporary name, completely and durably. `go_on` gets the bytes
-    /// done and in all, and stops it by `false`. After an error, the finished windows stay, to be
-    /// resumed, unless the source is damaged or cannot be cast.
+    /// Writes all files below the temporary name, completely and durably, and waits for the other
+    /// ranks. `go_on` gets the bytes of this rank's part, done and in all, and stops it by `false`.
+    /// After an error, the finished windows stay, to be resumed, unless the source is damaged or
+    /// cannot be cast.
     pub fn write(self, source: &Reader, go_on: &mut dyn FnMut(u64, u64) -> bool) -> Result<Complete> {
-        let dir = match self.kind {
-            OutputKind::File => Arc::clone(&self.parent),
-            OutputKind::Directory => match self.parent.create_dir(&self.partial) {
-                Err(error) if error.already_exists() => self.parent.open_dir(&self.partial)?,
-                made => {
-                    let made = made?;
-                    self.parent.sync()?;
-                    made
-                }
-            },
+        let Self { plan, options, environment, sharing, output, journal, recorded, part, lock } = self;
+        let files = output.files(&plan);
+        let wrote = output.dir().and_then(|dir| {
+            let part = WrittenPart { plan: &plan, options: &options, disk: &environment.disk, dir, part };
+            part.write(source, journal, &recorded, &output, &mut |done, total| {
+                sharing.advance();
+                go_on(done, total)
+            })
+        });
+        // A later try would fail at the same place.
+        let is_final = wrote.as_ref().err().is_some_and(|error| {
+            let core = error.core().map(CoreError::inner);
+            matches!(core, Some(CoreError::Corrupt { .. } | CoreError::Leaf { .. }))
+        });
+        let finished = sharing.agree("write a conversion", wrote, |_| {
+            let dir = output.dir()?;
+            settle_lengths(&*dir, &files)?;
+            Ok(dir.sync()?)
+        });
+        if let Err(error) = finished {
+            if is_final
+                && sharing.leads()
+                && let Err(error) = output.give_up()
+            {
+                tracing::warn!(%error, "a failed conversion left its output, which may be deleted");
+            }
+            return Err(error);
+        }
+        Ok(Complete { sharing, output, lock })
+    }
+}
+
+/// A conversion before its output is prepared.
+struct Beginning<'a> {
+    plan: Arc<ConversionPlan>,
+    options: ConversionOptions,
+    environment: &'a Environment,
+    part: Range<u64>,
+}
+
+type Begun = (PartialOutput, Journal, Recorded, Option<Box<dyn Lock>>);
+
+impl Beginning<'_> {
+    /// Prepares the output: locks it, and removes what another plan has left.
+    fn lead(&self, output: PartialOutput) -> Result<Begun> {
+        output.check_free()?;
+        let is_there = output.is_there()?;
+        let lock = output.lock(is_there)?;
+        // Another process may have finished between the first check and the lock.
+        output.check_free()?;
+        let (file, recorded) = output.open_journal(&output.journal)?;
+        if recorded.is_none() && is_there {
+            return Err(output.in_the_way(&output.partial));
+        }
+        let (disk, digest) = (Arc::clone(&self.environment.disk), self.plan.digest);
+        if let Some(found) = recorded.filter(|found| is_there && found.digest == digest)
+            && output.has_files_of(&self.plan, self.finished(found.finished))?
+        {
+            return Ok((output, Journal::resume(disk, file, &found), found, lock));
+        }
+        output.remove()?;
+        let journal = Journal::start(disk, file, digest, self.environment.rng.next_u128())?;
+        output.parent.sync()?;
+        Ok((output, journal, Recorded::default(), lock))
+    }
+
+    /// Takes part in the conversion that the leader has prepared. `generation` tells what belongs
+    /// to it from what an earlier one has left.
+    fn follow(&self, output: PartialOutput, rank: u32, generation: u128) -> Result<Begun> {
+        let name = output.journal_of(rank);
+        let (file, recorded) = output.open_journal(&name)?;
+        let (disk, digest) = (Arc::clone(&self.environment.disk), self.plan.digest);
+        let recorded = recorded.filter(|found| found.digest == digest && found.generation == generation);
+        if let Some(found) = recorded
+            && output.has_files_of(&self.plan, self.finished(found.finished))?
+        {
+            return Ok((output, Journal::resume(disk, file, &found), found, None));
+        }
+        let journal = Journal::start(disk, file, digest, generation)?;
+        output.parent.sync()?;
+        Ok((output, journal, Recorded::default(), None))
+    }
+
+    /// Returns the windows of this rank that are finished.
+    fn finished(&self, finished: u64) -> impl Iterator<Item = OutputWindow> {
+        let part = self.part.start..finished.min(self.part.end);
+        windows(&self.plan.files, self.options.window_bytes)
+            .skip_while(move |window| window.number < part.start)
+            .take_while(move |window| window.number < part.end)
+    }
+}
+
+/// A rank's part of the output, while it is written.
+struct WrittenPart<'a> {
+    plan: &'a ConversionPlan,
+    options: &'a ConversionOptions,
+    disk: &'a Arc<dyn Disk>,
+    dir: Arc<dyn Dir>,
+    part: Range<u64>,
+}
+
+impl WrittenPart<'_> {
+    fn write(
+        self,
+        source: &Reader,
+        journal: Journal,
+        recorded: &Recorded,
+        output: &PartialOutput,
+        go_on: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<()> {
+        let Self { plan, options, disk, dir, part } = self;
+        let all = || {
+            windows(&plan.files, options.window_bytes)
+                .skip_while(|window| window.number < part.start)
+                .take_while(|window| window.number < part.end)
         };
-        let Self { plan, kind, options, environment, parent, name, partial, journal, recorded, lock } = self;
-        let file = |planned: &PlannedFile| OutputFile {
-            name: if kind == OutputKind::File { partial.clone() } else { planned.name.clone() },
-            length: planned.length,
-        };
-        let (pending, written) = (windows(&plan.files, options.window_bytes), Arc::new(AtomicU64::new(0)));
-        let mut pending = pending.peekable();
+        let (total, written) = (all().map(|window| window.len as u64).sum(), Arc::new(AtomicU64::new(0)));
+        let mut pending = all().peekable();
         while let Some(window) = pending.next_if(|window| window.number < recorded.finished) {
             written.fetch_add(window.len as u64, Ordering::Relaxed);
         }
-        let mut memory = Ring::new(&options, plan.total())?;
+        let mut memory = Ring::new(options, total)?;
         let (stop, (free, freed)) = (Arc::new(AtomicBool::new(false)), unbounded());
         for buffer in memory.windows.drain(..) {
             let _ = free.send(buffer);
         }
-        if let Err(error) = environment.disk.register(std::slice::from_ref(&memory.mapping)) {
+        if let Err(error) = disk.register(std::slice::from_ref(&memory.mapping)) {
             tracing::warn!(%error, "the windows of a conversion are not registered; writes cost a little more");
         }
         let writer = WindowWriter {
-            disk: Arc::clone(&environment.disk),
-            dir: Arc::clone(&dir),
-            files: plan.files.iter().map(file).collect(),
+            disk: Arc::clone(disk),
+            dir,
+            files: output.files(plan),
             journal,
             journal_bytes: options.journal_bytes,
             written: Arc::clone(&written),
@@ -221,7 +305,8 @@ impl Conversion {
         let thread = spawn("stepwell-convert", move || drop(ended.send(writer.run(&windows_to_write))));
         thread.map_err(|source| stepwell_core::Error::io("start a thread for", "<a conversion>", source))?;
         let reading = Reading {
-            plan: &plan,
+            plan,
+            total,
             sums: pending
                 .peek()
                 .map(|window| PieceSums::resumed(&plan.files, window, &recorded.sums))
@@ -240,7 +325,7 @@ impl Conversion {
                     return Err(Error::internal("an answer of the writer", "none"));
                 }
                 Err(RecvTimeoutError::Timeout) if read.is_ok() => {
-                    if !go_on(written.load(Ordering::Relaxed), plan.total()) {
+                    if !go_on(written.load(Ordering::Relaxed), total) {
                         read = Err(stopped());
                     }
                 }
@@ -248,57 +333,65 @@ impl Conversion {
             }
         };
         // A failed writer is why the reader ended.
-        if let Err(error) = wrote.and(read) {
-            let core = error.core().map(CoreError::inner);
-            let is_final = matches!(core, Some(CoreError::Corrupt { .. } | CoreError::Leaf { .. }));
-            // A later try would fail at the same place.
-            if is_final && let Err(error) = give_up(&*parent, &partial) {
-                tracing::warn!(%error, "a failed conversion left its output, which may be deleted");
-            }
-            return Err(error);
-        }
-        settle_lengths(&*dir, plan.files.iter().map(file))?;
-        dir.sync()?;
-        if !go_on(plan.total(), plan.total()) {
-            return Err(stopped());
-        }
-        Ok(Complete { parent, name, partial, lock })
+        wrote.and(read)?;
+        if go_on(total, total) { Ok(()) } else { Err(stopped()) }
     }
 }
 
 /// A conversion whose output is complete and durable, below its temporary name.
 pub struct Complete {
-    parent: Arc<dyn Dir>,
-    name: String,
-    partial: String,
+    sharing: Arc<Sharing>,
+    output: PartialOutput,
     lock: Option<Box<dyn Lock>>,
 }
 
 impl Complete {
     /// Returns the temporary path of the output.
     pub fn partial(&self) -> PathBuf {
-        self.parent.path().join(&self.partial)
+        self.output.path()
+    }
+
+    /// [`compare`] by all ranks: each reads some of the pairs.
+    pub fn compare(
+        &self,
+        source: &Reader,
+        made: &Reader,
+        pairs: &[TensorPair],
+        go_on: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Vec<usize>> {
+        let (rank, ranks) = self.sharing.ranks();
+        let mine: Vec<usize> =
+            (0..pairs.len()).filter(|number| number % ranks as usize == rank as usize).collect();
+        let chosen: Vec<TensorPair> = mine.iter().filter_map(|&number| pairs.get(number).copied()).collect();
+        let different = compare(source, made, &chosen, &mut |done, total| {
+            self.sharing.advance();
+            go_on(done, total)
+        });
+        let numbers = |found: Vec<usize>| found.into_iter().filter_map(|at| mine.get(at).copied()).collect();
+        let different: Result<Vec<usize>> = different.map(numbers);
+        self.sharing.agree("verify a conversion", different, |all| Ok(all.concat()))
     }
 
     /// Gives the output its name.
     pub fn publish(self) -> Result<()> {
-        match aside::publish_copy(&*self.parent, &self.partial, &self.name) {
-            Err(error) if error.already_exists() => return Err(taken(&*self.parent, &self.name)),
-            published => published?,
-        }
-        // The output has its name. Its journal counts for nothing, and may stay.
-        if let Err(error) = self.parent.remove_file(&format!("{}{JOURNAL}", self.partial)) {
-            tracing::warn!(%error, "a finished conversion left its journal, which may be deleted");
-        }
-        drop(self.lock);
-        Ok(())
+        let Self { sharing, output, lock } = self;
+        sharing.ask("publish a conversion", || {
+            match aside::publish_copy(&*output.parent, &output.partial, &output.name) {
+                Err(error) if error.already_exists() => return Err(output.taken()),
+                published => published?,
+            }
+            // The output has its name. Its journal counts for nothing, and may stay.
+            if let Err(error) = output.remove_journals() {
+                tracing::warn!(%error, "a finished conversion left its journal, which may be deleted");
+            }
+            drop(lock);
+            Ok(())
+        })
     }
 
     /// Removes the output.
     pub fn discard(self) -> Result<()> {
-        give_up(&*self.parent, &self.partial)?;
-        drop(self.lock);
-        Ok(())
+        if self.sharing.leads() { self.output.give_up() } else { Ok(()) }
     }
 }
 
@@ -325,6 +418,8 @@ impl Ring {
 /// The reading half of a conversion.
 struct Reading<'a> {
     plan: &'a ConversionPlan,
+    /// Bytes of this rank's part.
+    total: u64,
     sums: PieceSums,
     assembler: Assembler<'a>,
     written: &'a AtomicU64,
@@ -339,7 +434,7 @@ impl Reading<'_> {
         freed: &Receiver<Buffer>,
         filled: &Sender<FilledWindow>,
     ) -> Result<()> {
-        let total = self.plan.total();
+        let total = self.total;
         loop {
             let (mut batch, mut buffers) = (Vec::new(), Vec::new());
             while batch.len() < WINDOWS_READ_TOGETHER && pending.peek().is_some() {
@@ -383,108 +478,4 @@ impl Reading<'_> {
 
 fn stopped() -> Error {
     stepwell_core::Error::Cancelled("the conversion was stopped".to_owned()).into()
-}
-
-/// Returns the names of an incomplete output and of its journal. Readers know a file by the end of
-/// its name, which stays.
-fn temporary_names(name: &str, kind: OutputKind) -> (String, String) {
-    let partial = match name.rsplit_once('.') {
-        Some((stem, suffix)) if kind == OutputKind::File && !stem.is_empty() => {
-            format!("{stem}{PARTIAL}.{suffix}")
-        }
-        _ => format!("{name}{PARTIAL}"),
-    };
-    let journal = format!("{partial}{JOURNAL}");
-    (partial, journal)
-}
-
-fn check_free(parent: &dyn Dir, name: &str) -> Result<()> {
-    if parent.stat(name)?.is_some() { Err(taken(parent, name)) } else { Ok(()) }
-}
-
-fn taken(parent: &dyn Dir, name: &str) -> Error {
-    let path = parent.path().join(name);
-    Error::Invalid(format!("{} exists already. Pass a free path, or move what is there away", path.display()))
-}
-
-/// Locks the journal, which is created if it is missing. `None` without locks.
-fn own(parent: &dyn Dir, journal: &str, is_there: bool) -> Result<Option<Box<dyn Lock>>> {
-    let output = || parent.path().join(journal.trim_end_matches(JOURNAL));
-    let lock = match parent.try_lock(journal, LockKind::Exclusive, !is_there) {
-        Err(error) if error.is_without_locks() => return Ok(None),
-        Err(error) if is_there && error.is_not_found() => {
-            return Err(Error::Invalid(format!(
-                "{} is in the way: it has the name of an incomplete conversion, and is none. Move or delete it",
-                output().display()
-            )));
-        }
-        lock => lock?,
-    };
-    // The process that held it has removed it.
-    if lock.is_none() || parent.stat(journal)?.is_none() {
-        return Err(Error::Invalid(format!(
-            "another process writes {}. Wait for it, or pass another path",
-            output().display()
-        )));
-    }
-    Ok(lock)
-}
-
-/// True if the files of finished windows are there, and long enough.
-fn finished_are_there(
-    parent: &Arc<dyn Dir>,
-    partial: &str,
-    kind: OutputKind,
-    plan: &ConversionPlan,
-    options: &ConversionOptions,
-    finished: u64,
-) -> Result<bool> {
-    let below = |name: &str| match kind {
-        OutputKind::File => parent.stat(partial),
-        OutputKind::Directory => parent.stat(&format!("{partial}/{name}")),
-    };
-    let mut all = windows(&plan.files, options.window_bytes)
-        .take_while(|window| window.number < finished)
-        .filter(|window| window.offset == 0);
-    all.try_fold(true, |all, window| {
-        let Some(planned) = plan.files.get(window.file) else { return Ok(false) };
-        let stat = match below(&planned.name) {
-            Err(error) if error.is_no_directory() => None,
-            stat => stat?,
-        };
-        Ok(all && stat.is_some_and(|stat| stat.kind == EntryKind::File && stat.len >= planned.length))
-    })
-}
-
-/// Gives files their exact lengths: a process may have been killed before it cut what was allocated
-/// behind their ends.
-fn settle_lengths(dir: &dyn Dir, files: impl Iterator<Item = OutputFile>) -> Result<()> {
-    for OutputFile { name, length } in files {
-        let stat = dir.stat(&name)?;
-        if stat.is_some_and(|stat| stat.len == length) {
-            continue;
-        }
-        let file: Arc<dyn File> = dir.overwrite_file(&name, 0)?;
-        file.set_len(length)?;
-        file.sync()?;
-    }
-    Ok(())
-}
-
-/// Removes an incomplete output and its journal.
-fn give_up(parent: &dyn Dir, partial: &str) -> Result<()> {
-    remove_partial(parent, partial)?;
-    // The output goes first: with its journal, it can be told from a stranger's file.
-    parent.sync()?;
-    Ok(ignore_missing(parent.remove_file(&format!("{partial}{JOURNAL}")))?)
-}
-
-/// Removes an incomplete output, whatever its kind.
-fn remove_partial(parent: &dyn Dir, partial: &str) -> Result<()> {
-    match parent.stat(partial)?.map(|stat| stat.kind) {
-        None => {}
-        Some(EntryKind::Dir) => ignore_missing(delete_tree(parent, partial))?,
-        Some(_) => ignore_missing(parent.remove_file(partial))?,
-    }
-    Ok(())
 }

@@ -14,6 +14,7 @@ use super::ticket::Ticket;
 use super::together::AgreedDecision;
 use super::{Exists, Inner, Manager, SaveRequest};
 use crate::commit::Existing;
+use crate::convert::Sharing;
 use crate::directory_layout;
 use crate::discovery::Found;
 use crate::error::{Error, Result};
@@ -176,6 +177,19 @@ impl Manager {
             pool.mappings().iter().for_each(|mapping| mapping.register_with(&device));
         }
         Ok(())
+    }
+
+    /// True while a save is not over.
+    pub fn is_saving(&self) -> bool {
+        !self.inner.saves.lock().pending.is_empty()
+    }
+
+    /// Returns the session in which the ranks of this manager share conversions. All ranks make
+    /// this call.
+    pub fn sharing(&self) -> Result<Sharing> {
+        self.inner.check_usable()?;
+        let Inner { root, environment, options, .. } = &*self.inner;
+        Sharing::meet(&root.path, environment, options.stall_timeout)
     }
 
     /// Announces preemption. The job counts as preempted from the next step that the policy is

@@ -2,13 +2,15 @@
 //! conversion finishes what is there.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Image, SimDisk};
 use stepwell_manager::convert::{
-    Conversion, ConversionOptions, ConversionPlan, OutputKind, PieceContent, PlannedFile, PlannedPiece,
+    self as conversions, Conversion, ConversionOptions, ConversionPlan, OutputKind, PieceContent,
+    PlannedFile, PlannedPiece, Sharing,
 };
 use stepwell_manager::{Checkpoint, Error, Outcome, SaveRequest, singular};
 use stepwell_tests::crash::{Explorer, Marks};
@@ -56,8 +58,9 @@ fn convert(disk: &SimDisk, seed: u64) -> Result<u64, Error> {
     let environment = world::environment(disk, seed);
     let source = Checkpoint::open(Path::new(SOURCE), &environment)?;
     let limits = ConversionOptions { budget_bytes: 1 << 20, window_bytes: 4096, journal_bytes: 8192 };
-    let output = Path::new(OUTPUT);
-    let begun = Conversion::begin(&source, plan(), output, OutputKind::Directory, &environment, limits)?;
+    let (output, alone) = (Path::new(OUTPUT), Arc::new(Sharing::alone(&environment)));
+    let begun =
+        Conversion::begin(&source, plan(), output, OutputKind::Directory, &alone, &environment, limits)?;
     let resumed = begun.resumed_bytes();
     begun.write(&source, &mut |_, _| true)?.publish()?;
     Ok(resumed)
@@ -130,4 +133,42 @@ fn a_conversion_killed_at_any_operation_is_finished_by_the_next() {
     assert!(kills > 50, "{kills} kills");
     let total: u64 = plan().files.iter().map(|file| file.length).sum();
     assert!(most > total * 2 / 3, "{most} of {total} bytes were resumed at most");
+}
+
+/// The entries beside the output.
+fn names(disk: &SimDisk) -> Vec<String> {
+    let dir = disk.open_dir(Path::new("out")).unwrap();
+    dir.entries().unwrap().into_iter().map(|entry| entry.name).collect()
+}
+
+#[test]
+fn a_crash_of_a_removal_leaves_a_whole_output_or_none() {
+    let base = source();
+    let disk = SimDisk::from_image(&base);
+    convert(&disk, 2).unwrap();
+    let expected = output(&disk).unwrap();
+    let disk = SimDisk::from_image(&disk.image());
+    conversions::remove(Path::new(OUTPUT), &world::environment(&disk, 3)).unwrap();
+    disk.mark("removed");
+    assert_eq!(names(&disk), Vec::<String>::new());
+    let check = |disk: &SimDisk, marks: &Marks| {
+        let is_removed = marks.iter().any(|mark| mark == "removed");
+        match output(disk) {
+            Some(found) if found != expected => return Err("the output is not whole".to_owned()),
+            Some(_) if is_removed => return Err("the output is back".to_owned()),
+            _ => {}
+        }
+        let there = output(disk).is_some();
+        conversions::end_removal(Path::new(OUTPUT), &world::environment(disk, 4))
+            .map_err(|error| error.to_string())?;
+        match names(disk) {
+            left if left.is_empty() != there => Ok(()),
+            left => Err(format!("left behind: {left:?}")),
+        }
+    };
+    let mut explorer = Explorer::new(quick());
+    if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check) {
+        panic!("{failure}");
+    }
+    println!("{}", explorer.explored);
 }

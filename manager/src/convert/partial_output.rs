@@ -1,0 +1,253 @@
+//! Incomplete outputs: their names, their locks, and how they are removed.
+//!
+//! | name | what it is |
+//! |---|---|
+//! | `model.partial`, `model.partial.safetensors` | the incomplete output: a directory, a file |
+//! | `model.partial.journal` | its journal, which also locks it; other ranks than the leader have `….journal.3` |
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use stepwell_core::io::{Dir, EntryKind, File, Lock, LockKind};
+
+use super::OutputKind;
+use super::file_plan::ConversionPlan;
+use super::journal::{self, Recorded};
+use super::windows::OutputWindow;
+use super::writer::OutputFile;
+use crate::commit::aside;
+use crate::delete_tree::{delete_tree, ignore_missing};
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::singular;
+
+/// Marks the name of an incomplete output.
+const PARTIAL: &str = ".partial";
+/// Follows the name of an incomplete output, in the name of its journal.
+const JOURNAL: &str = ".journal";
+/// Follows the name of an output that is being removed.
+const REMOVED: &str = ".removed";
+
+/// The place of an incomplete output.
+#[derive(Clone)]
+pub(super) struct PartialOutput {
+    pub parent: Arc<dyn Dir>,
+    pub kind: OutputKind,
+    /// The name of the complete output.
+    pub name: String,
+    /// The name until then.
+    pub partial: String,
+    /// The name of the journal that locks it.
+    pub journal: String,
+}
+
+impl PartialOutput {
+    pub(super) fn new(parent: Arc<dyn Dir>, name: String, kind: OutputKind) -> Self {
+        // Readers know a file by the end of its name, which stays.
+        let partial = match name.rsplit_once('.') {
+            Some((stem, suffix)) if kind == OutputKind::File && !stem.is_empty() => {
+                format!("{stem}{PARTIAL}.{suffix}")
+            }
+            _ => format!("{name}{PARTIAL}"),
+        };
+        let journal = format!("{partial}{JOURNAL}");
+        Self { parent, kind, name, partial, journal }
+    }
+
+    /// Returns the path of the incomplete output.
+    pub(super) fn path(&self) -> PathBuf {
+        self.parent.path().join(&self.partial)
+    }
+
+    /// Returns the name of a rank's journal.
+    pub(super) fn journal_of(&self, rank: u32) -> String {
+        if rank == 0 { self.journal.clone() } else { format!("{}.{rank}", self.journal) }
+    }
+
+    pub(super) fn check_free(&self) -> Result<()> {
+        if self.parent.stat(&self.name)?.is_some() { Err(self.taken()) } else { Ok(()) }
+    }
+
+    pub(super) fn taken(&self) -> Error {
+        let path = self.parent.path().join(&self.name);
+        Error::Invalid(format!(
+            "{} exists already. Pass a free path, or move what is there away",
+            path.display()
+        ))
+    }
+
+    /// True if something has the name of the incomplete output.
+    pub(super) fn is_there(&self) -> Result<bool> {
+        Ok(self.parent.stat(&self.partial)?.is_some())
+    }
+
+    /// Locks the journal, which is created if both are missing. `None` without locks.
+    pub(super) fn lock(&self, is_there: bool) -> Result<Option<Box<dyn Lock>>> {
+        let lock = match self.parent.try_lock(&self.journal, LockKind::Exclusive, !is_there) {
+            Err(error) if error.is_without_locks() => return Ok(None),
+            Err(error) if is_there && error.is_not_found() => return Err(self.in_the_way(&self.partial)),
+            lock => lock?,
+        };
+        // The process that held it has removed it.
+        if lock.is_none() || self.parent.stat(&self.journal)?.is_none() {
+            return Err(Error::Invalid(format!(
+                "another process writes {}. Wait for it, or pass another path",
+                self.path().display()
+            )));
+        }
+        Ok(lock)
+    }
+
+    /// Opens a journal, or creates it, and reads what it has recorded.
+    pub(super) fn open_journal(&self, name: &str) -> Result<(Arc<dyn File>, Option<Recorded>)> {
+        let file = match self.parent.overwrite_file(name, 0) {
+            // Without locks, nothing has created it.
+            Err(error) if error.is_not_found() => self.parent.create_file(name, 0)?,
+            opened => opened?,
+        };
+        let recorded = journal::read(&*file)?;
+        if recorded.is_none() && !journal::is_unwritten(&*file)? {
+            return Err(self.in_the_way(name));
+        }
+        Ok((file, recorded))
+    }
+
+    pub(super) fn in_the_way(&self, name: &str) -> Error {
+        Error::Invalid(format!(
+            "{} is in the way: it has the name of an incomplete conversion, and is none. Move or delete it",
+            self.parent.path().join(name).display()
+        ))
+    }
+
+    /// Opens the directory of the files, which is created if it is missing.
+    pub(super) fn dir(&self) -> Result<Arc<dyn Dir>> {
+        if self.kind == OutputKind::File {
+            return Ok(Arc::clone(&self.parent));
+        }
+        match self.parent.create_dir(&self.partial) {
+            Err(error) if error.already_exists() => Ok(self.parent.open_dir(&self.partial)?),
+            made => {
+                let made = made?;
+                self.parent.sync()?;
+                Ok(made)
+            }
+        }
+    }
+
+    /// Returns the files to write, by their names in [`Self::dir`].
+    pub(super) fn files(&self, plan: &ConversionPlan) -> Vec<OutputFile> {
+        let name = |planned: &str| match self.kind {
+            OutputKind::File => self.partial.clone(),
+            OutputKind::Directory => planned.to_owned(),
+        };
+        plan.files.iter().map(|file| OutputFile { name: name(&file.name), length: file.length }).collect()
+    }
+
+    /// True if the files of finished windows are there, and long enough.
+    pub(super) fn has_files_of(
+        &self,
+        plan: &ConversionPlan,
+        finished: impl Iterator<Item = OutputWindow>,
+    ) -> Result<bool> {
+        let below = |name: &str| match self.kind {
+            OutputKind::File => self.parent.stat(&self.partial),
+            OutputKind::Directory => self.parent.stat(&format!("{}/{name}", self.partial)),
+        };
+        let mut last = None;
+        for window in finished {
+            if last.replace(window.file) == Some(window.file) {
+                continue;
+            }
+            let Some(planned) = plan.files.get(window.file) else { return Ok(false) };
+            let stat = match below(&planned.name) {
+                Err(error) if error.is_no_directory() => None,
+                stat => stat?,
+            };
+            if stat.is_none_or(|stat| stat.kind != EntryKind::File || stat.len < planned.length) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Removes the incomplete output, whatever its kind. The journals stay.
+    pub(super) fn remove(&self) -> Result<()> {
+        match self.parent.stat(&self.partial)?.map(|stat| stat.kind) {
+            None => return Ok(()),
+            Some(EntryKind::Dir) => ignore_missing(delete_tree(&*self.parent, &self.partial))?,
+            Some(_) => ignore_missing(self.parent.remove_file(&self.partial))?,
+        }
+        Ok(self.parent.sync()?)
+    }
+
+    /// Removes the incomplete output and its journals.
+    pub(super) fn give_up(&self) -> Result<()> {
+        // The output goes first: with its journal, it can be told from a stranger's file.
+        self.remove()?;
+        self.remove_journals()
+    }
+
+    /// Removes the journals of all ranks. The one that is locked goes last.
+    pub(super) fn remove_journals(&self) -> Result<()> {
+        let others = format!("{}.", self.journal);
+        for entry in self.parent.entries()? {
+            if entry.name.strip_prefix(&others).is_some_and(|rank| rank.parse::<u32>().is_ok()) {
+                ignore_missing(self.parent.remove_file(&entry.name))?;
+            }
+        }
+        Ok(ignore_missing(self.parent.remove_file(&self.journal))?)
+    }
+}
+
+/// Gives files their exact lengths: a process may have been killed before it cut what was allocated
+/// behind their ends.
+pub(super) fn settle_lengths(dir: &dyn Dir, files: &[OutputFile]) -> Result<()> {
+    for OutputFile { name, length } in files {
+        let stat = dir.stat(name)?;
+        if stat.is_some_and(|stat| stat.len == *length) {
+            continue;
+        }
+        let file: Arc<dyn File> = dir.overwrite_file(name, 0)?;
+        file.set_len(*length)?;
+        file.sync()?;
+    }
+    Ok(())
+}
+
+/// Removes what an interrupted conversion to `path` has left. Does nothing if there is nothing, or
+/// if another process writes it.
+pub fn discard(path: &Path, kind: OutputKind, environment: &Environment) -> Result<()> {
+    let (parent, name) = singular::split(path)?;
+    let parent = match environment.disk.open_dir(parent) {
+        Err(error) if error.is_not_found() => return Ok(()),
+        parent => parent?,
+    };
+    let output = PartialOutput::new(parent, name, kind);
+    match output.parent.try_lock(&output.journal, LockKind::Exclusive, false) {
+        // Without its journal, it may be somebody else's.
+        Err(error) if error.is_not_found() => Ok(()),
+        Ok(None) => Ok(()),
+        Err(error) if !error.is_without_locks() => Err(error.into()),
+        _lock => output.give_up(),
+    }
+}
+
+/// Removes the directory of a complete output. Its name is free at once, also after a crash, and
+/// its files are deleted then. [`end_removal`] ends a removal that was interrupted.
+pub fn remove(path: &Path, environment: &Environment) -> Result<()> {
+    end_removal(path, environment)?;
+    let (parent, name) = singular::split(path)?;
+    let parent = environment.disk.open_dir(parent)?;
+    match aside::retire(&*parent, &name, &format!("{name}{REMOVED}")) {
+        Err(error) if error.is_not_found() => return Ok(()),
+        retired => retired?,
+    }
+    end_removal(path, environment)
+}
+
+/// Deletes the files of an output that an interrupted [`remove`] has left.
+pub fn end_removal(path: &Path, environment: &Environment) -> Result<()> {
+    let (parent, name) = singular::split(path)?;
+    let parent = environment.disk.open_dir(parent)?;
+    Ok(ignore_missing(delete_tree(&*parent, &format!("{name}{REMOVED}")))?)
+}

@@ -1,0 +1,84 @@
+"""Files that a conversion passes along: the configuration and the tokenizer of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from ._checks import shown
+from ._locations import Path, absolute
+from .errors import MisuseError
+from .formats.files import read
+from .formats.writers import OutputFile
+
+#: A file, a directory of a model, or several of them.
+Files: TypeAlias = "Path | Sequence[Path]"
+
+#: The ends of names of files with weights, and of their indexes.
+_WEIGHTS = (
+    ".safetensors",
+    ".index.json",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".onnx",
+    ".h5",
+    ".msgpack",
+    ".npz",
+    ".distcp",
+)
+#: The longest file that is passed along.
+_MAX_BYTES = 256 << 20
+
+
+def passed_along(files: Files | None) -> dict[str, str]:
+    """Returns the paths of the files by their names. Of a directory, those are its files that are
+    not weights, hidden or empty.
+
+    Raises:
+        MisuseError: one does not exist, or two have the same name.
+    """
+    if files is None:
+        return {}
+    if not isinstance(files, (str, os.PathLike, Sequence)):
+        raise MisuseError(f"files= is a path or a list of paths, not {shown(files)}")
+    found: dict[str, str] = {}
+    for given in [files] if isinstance(files, (str, os.PathLike)) else files:
+        path = absolute(given, "a path of files=")
+        if not os.path.exists(path):
+            raise MisuseError(f"{path} of files= does not exist. Pass a file, or the directory of a model")
+        for one in _of_directory(path) if os.path.isdir(path) else [path]:
+            name = os.path.basename(one)
+            if found.setdefault(name, one) != one:
+                raise MisuseError(f"{found[name]} and {one} of files= have the same name. Leave one out")
+    return found
+
+
+def _of_directory(path: str) -> list[str]:
+    files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+    return [
+        file
+        for file in files
+        if not os.path.basename(file).startswith(".")
+        and not file.endswith(_WEIGHTS)
+        and os.path.isfile(file)
+        and os.path.getsize(file) > 0
+    ]
+
+
+def as_output(paths: Mapping[str, str]) -> list[OutputFile]:
+    """Reads the files, to be written beside those of the format."""
+    made = []
+    for name, path in paths.items():
+        length = read(path, 0, 0)[1]
+        if not 0 < length <= _MAX_BYTES:
+            raise MisuseError(
+                f"{path} of files= has {length} bytes; a file of 1 to {_MAX_BYTES} bytes can be passed along"
+            )
+        file = OutputFile(name)
+        file.add_bytes(read(path, 0, length)[0])
+        made.append(file)
+    return made

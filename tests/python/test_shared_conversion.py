@@ -1,0 +1,191 @@
+"""Conversions that several ranks share: each writes a part, and one publishes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+from conftest import partials, same
+from ranks import start
+from stepwell import _convert
+
+LONG = "STEPWELL_LONG" in os.environ
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkpoint whose tensors have different sizes, and a directory where ranks meet."""
+    rng = np.random.default_rng(3)
+    sw.save(tmp_path / "saved", {f"w{n}": rng.standard_normal((n + 1, 250, 100)) for n in range(10)})
+    (tmp_path / "meet").mkdir()
+    return tmp_path / "saved"
+
+
+def shared(source: Path, world: int, job: str, **given: Any) -> list[Any]:
+    """Converts by several ranks, each a thread. Returns their results or errors."""
+    outcomes: list[Any] = [None] * world
+
+    def rank(number: int) -> None:
+        coordinator = sw.coordinators.SharedDirectory(number, world, job, path=source.parent / "meet")
+        own = {name: value(number) if callable(value) else value for name, value in given.items()}
+        try:
+            outcomes[number] = sw.convert(source, coordinator=coordinator, **own)
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(120)
+        assert not one.is_alive()
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [("safetensors", "out"), ("safetensors", "out.safetensors"), ("dcp", "out"), ("npz", "a.npz"), ("torch", "a.pt")],
+)  # fmt: skip
+def test_ranks_write_one_output_together(source: Path, to: Any, name: str, small_windows: None) -> None:
+    out, whole = source.parent / name, {}
+
+    def progress(rank: int) -> Any:
+        return lambda done, total: whole.__setitem__(rank, total)
+
+    options = {"shard_size": "3MB"} if name == "out" else {}
+    made = shared(source, 3, "job", destination=out, to=to, verify=True, progress=progress, **options)
+    assert all(one.verified for one in made), made
+    assert sum(whole.values()) == made[0].nbytes
+    alone = [one for one in whole.values() if one == made[0].nbytes]
+    # A file with checksums is written by one rank.
+    assert bool(alone) == (to in ("npz", "torch"))
+    stored = sw.restore(source)
+    for path, tensor in sw.restore(out).items():
+        assert same(np.asarray(tensor), stored[path])
+    assert partials(source.parent) == []
+
+
+def test_shared_and_single_conversions_make_equal_files(source: Path, small_windows: None) -> None:
+    one, other = source.parent / "one", source.parent / "other"
+    sw.convert(source, one, to="safetensors", shard_size="3MB")
+    shared(source, 4, "job", destination=other, to="safetensors", shard_size="3MB")
+    assert digests(one) == digests(other)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+
+
+class _Stop(Exception):
+    """Raised by a progress callback."""
+
+
+def _stopping(at: int) -> Any:
+    def of_rank(rank: int) -> Any:
+        def stop(done: int, total: int) -> None:
+            if rank == at and total and done > total / 4:
+                raise _Stop
+
+        return stop
+
+    return of_rank
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions that take a while: small windows, and many records of the journal."""
+    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 32 << 10)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_failed_rank_ends_the_others_and_is_resumed(source: Path, at: int, slow: None) -> None:
+    out = source.parent / "out"
+    given: dict[str, Any] = {"destination": out, "to": "safetensors"}
+    failed = shared(source, 2, "first", progress=_stopping(at), **given)
+    assert isinstance(failed[at], _Stop)
+    assert isinstance(failed[1 - at], sw.StepwellError), failed
+    assert not out.exists()
+    made = shared(source, 2, "second", verify=True, **given)
+    assert sum(one.resumed_nbytes for one in made) > 0.2 * made[0].nbytes
+    assert partials(source.parent) == []
+
+
+def test_another_number_of_ranks_starts_anew(source: Path, slow: None) -> None:
+    out = source.parent / "out"
+    given: dict[str, Any] = {"destination": out, "to": "safetensors"}
+    shared(source, 3, "first", progress=_stopping(1), **given)
+    assert "out.partial.journal.2" in partials(source.parent)
+    made = shared(source, 2, "second", verify=True, **given)
+    assert [one.resumed_nbytes for one in made] == [0, 0]
+    assert partials(source.parent) == []
+
+
+def test_files_that_a_rank_lost_are_written_again(source: Path, slow: None) -> None:
+    out = source.parent / "out"
+    given: dict[str, Any] = {"destination": out, "to": "safetensors", "shard_size": "3MB"}
+    shared(source, 2, "first", progress=_stopping(1), **given)
+    shards = sorted((source.parent / "out.partial").iterdir())
+    shards[-2].unlink(missing_ok=True)
+    shards[0].unlink()
+    made = shared(source, 2, "second", verify=True, **given)
+    assert all(one.verified for one in made), made
+
+
+def test_conversions_to_stepwell_are_not_shared(source: Path) -> None:
+    failed = shared(source, 2, "job", destination=source.parent / "out", to="stepwell")
+    assert all("convert on one process" in str(one) for one in failed)
+
+
+def test_ranks_need_a_directory_to_meet_in(source: Path) -> None:
+    alone = sw.coordinators.SharedDirectory(0, 2, "job")
+    with pytest.raises(sw.MisuseError, match="Pass a directory that all ranks share"):
+        sw.convert(source, source.parent / "out", to="safetensors", coordinator=alone)
+    assert not (source.parent / "out").exists()
+
+
+_RANK = """
+from stepwell import _convert
+_convert._WINDOW_BYTES, _convert._JOURNAL_BYTES = 4096, 16 << 10
+source, meet = sys.argv[5:7]
+print("ready", flush=True)
+made = sw.convert(source, ROOT, to="safetensors", shard_size="3MB",
+                  coordinator=sw.coordinators.SharedDirectory(RANK, WORLD, sys.argv[4], path=meet))
+print(made.resumed_nbytes)
+"""
+
+
+def test_ranks_killed_at_random_moments_are_resumed(source: Path) -> None:
+    out, meet, rng = source.parent / "out", source.parent / "meet", random.Random(5)
+    sw.convert(source, source.parent / "wanted", to="safetensors", shard_size="3MB")
+    wanted = digests(source.parent / "wanted")
+    resumed = killed = 0
+    least, attempt = 60 if LONG else 6, 0
+    while killed < least or resumed == 0:
+        attempt += 1
+        job = start(source.parent, _RANK, 3, out, source, meet, job=f"job-{attempt}")
+        for process in job.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        if attempt % 4:
+            time.sleep(0.05 + rng.random() * 0.4)
+            for process in job.processes:
+                process.send_signal(signal.SIGKILL)
+            killed += sum(code < 0 for code, _, _ in job.finish())
+        else:
+            resumed += sum(int(text.split()[-1]) > 0 for text in job.succeed())
+        if out.exists():
+            assert digests(out) == wanted
+            for file in out.iterdir():
+                file.unlink()
+            out.rmdir()
+        assert attempt < 10 * least, (killed, resumed)
