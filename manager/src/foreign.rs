@@ -1,6 +1,7 @@
 //! Bytes of files that other libraries wrote, for the package's format modules: headers, members of
 //! zip archives, values around arrays. Their tensors are read by [`crate::Reader`].
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -26,7 +27,9 @@ const HEAD_BYTES: u64 = 2 << 10;
 const SHORT_TAIL_BYTES: u64 = 2 << 10;
 /// The longest member whose content is read with its archive.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
-/// Archives inside a file that are read at a time: a disk answers that many small reads together.
+/// Archives inside a file that are read at a time, and their reads: a disk answers that many small
+/// reads together.
+const ARCHIVES_AT_ONCE: usize = 1024;
 const ARCHIVE_THREADS: usize = 16;
 
 /// Reads bytes of a foreign file, as far as it has them. Also returns its length.
@@ -54,8 +57,7 @@ pub struct Archive {
 /// The members of a zip archive, in the order of its directory, and the offsets of their contents.
 pub fn zip_members(path: &Path, environment: &Environment) -> Result<Vec<(ZipMember, u64)>> {
     let file = open(path, environment)?;
-    let bytes =
-        ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: Vec::new(), tail: Vec::new() };
+    let bytes = ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: &[], tail: &[] };
     members(&bytes, zip::MAX_TAIL_BYTES).map_err(|error| error.at(path))
 }
 
@@ -69,27 +71,79 @@ pub fn archives(
 ) -> Result<Vec<Archive>> {
     let file = open(path, environment)?;
     let file_length = file.len()?;
-    let found = each("stepwell-foreign", ARCHIVE_THREADS, places, |&(begin, length)| {
-        if begin.checked_add(length).is_none_or(|end| end > file_length) {
-            let what = format!(
-                "bytes {begin} to {} were expected; the file has {file_length}",
-                begin.saturating_add(length)
-            );
-            return Err(ArchiveError::Fault(Fault { at: begin, what, is_cut: false }));
+    let outside =
+        places.iter().find(|(at, length)| at.checked_add(*length).is_none_or(|end| end > file_length));
+    if let Some(&(at, length)) = outside {
+        let end = at.saturating_add(length);
+        let what = format!("bytes {at} to {end} were expected; the file has {file_length}");
+        return Err(ArchiveError::Fault(Fault { at, what, is_cut: false }).at(path));
+    }
+    let mut found = Vec::with_capacity(places.len());
+    for some in places.chunks(ARCHIVES_AT_ONCE) {
+        let near = NearBytes::read(&*file, some)?;
+        for &(begin, length) in some {
+            found.push(archive(&*file, begin, length, &near, wanted).map_err(|error| error.at(path))?);
         }
-        archive(&*file, begin, length, wanted)
-    });
-    found.into_iter().map(|one| one.map_err(|error| error.at(path))).collect()
+    }
+    Ok(found)
 }
 
-fn archive(file: &dyn File, begin: u64, length: u64, wanted: &[&str]) -> Result<Archive, ArchiveError> {
-    let mut bytes = ArchiveBytes { file, begin, length, head: Vec::new(), tail: Vec::new() };
+/// The first and last bytes of archives. Those that are near each other are read together.
+struct NearBytes(Vec<(u64, Vec<u8>)>);
+
+impl NearBytes {
+    fn read(file: &dyn File, places: &[(u64, u64)]) -> Result<Self> {
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let mut pieces: Vec<Range<u64>> = places
+            .iter()
+            .flat_map(|&(begin, length)| ends(length).map(|at| begin + at.start..begin + at.end))
+            .collect();
+        pieces.sort_unstable_by_key(|piece| piece.start);
+        for piece in pieces {
+            match ranges.last_mut() {
+                Some(last)
+                    if piece.start <= last.end + NEAR_BYTES
+                        && piece.end - last.start <= MAX_HEADERS_BYTES =>
+                {
+                    last.end = last.end.max(piece.end);
+                }
+                _ => ranges.push(piece),
+            }
+        }
+        let read = |range: &Range<u64>| file.read_at(range.start, (range.end - range.start) as usize);
+        let read = each("stepwell-foreign", ARCHIVE_THREADS, &ranges, read);
+        let found = ranges.iter().zip(read).map(|(range, bytes)| Ok((range.start, bytes?)));
+        Ok(Self(found.collect::<Result<_>>()?))
+    }
+
+    /// These bytes of the file, as far as they were read.
+    fn get(&self, bytes: Range<u64>) -> &[u8] {
+        let after = self.0.partition_point(|&(start, _)| start <= bytes.start);
+        let found = after.checked_sub(1).and_then(|at| self.0.get(at)).and_then(|(start, read)| {
+            read.get((bytes.start - start) as usize..)?.get(..(bytes.end - bytes.start) as usize)
+        });
+        found.unwrap_or_default()
+    }
+}
+
+/// The first and the last bytes of an archive of that length. Those of a short one are all.
+fn ends(length: u64) -> [Range<u64>; 2] {
     let head = if length <= SMALL_ARCHIVE_BYTES { length } else { HEAD_BYTES };
-    bytes.head = bytes.read(0, head)?;
+    [0..head, length - length.min(SHORT_TAIL_BYTES)..length]
+}
+
+fn archive(
+    file: &dyn File,
+    begin: u64,
+    length: u64,
+    near: &NearBytes,
+    wanted: &[&str],
+) -> Result<Archive, ArchiveError> {
+    let [head, tail] = ends(length).map(|at| near.get(begin + at.start..begin + at.end));
+    let bytes = ArchiveBytes { file, begin, length, head, tail };
     // Writers of torch leave no comment, so that a short end has the directory. Otherwise the
     // longest end is read.
     let tail = length.min(SHORT_TAIL_BYTES);
-    bytes.tail = bytes.read(length - tail, tail)?;
     let members = match members(&bytes, tail) {
         Err(ArchiveError::Fault(_)) if length > tail => members(&bytes, zip::MAX_TAIL_BYTES)?,
         found => found?,
@@ -103,6 +157,32 @@ fn archive(file: &dyn File, begin: u64, length: u64, wanted: &[&str]) -> Result<
     }
     let members = members.into_iter().map(|(member, content)| (member, begin + content)).collect();
     Ok(Archive { members, records })
+}
+
+/// The archives that are compressed streams at these places of a file (offset, length), as far as
+/// their first `head` bytes show them. Offsets are those in the decoded archive.
+pub fn compressed_archives(
+    path: &Path,
+    places: &[(u64, u64)],
+    compression: Compression,
+    wanted: &[&str],
+    head: u64,
+    environment: &Environment,
+) -> Result<Vec<Archive>> {
+    let file = open(path, environment)?;
+    let archive = |&(offset, length): &(u64, u64)| {
+        let place = NpyPlace { name: String::new(), offset, length, compression: Some(compression) };
+        let head = first_bytes(&*file, &place, head)?;
+        let members = zip::first_members(&head);
+        let content = |(member, content): &(ZipMember, u64)| {
+            let is_wanted = wanted.iter().any(|name| member.name.ends_with(name));
+            head.get(*content as usize..)?.get(..member.length as usize).filter(|_| is_wanted)
+        };
+        let records = members.iter().enumerate();
+        let records = records.filter_map(|(number, member)| Some((number, content(member)?.to_vec())));
+        Ok(Archive { records: records.collect(), members })
+    };
+    places.iter().map(archive).collect()
 }
 
 /// A failure in an archive.
@@ -128,8 +208,8 @@ struct ArchiveBytes<'a> {
     begin: u64,
     length: u64,
     /// Its first bytes, and its last ones.
-    head: Vec<u8>,
-    tail: Vec<u8>,
+    head: &'a [u8],
+    tail: &'a [u8],
 }
 
 impl ArchiveBytes<'_> {
@@ -137,7 +217,7 @@ impl ArchiveBytes<'_> {
     fn read(&self, offset: u64, length: u64) -> Result<Vec<u8>, ArchiveError> {
         let length = self.length.saturating_sub(offset).min(length);
         let tail_at = self.length - self.tail.len() as u64;
-        for (begin, known) in [(0, &self.head), (tail_at, &self.tail)] {
+        for (begin, known) in [(0, self.head), (tail_at, self.tail)] {
             let from = offset.checked_sub(begin);
             let found = from.and_then(|from| known.get(from as usize..)?.get(..length as usize));
             if let Some(found) = found {
@@ -209,7 +289,7 @@ pub struct NpyPlace {
     pub compression: Option<Compression>,
 }
 
-/// Compressed bytes that are read at once.
+/// Compressed bytes that are read first.
 const COMPRESSED_BYTES: u64 = 4096;
 /// Bytes of an array that are read first. Most headers have 128.
 const NPY_START_BYTES: u64 = 256;
@@ -245,8 +325,10 @@ fn first_bytes(file: &dyn File, place: &NpyPlace, wanted: u64) -> Result<Vec<u8>
     let mut decoder = Decompressor::new(compression);
     let mut decoded = vec![0; wanted as usize];
     let (mut written, mut at) = (0, 0);
+    let mut size = COMPRESSED_BYTES;
     while at < place.length {
-        let length = (place.length - at).min(COMPRESSED_BYTES);
+        let length = (place.length - at).min(size);
+        size = (2 * size).min(MAX_HEADERS_BYTES);
         let input = file.read_at(place.offset + at, length as usize)?;
         let output = decoded.get_mut(written..).unwrap_or_default();
         let piece = decoder.step(&input, output).map_err(|what| place.corrupt(file, what))?;

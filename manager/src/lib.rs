@@ -58,7 +58,9 @@ pub mod writer_heartbeat;
 pub use checkpoint::Checkpoint;
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
-pub use foreign::{Archive, NpyPlace, archives, msgpack, npy_headers, read_foreign, zip_members};
+pub use foreign::{
+    Archive, NpyPlace, archives, compressed_archives, msgpack, npy_headers, read_foreign, zip_members,
+};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};
 pub use reader::{ReadFailure, Reader};

@@ -70,8 +70,9 @@ pub fn safetensors_header(
     Ok((header.metadata, header.tensors.into_iter().map(row).collect()))
 }
 
-/// A member of a zip archive: `(name, method, CRC-32, offset of its content, stored bytes, bytes)`.
-type MemberRow = (String, &'static str, u32, u64, u64, u64);
+/// A member of a zip archive: `(name, method, CRC-32 if the archive has any, offset of its content,
+/// stored bytes, bytes)`.
+type MemberRow = (String, &'static str, Option<u32>, u64, u64, u64);
 
 /// The members of a zip archive, in the order of its directory. A method is `stored` or `deflated`.
 #[pyfunction]
@@ -108,17 +109,44 @@ pub fn zip_archives(
         let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
         stepwell_manager::archives(&path, &places, &wanted, &environment)
     })?;
+    Ok(archive_rows(py, found))
+}
+
+/// The zip archives that are compressed streams at these places of a file (offset, length), as far
+/// as their first `head` bytes show them. Offsets are those in the decoded archive. A member that
+/// does not end there has a length of 2^62. Contents as in `zip_archives`.
+#[pyfunction]
+pub fn compressed_archives<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    places: Vec<(u64, u64)>,
+    compression: &str,
+    wanted: Vec<String>,
+    head: u64,
+) -> PyResult<Vec<ArchiveRow<'py>>> {
+    let compression = compression_named(compression)?;
+    let found = call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+        let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
+        stepwell_manager::compressed_archives(&path, &places, compression, &wanted, head, &environment)
+    })?;
+    Ok(archive_rows(py, found))
+}
+
+fn archive_rows(py: Python<'_>, found: Vec<Archive>) -> Vec<ArchiveRow<'_>> {
     let row = |one: Archive| {
         let records = one.records.into_iter().map(|(number, bytes)| (number, PyBytes::new(py, &bytes)));
         (one.members.into_iter().map(member_row).collect(), records.collect())
     };
-    Ok(found.into_iter().map(row).collect())
+    found.into_iter().map(row).collect()
 }
 
 /// The compression of that name.
 pub fn compression_named(name: &str) -> PyResult<Compression> {
     match name {
         "deflate" => Ok(Compression::Deflate),
+        "zstd" => Ok(Compression::Zstd),
+        "latin1" => Ok(Compression::Latin1),
         other => Err(PyValueError::new_err(format!("compression {other:?}"))),
     }
 }

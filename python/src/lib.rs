@@ -65,7 +65,8 @@ mod _core {
     use crate::events::Events;
     #[pymodule_export]
     use crate::foreign::{
-        npy_headers, read_foreign, safetensors_header, safetensors_header_length, zip_archives, zip_members,
+        compressed_archives, npy_headers, read_foreign, safetensors_header, safetensors_header_length,
+        zip_archives, zip_members,
     };
     #[pymodule_export]
     use crate::manager::{Held, Manager, Ticket};

@@ -3,6 +3,7 @@
 //! Nothing is imported for a name, nothing is called, and nothing is hashed. One pass makes all
 //! objects, and a second one fills those that may contain themselves. So neither recurses.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -34,7 +35,14 @@ pub fn pickle<'py>(
             return Err(corrupt(py, &path, &fault));
         }
     };
-    let objects = PickleObjects { py, classes: Classes::of(py)?, bytes, begin, made: Vec::new() };
+    let objects = PickleObjects {
+        py,
+        classes: Classes::of(py)?,
+        bytes,
+        begin,
+        made: Vec::new(),
+        texts: HashMap::new(),
+    };
     let root = objects.build(&parsed)?;
     Ok(Some((root, begin + parsed.length)))
 }
@@ -72,13 +80,16 @@ struct PickleObjects<'a, 'py> {
     begin: usize,
     /// The objects of the nodes so far.
     made: Vec<Bound<'py, PyAny>>,
+    /// The bytes that were written as text, by the places of the text; `None`: it has other
+    /// characters. Calls may share a long one.
+    texts: HashMap<usize, Option<Bound<'py, PyAny>>>,
 }
 
 impl<'py> PickleObjects<'_, 'py> {
     fn build(mut self, parsed: &machine::Pickle) -> PyResult<Bound<'py, PyAny>> {
         self.made.reserve(parsed.nodes.len());
         for node in &parsed.nodes {
-            let object = self.make(node)?;
+            let object = self.make(node, &parsed.nodes)?;
             self.made.push(object);
         }
         for (node, object) in parsed.nodes.iter().zip(&self.made) {
@@ -88,7 +99,7 @@ impl<'py> PickleObjects<'_, 'py> {
     }
 
     /// The object of a node, without parts that may be made later.
-    fn make(&self, node: &PickleNode) -> PyResult<Bound<'py, PyAny>> {
+    fn make(&mut self, node: &PickleNode, nodes: &[PickleNode]) -> PyResult<Bound<'py, PyAny>> {
         let py = self.py;
         Ok(match node {
             PickleNode::None => py.None().into_bound(py),
@@ -102,8 +113,8 @@ impl<'py> PickleObjects<'_, 'py> {
             }
             PickleNode::Float(value) => value.into_pyobject(py)?.into_any(),
             PickleNode::Str(span) => self.text(self.part(span.range()))?,
-            PickleNode::Bytes(span) => self.blob(span.range(), false)?,
-            PickleNode::ByteArray(span) => self.blob(span.range(), true)?,
+            PickleNode::Bytes(span) => self.blob(span.range(), false, false)?,
+            PickleNode::ByteArray(span) => self.blob(span.range(), true, false)?,
             PickleNode::List(_) => PyList::empty(py).into_any(),
             PickleNode::Tuple(ids) => PyTuple::new(py, self.all(ids)?)?.into_any(),
             PickleNode::Dict(_) => self.classes.pairs.call0()?,
@@ -113,10 +124,41 @@ impl<'py> PickleObjects<'_, 'py> {
                 self.classes.name.call1((global.module.as_str(), global.name.as_str()))?
             }
             PickleNode::Persistent(id) => self.classes.persistent.call1((self.at(*id)?,))?,
-            PickleNode::Call(call) => {
-                self.classes.call.call1((self.at(call.callable)?, self.at(call.args)?))?
-            }
+            PickleNode::Call(call) => match self.bytes_of_text(call, nodes)? {
+                Some(blob) => blob,
+                None => self.classes.call.call1((self.at(call.callable)?, self.at(call.args)?))?,
+            },
         })
+    }
+
+    /// The bytes that protocol 2 writes as text: `_codecs.encode(text, "latin1")`.
+    fn bytes_of_text(&mut self, call: &Call, nodes: &[PickleNode]) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let node = |id: NodeId| nodes.get(id as usize);
+        let (Some(PickleNode::Global(name)), Some(PickleNode::Tuple(args))) =
+            (node(call.callable), node(call.args))
+        else {
+            return Ok(None);
+        };
+        let &[text, encoding] = &**args else { return Ok(None) };
+        let (Some(PickleNode::Str(text)), Some(PickleNode::Str(encoding))) = (node(text), node(encoding))
+        else {
+            return Ok(None);
+        };
+        let is_encoded = (name.module.as_str(), name.name.as_str()) == ("_codecs", "encode")
+            && self.part(encoding.range()) == b"latin1";
+        if !is_encoded {
+            return Ok(None);
+        }
+        let range = text.range();
+        if let Some(known) = self.texts.get(&range.start) {
+            return Ok(known.clone());
+        }
+        let bytes = self.part(range.clone());
+        // From 0xc4 on, a byte begins a character that is no byte.
+        let is_sound = std::str::from_utf8(bytes).is_ok() && bytes.iter().all(|&byte| byte < 0xc4);
+        let blob = is_sound.then(|| self.blob(range.clone(), false, !bytes.is_ascii())).transpose()?;
+        self.texts.insert(range.start, blob.clone());
+        Ok(blob)
     }
 
     /// Gives an object the parts that may contain it.
@@ -166,8 +208,8 @@ impl<'py> PickleObjects<'_, 'py> {
         decode("surrogatepass").or_else(|_| decode("replace"))
     }
 
-    fn blob(&self, range: Range<usize>, is_mutable: bool) -> PyResult<Bound<'py, PyAny>> {
-        self.classes.blob.call1((self.begin + range.start, range.len(), is_mutable))
+    fn blob(&self, range: Range<usize>, is_mutable: bool, is_text: bool) -> PyResult<Bound<'py, PyAny>> {
+        self.classes.blob.call1((self.begin + range.start, range.len(), is_mutable, is_text))
     }
 
     fn at(&self, id: NodeId) -> PyResult<&Bound<'py, PyAny>> {

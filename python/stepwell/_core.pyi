@@ -33,6 +33,7 @@ __all__ = [
     "array_group",
     "array_type",
     "compare_tensors",
+    "compressed_archives",
     "covers",
     "cuda",
     "dtype_names",
@@ -321,13 +322,19 @@ def safetensors_header(
     path: _Path, header: bytes, file_length: int
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str, list[int], int, int]]]: ...
 
-#: Name, method (``stored`` or ``deflated``), CRC-32, offset of the content, stored bytes, bytes.
-_ZipMember = tuple[str, str, int, int, int, int]
+#: Name, method (``stored`` or ``deflated``), CRC-32 if the archive has any, offset of the content,
+#: stored bytes, bytes.
+_ZipMember = tuple[str, str, int | None, int, int, int]
 
 def zip_members(path: _Path) -> list[_ZipMember]: ...
-def zip_archives(
-    path: _Path, places: Sequence[tuple[int, int]], wanted: Sequence[str]
-) -> list[tuple[list[_ZipMember], list[tuple[int, bytes]]]]: ...
+
+#: Its members, and the contents of some of them by their numbers.
+_Archive = tuple[list[_ZipMember], list[tuple[int, bytes]]]
+
+def zip_archives(path: _Path, places: Sequence[tuple[int, int]], wanted: Sequence[str]) -> list[_Archive]: ...
+def compressed_archives(
+    path: _Path, places: Sequence[tuple[int, int]], compression: str, wanted: Sequence[str], head: int
+) -> list[_Archive]: ...
 def pickle(path: _Path, data: bytes, begin: int, end: int) -> tuple[object, int] | None: ...
 
 #: Name, offset, bytes in the file, compression.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import io
 import pickle
 import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 import stepwell as sw
 
 torch = pytest.importorskip("torch")
+zstandard = pytest.importorskip("zstandard")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
+from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
 from torch.distributed.checkpoint.filesystem import SerializationFormat  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: E402
 
@@ -33,6 +37,12 @@ def save(state: dict[str, Any], path: Path, **options: object) -> Path:
 
 def raw(tensor: Any) -> bytes:
     return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def status(field: str) -> int:
+    """A number of bytes of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
 
 
 def of_every_dtype() -> dict[str, Any]:
@@ -193,6 +203,101 @@ def test_a_missing_part_of_hugging_face_shards_is_noticed(sharded: Path, tmp_pat
         sw.open(copy)
 
 
+def compressed(path: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint in streams of zstd."""
+    state = {
+        **of_every_dtype(),
+        "zeros": torch.zeros(1 << 20),
+        "random": torch.randn(300, 500),
+        "transposed": torch.arange(6e4).reshape(200, 300).t(),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 3),
+    }
+    others = {"losses": [0.25] * 10_000, "epoch": 3, "text": "x" * 70_000}
+    return save({**state, **others}, path, _extensions=[ZStandard()]), state
+
+
+def test_streams_of_zstd_are_read(tmp_path: Path) -> None:
+    path, state = compressed(tmp_path / "c")
+    found = sw.restore(path)
+    assert (found.pop("losses"), found.pop("epoch"), found.pop("text")) == ([0.25] * 10_000, 3, "x" * 70_000)
+    assert set(found) == set(state)
+    for name, tensor in state.items():
+        assert found[name].tobytes() == raw(tensor), name
+    with sw.open(path) as checkpoint:
+        np.testing.assert_array_equal(checkpoint["random"][7:9, 3], state["random"][7:9, 3].numpy())
+    report = sw.verify(path)
+    assert report.ok
+    # No checksum of the elements is known before they are decoded.
+    assert report.unguarded_nbytes == report.nbytes
+
+
+def _metadata(path: Path) -> Any:
+    with (path / ".metadata").open("rb") as file:
+        return pickle.load(file)
+
+
+def relocated(path: Path, name: str, **changes: object) -> None:
+    """Says other things about the place of a part or object."""
+    metadata = _metadata(path)
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+    for field, value in changes.items():
+        setattr(info, field, value)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_streams_of_zstd_that_lie_are_refused(tmp_path: Path) -> None:
+    path, _ = compressed(tmp_path / "c")
+    (file,) = path.glob("*.distcp")
+    sound, metadata = file.read_bytes(), _metadata(path)
+    place = next(info for index, info in metadata.storage_data.items() if index.fqn == "random")
+    garbage = sound[: place.offset] + b"\0" * 64 + sound[place.offset + 64 :]
+    for content, length, says in [
+        (sound, place.length - 5000, "`random`.* it has no end"),
+        (garbage, place.length, "Unknown frame descriptor"),
+        (sound, len(sound), "the file has"),
+    ]:
+        file.write_bytes(content)
+        relocated(path, "random", length=length)
+        with pytest.raises(sw.CorruptCheckpoint, match=says):
+            sw.restore(path)
+
+
+def test_bombs_of_zstd_are_bounded(tmp_path: Path) -> None:
+    path = save({"w": torch.zeros(1 << 20), "n": [0] * 5}, tmp_path / "c", _extensions=[ZStandard()])
+    sw.open(path).close()
+    (file,) = path.glob("*.distcp")
+    sound, metadata = file.read_bytes(), (path / ".metadata").read_bytes()
+    long = io.BytesIO()
+    torch.save([b"\0" * (100 << 20)], long)
+    zeros = zstandard.ZstdCompressor(level=1).compress(b"\0" * (1 << 28))
+    long_object = zstandard.ZstdCompressor(level=1).compress(long.getvalue())
+    del long
+    for name, stream in [("w", zeros), ("n", zeros), ("n", long_object)]:
+        file.write_bytes(sound + stream)
+        (path / ".metadata").write_bytes(metadata)
+        relocated(path, name, offset=len(sound), length=len(stream))
+        before, begun = status("VmRSS"), time.process_time()
+        Path("/proc/self/clear_refs").write_text("5")
+        if stream is long_object:
+            assert repr(sw.open(path)[name]).startswith("<opaque object of more than 256 times")
+        else:
+            with pytest.raises(sw.CorruptCheckpoint, match=r"0 members data\.pkl"):
+                sw.open(path)
+        assert time.process_time() - begun < 1
+        assert status("VmHWM") - before < 64 << 20
+
+
+def test_other_transforms_are_listed_by_name(tmp_path: Path) -> None:
+    path, _ = compressed(tmp_path / "c")
+    for name in ("random", "epoch"):
+        relocated(path, name, transform_descriptors=["stream.zstd/2"])
+    with sw.open(path) as checkpoint:
+        assert "by stream.zstd/2" in repr(checkpoint["random"])
+        assert "by stream.zstd/2" in repr(checkpoint["epoch"])
+        assert checkpoint["scalar"].load() == np.float32(3.5)
+
+
 def as_safetensors(path: Path) -> Path:
     """A checkpoint whose file has two objects, then tensors."""
     state = {**of_every_dtype(), "n": 5, "text": "x", "empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
@@ -293,11 +398,6 @@ def test_it_is_read_without_torch(sharded: Path) -> None:
         assert not any(name.split(".")[0] == "torch" for name in sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
-
-
-def _metadata(path: Path) -> Any:
-    with (path / ".metadata").open("rb") as file:
-        return pickle.load(file)
 
 
 def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:

@@ -212,6 +212,27 @@ def test_copies_of_shared_parts_are_bounded(tmp_path: Path, bounded: None) -> No
     opened(tmp_path / "x.pt", archive(whole(sets)))
 
 
+def test_bytes_that_are_text_are_bounded(tmp_path: Path, bounded: None) -> None:
+    # Many calls share one long text. Each of them would be a copy of it.
+    long = text("\u00ff" * (1 << 20)) + b"q\0" + text("latin1") + b"\x86q\1" + b"0"
+    calls = (name("_codecs", "encode") + b"h\1R") * 5000
+    found = opened(tmp_path / "x.pt", archive(whole(long + b"](" + calls + b"e")))
+    assert "unfolds to 5242880000 bytes" in repr(found)
+    # Other characters, and another encoding, are no bytes.
+    for content, encoding in [("\u0100", "latin1"), ("a", "rot13"), ("\u00ff", "utf-8")]:
+        body = call("_codecs", "encode", text(content), text(encoding))
+        assert repr(opened(tmp_path / "x.pt", archive(whole(body)))) == "<opaque _codecs.encode>"
+    array = call(
+        "numpy.core.multiarray", "_reconstruct", name("numpy", "ndarray"), tuple_(number(0)), text("b")
+    )
+    dtype = call("numpy", "dtype", text("f4"), b"\x89", b"\x88")
+    for size in (3, 2, 1 << 30):
+        content = call("_codecs", "encode", text("\u00ff" * 12), text("latin1"))
+        body = array + tuple_(number(1), tuple_(number(size)), dtype, b"\x89", content) + b"b"
+        found = opened(tmp_path / "x.pt", archive(whole(body)))
+        assert (repr(found) == "<opaque numpy.core.multiarray._reconstruct>") == (size != 3)
+
+
 def test_a_long_key_above_many_leaves_is_opaque(tmp_path: Path, bounded: None) -> None:
     keys = (b"}" + text("k" * 4000)) * 100
     body = keys + b"}(" + b"".join(text(f"{n}") + b"N" for n in range(3000)) + b"u" + b"s" * 100

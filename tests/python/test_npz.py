@@ -215,6 +215,22 @@ def test_verify_checks_the_checksums_of_compressed_arrays(tmp_path: Path) -> Non
     check(sw.restore(archive, include="sound"), {"sound": counted((300,))})
 
 
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_archives_without_checksums_are_unguarded(tmp_path: Path, save: Save) -> None:
+    archive = tmp_path / "x.npz"
+    save(archive, w=counted((300,)), v=counted((40, 50)))
+    content = bytearray(archive.read_bytes())
+    entries = [at for at in range(len(content)) if content.startswith(b"PK\x01\x02", at)]
+    for number in reversed(range(2)):
+        content[entries[number] + 16 : entries[number] + 20] = bytes(4)
+        archive.write_bytes(content)
+        # One that is zero beside others that are not is damage.
+        assert sw.verify(archive).ok == (number == 0)
+    report = sw.verify(archive)
+    assert report.unguarded_nbytes == report.nbytes == archive.stat().st_size
+    check(sw.restore(archive), {"w": counted((300,)), "v": counted((40, 50))})
+
+
 def text_of(descr: str, shape: str, fortran: bool = False) -> bytes:
     return f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}".encode()
 

@@ -15,15 +15,23 @@ pub const MAX_DIRECTORY_BYTES: u64 = 256 << 20;
 /// Bytes of a local header in front of the name.
 pub const LOCAL_HEADER_BYTES: u64 = 30;
 
+/// The most members that are found without the directory.
+const MAX_FIRST_MEMBERS: usize = 64;
+/// The length of a member whose end is not known.
+pub const OPEN_LENGTH: u64 = 1 << 62;
+
 const END: &[u8] = b"PK\x05\x06";
 const END_64: &[u8] = b"PK\x06\x06";
 const LOCATOR_64: &[u8] = b"PK\x06\x07";
 const CENTRAL: &[u8] = b"PK\x01\x02";
 const LOCAL: &[u8] = b"PK\x03\x04";
+const DESCRIPTOR: &[u8] = b"PK\x07\x08";
 const NONE_16: u64 = 0xffff;
 const NONE_32: u64 = 0xffff_ffff;
 /// Flag bits of encrypted members and of masked headers.
 const ENCRYPTED: u64 = 1 | 1 << 6 | 1 << 13;
+/// Flag bit of a member whose checksum and length are behind its content.
+const STREAMED: u64 = 1 << 3;
 /// Flag bit of a patch.
 const PATCHED: u64 = 1 << 5;
 
@@ -54,8 +62,8 @@ pub struct ZipMember {
     pub name: String,
     /// How its bytes are stored.
     pub method: ZipMethod,
-    /// CRC-32 of its bytes.
-    pub crc: u32,
+    /// CRC-32 of its bytes. `None`: the archive has none, because all of its checksums are zero.
+    pub crc: Option<u32>,
     /// Bytes as they are stored.
     pub stored_length: u64,
     /// Bytes of the content.
@@ -72,8 +80,8 @@ pub fn directory(tail: &[u8], file_length: u64) -> Parsed<ZipDirectory> {
     let last = tail.len().checked_sub(22).ok_or_else(none)?;
     // The comment behind it ends the file. A second one inside the comment would be ambiguous.
     let mut ends = (0..=last).rev().filter(|&at| {
-        let comment = word(tail, at + 20, 2).map(|length| length as usize);
-        tail.get(at..).is_some_and(|rest| rest.starts_with(END)) && comment == Some(tail.len() - at - 22)
+        tail.get(at..).is_some_and(|rest| rest.starts_with(END))
+            && word(tail, at + 20, 2) == Some((tail.len() - at - 22) as u64)
     });
     let at = ends.next().ok_or_else(none)?;
     if ends.next().is_some() {
@@ -175,7 +183,7 @@ pub fn members(bytes: &[u8], directory: &ZipDirectory) -> Parsed<Vec<ZipMember>>
             Some(8) => ZipMethod::Deflated,
             _ => return Err(fault("a member is stored by a method that is not supported")),
         };
-        let crc = field(16, 4).unwrap_or_default() as u32;
+        let crc = field(16, 4).map(|crc| crc as u32);
         let wide = wide_sizes(extra).ok_or_else(|| fault("a member's extra field is broken"))?;
         let mut wide = wide.into_iter();
         let mut long = |short: Option<u64>| match short {
@@ -198,7 +206,60 @@ pub fn members(bytes: &[u8], directory: &ZipDirectory) -> Parsed<Vec<ZipMember>>
         return Err(Fault::new(directory.offset, what));
     }
     check(&members, directory)?;
+    // Some writers leave the checksums out.
+    if members.iter().all(|member| member.crc == Some(0)) {
+        for member in &mut members {
+            member.crc = None;
+        }
+    }
     Ok(members)
+}
+
+/// The members at the start of an archive without its directory, and the offsets of their contents.
+/// The last one may go on behind these bytes. Its length is then [`OPEN_LENGTH`]. The list ends at
+/// a member that is compressed, encrypted or damaged.
+pub fn first_members(head: &[u8]) -> Vec<(ZipMember, u64)> {
+    let mut members: Vec<(ZipMember, u64)> = Vec::new();
+    let mut at = 0;
+    let is_next = |at: usize| head.get(at..).is_some_and(|rest| rest.starts_with(LOCAL));
+    while is_next(at) && members.len() < MAX_FIRST_MEMBERS {
+        let field = |offset: usize, width: usize| word(head, at + offset, width);
+        let (Some(name_length), Some(extra)) = (field(26, 2), field(28, 2)) else { break };
+        let (name_at, flags) = (at + LOCAL_HEADER_BYTES as usize, field(6, 2).unwrap_or_default());
+        let content = name_at + name_length as usize + extra as usize;
+        let name = head.get(name_at..name_at + name_length as usize);
+        let Some(Ok(name)) = name.map(std::str::from_utf8) else { break };
+        let is_plain = field(8, 2) == Some(0) && flags & (ENCRYPTED | PATCHED) == 0;
+        if !is_plain || members.iter().any(|(known, _)| known.name == name) {
+            break;
+        }
+        // A stream has checksum and length behind the content, and nothing in front of it.
+        let ends = |end: usize| {
+            let rest = head.get(end..).unwrap_or_default();
+            rest.starts_with(DESCRIPTOR) && word(rest, 8, 4) == Some((end - content) as u64)
+        };
+        let is_stream = flags & STREAMED != 0;
+        let end = if is_stream {
+            (content..head.len()).find(|&end| ends(end))
+        } else {
+            field(18, 4).map(|length| content + length as usize).filter(|&end| end <= head.len())
+        };
+        let length = end.map_or(OPEN_LENGTH, |end| (end - content) as u64);
+        let crc = if is_stream { end.and_then(|end| word(head, end + 4, 4)) } else { field(14, 4) };
+        let crc = crc.map(|crc| crc as u32).filter(|&crc| crc != 0);
+        let (name, header) = (name.to_owned(), at as u64);
+        let method = ZipMethod::Stored;
+        members
+            .push((ZipMember { name, method, crc, stored_length: length, length, header }, content as u64));
+        let Some(end) = end else { break };
+        // Lengths behind the content have four or eight bytes.
+        at = if is_stream {
+            [end + 16, end + 24].into_iter().find(|&at| is_next(at)).unwrap_or(head.len())
+        } else {
+            end
+        };
+    }
+    members
 }
 
 /// Names are unique, and members do not overlap.

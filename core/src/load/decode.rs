@@ -169,15 +169,16 @@ impl<'a> StreamReader<'a> {
         Ok(())
     }
 
-    /// Checks that the stream ends here, and its checksum.
+    /// Checks the checksum, and that the stream ends here if it has an end.
     fn check_end(&mut self) -> Result<()> {
         let mut more = [0; 1];
-        while !self.ended {
+        let has_end = self.stream.compression.has_end();
+        while has_end && !self.ended {
             if self.step(&mut more)? > 0 {
                 return Err(self.corrupt(&format!("it goes on behind its {} bytes", self.length)));
             }
         }
-        if !self.waiting.is_empty() || self.at < self.begin + self.stream.length {
+        if has_end && (!self.waiting.is_empty() || self.at < self.begin + self.stream.length) {
             return Err(self.corrupt("it ends before its last compressed byte"));
         }
         match (self.stream.crc, self.crc.value()) {

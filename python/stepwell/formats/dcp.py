@@ -18,7 +18,7 @@ from .._paths import named, printable
 from ..errors import CorruptCheckpoint, FormatError
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
-from .description import Chunk, Description, Guarded, Opaque, Tensor
+from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor
 from .files import corrupt, read
 from .safetensors import Header, read_header
 from .torch_archive import Archive
@@ -30,6 +30,13 @@ _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__\d+\.metadata")
 #: The longest object that is read when the checkpoint is opened.
 _MAX_OBJECT_BYTES = 64 << 20
+#: Decoded bytes of a compressed tensor that are read then: the pickle, and what is in front of the
+#: elements. An object may have more, as a multiple of its compressed bytes.
+_HEAD_BYTES, _OBJECT_BYTES, _OBJECT_RATIO = 16 << 10, 1 << 20, 256
+#: The transform of ``torch.distributed.checkpoint._extension.ZStandard``.
+_ZSTD = re.compile(r"stream\.zstd/1(\.\w+)*")
+#: The ends of the names of records that are read with an archive.
+_RECORDS = ("/data.pkl", "/byteorder")
 
 
 def describe(path: str) -> Description | None:
@@ -51,6 +58,7 @@ class _Checkpoint:
     def __init__(self, path: str, metadata: Sequence[str]) -> None:
         self._path = path
         self._saved = _merged([read_metadata(file) for file in metadata], metadata)
+        self._objects = set(self._saved.objects.values())
         self._layouts = Layouts()
         #: The headers of the files that are safetensors behind their objects.
         self._headers: dict[str, Header] = {}
@@ -74,7 +82,7 @@ class _Checkpoint:
         """Reads the directories of all archives, file by file."""
         by_file: dict[str, list[Place]] = {}
         for name, place in self._places():
-            if place.transforms:
+            if place.transforms and not _is_zstd(place):
                 continue
             if os.path.basename(place.file) != place.file or place.file in ("", ".", ".."):
                 raise corrupt(self._path, f"{named(name)} is in {place.file!r}, which is no file name")
@@ -83,26 +91,38 @@ class _Checkpoint:
         for file, places in by_file.items():
             where = os.path.join(self._path, file)
             places = sorted(set(places), key=lambda one: one.offset)
-            last = places[-1].offset
+            plain = [one for one in places if not one.transforms]
+            last = plain[-1].offset if plain else 0
             start, length = read(where, last, 9)
             end = max(one.offset + one.length for one in places)
             if end > length:
                 raise corrupt(where, f"the metadata name {end} bytes; the file has {length}")
-            if start.endswith(b"{"):
+            found |= {one: self._decoded(where, one) for one in places if one.transforms}
+            if plain and start.endswith(b"{"):
                 self._headers[file] = read_header(where, last)
-                places = [one for one in places if one.offset < last]
-            elif start and not start.startswith(b"PK\x03\x04"):
+                plain = [one for one in plain if one.offset < last]
+            elif plain and start and not start.startswith(b"PK\x03\x04"):
                 raise FormatError(f"{where}: archives of torch.save or a file of safetensors were expected")
-            real = os.path.realpath(where)
             rows = _core.zip_archives(
-                real, [(one.offset, one.length) for one in places], ["/data.pkl", "/byteorder"]
+                os.path.realpath(where), [(one.offset, one.length) for one in plain], _RECORDS
             )
-            for place, (members, records) in zip(places, rows, strict=True):
+            for place, (members, records) in zip(plain, rows, strict=True):
                 contents = {members[number][0]: data for number, data in records}
                 archive = Archive(where, members, contents)
                 self._guarded += archive.guarded()
                 found[place] = archive
         return found
+
+    def _decoded(self, where: str, place: Place) -> Archive:
+        """An archive in a stream of zstd, as far as its start shows it. An object is all there."""
+        head = _HEAD_BYTES
+        if place in self._objects:
+            head = min(_MAX_OBJECT_BYTES, max(_OBJECT_BYTES, _OBJECT_RATIO * place.length))
+        at = (place.offset, place.length)
+        rows = _core.compressed_archives(os.path.realpath(where), [at], "zstd", _RECORDS, head)
+        members, records = rows[0]
+        contents = {members[number][0]: data for number, data in records}
+        return Archive(where, members, contents, Compressed(where, *at, 0, None, "zstd"))
 
     def _places(self) -> Iterator[tuple[str, Place]]:
         for name, tensor in self._saved.tensors.items():
@@ -115,7 +135,8 @@ class _Checkpoint:
     def _tensor(self, name: str, tensor: SavedTensor, archives: Mapping[Place, Archive]) -> Tensor | Opaque:
         if tensor.dtype is None:
             return Opaque(f"torch tensor of {tensor.stored_dtype}{list(tensor.shape)}")
-        transforms = next((part.place.transforms for part in tensor.parts if part.place.transforms), ())
+        unknown = (part.place.transforms for part in tensor.parts if not _is_zstd(part.place))
+        transforms = next(filter(None, unknown), ())
         if transforms:
             return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, by {', '.join(transforms)}")
         chunks = []
@@ -165,18 +186,24 @@ class _Checkpoint:
         return TensorLayout(tensor.dtype, tensor.shape, tensor.chunks[0])
 
     def _object(self, name: str, place: Place, archives: Mapping[Place, Archive]) -> object:
-        if place.transforms:
+        if place.transforms and not _is_zstd(place):
             return Opaque(f"object, by {', '.join(place.transforms)}")
         if place.length > _MAX_OBJECT_BYTES:
             return Opaque(f"object of {place.length} bytes")
         if place not in archives:
             raise self._wrong(name, f"{place.file} has its tensors at byte {place.offset}")
+        if archives[place].is_cut:
+            return Opaque(f"object of more than {_OBJECT_RATIO} times its {place.length} compressed bytes")
         return archived(archives[place]).state
 
     def _wrong(self, name: str, what: str) -> CorruptCheckpoint:
         error = corrupt(self._path, f"{named(printable(name))}: {what}")
         error.leaf = name
         return error
+
+
+def _is_zstd(place: Place) -> bool:
+    return len(place.transforms) == 1 and _ZSTD.fullmatch(place.transforms[0]) is not None
 
 
 def _merged(saved: Sequence[Saved], files: Sequence[str]) -> Saved:

@@ -30,6 +30,8 @@ class Layouts:
 
     def of(self, archive: Archive) -> TensorLayout | None:
         """The layout of an archive's tensor; ``None`` if it has another form."""
+        if archive.is_cut:
+            return None
         key = (archive.data(), archive.big_endian)
         if key not in self._known:
             self._known[key] = self._read(archive)
@@ -38,10 +40,10 @@ class Layouts:
             return None
         layout, storage, nbytes = known
         try:
-            offset = archive.place(storage, nbytes)
+            file, offset = archive.place(storage, nbytes)
         except Malformed as error:
             raise corrupt(archive.path, str(error)) from None
-        chunk = replace(layout.chunk, file=archive.path, offset=layout.chunk.offset + offset)
+        chunk = replace(layout.chunk, file=file, offset=layout.chunk.offset + offset)
         return TensorLayout(layout.dtype, layout.shape, chunk)
 
     def _read(self, archive: Archive) -> tuple[TensorLayout, str, int] | None:
@@ -53,7 +55,9 @@ class Layouts:
             if isinstance(one, str):
                 return opaque(one)
             keys.append((one.key, one.nbytes))
-            return found_storage(Storage(one.key, archive.path, 0, one.nbytes, one.dtype, archive.big_endian))
+            return found_storage(
+                Storage(one.key, (archive.path, 0), one.nbytes, one.dtype, archive.big_endian)
+            )
 
         stream, root = archive.pickle()
         value = converted(Stream(stream.file, stream.data, None), root, storage, ()).state

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from .. import _core
 from .._manifest import Manifest
@@ -27,7 +27,11 @@ class Compressed:
     length: int
     #: CRC-32 of its content, if one is known.
     crc: int | None
-    compression: Literal["deflate"] = "deflate"
+    compression: Literal["deflate", "zstd", "latin1"] = "deflate"
+
+
+#: A file or a compressed one, and an offset in it.
+Place: TypeAlias = tuple[str | Compressed, int]
 
 
 @dataclass(frozen=True, slots=True)

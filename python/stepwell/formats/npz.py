@@ -60,8 +60,6 @@ def _archive(path: str) -> Description | None:
     members = _core.zip_members(os.path.realpath(path))
     if not any(member[0].endswith(_SUFFIX) for member in members) and (members or not path.endswith(".npz")):
         return None
-    # A writer that computes no checksums writes zeros.
-    checked = any(crc for _, _, crc, *_ in members)
     state: dict[str, Tensor | Opaque] = {}
     arrays: list[tuple[str, str | Compressed, int, int]] = []
     for member, method, crc, offset, stored, length in members:
@@ -70,13 +68,13 @@ def _archive(path: str) -> Description | None:
             raise _corrupt(path, f"array `{name}` occurs twice, as `{name}` and `{name}{_SUFFIX}`")
         state[name] = Opaque(f"file of {length} bytes")
         if member.endswith(_SUFFIX):
-            stream = Compressed(path, offset, stored, length, crc if checked else None)
+            stream = Compressed(path, offset, stored, length, crc)
             arrays.append((name, path, offset, length) if method == "stored" else (name, stream, 0, length))
     state.update(zip((name for name, *_ in arrays), _arrays(path, arrays), strict=True))
     guarded = [
         Guarded(path, offset, length, crc)
         for _, method, crc, offset, _, length in members
-        if checked and method == "stored"
+        if crc is not None and method == "stored"
     ]
     return Description(FAMILY, path, state, guarded=guarded)
 

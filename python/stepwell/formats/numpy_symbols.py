@@ -1,7 +1,7 @@
 """Symbols of numpy in pickles: dtypes, arrays and scalars.
 
-An array is a tensor in the file if its bytes lie there as they are. Protocol 2 encodes bytes as
-text. Such an array is in memory.
+An array is a tensor in the file. Protocol 2 encodes its bytes as text, which is decoded when it is
+read. An array of a compressed pickle of protocol 2 is in memory.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ def _laid_out(
     if place is None:
         array = np.ndarray(shape, dtype, bytes(data), 0, strides).astype(dtype.newbyteorder("="))
         return Found(array, array)
-    chunk = Chunk(
-        made.stream.file, place, nbytes, (0,) * len(shape), shape, tuple(strides), dtype.byteorder == ">"
-    )
+    chunk = Chunk(*place, nbytes, (0,) * len(shape), shape, tuple(strides), dtype.byteorder == ">")
     tensor = Tensor(name, shape, (chunk,) if nbytes else ())
     return Found(tensor, tensor)
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from .. import _core
 from ..errors import FormatError
+from .description import Place
 from .files import corrupt, read
 from .pickle_values import Found, Made, Malformed, Stream, opaque
 from .pickled import Blob, Call, Elements, Pairs, Persistent
@@ -36,8 +37,8 @@ class StreamBytes(Protocol):
     def number(self, at: int) -> int:
         """The number of eight bytes at a place."""
 
-    def place(self, at: int) -> int | None:
-        """The offset of a place in the file."""
+    def place(self, at: int) -> Place | None:
+        """The place in the file."""
 
 
 class FileBytes:
@@ -64,9 +65,9 @@ class FileBytes:
         """The number of eight bytes at a place."""
         return int.from_bytes(read(self.path, at, 8)[0], "little")
 
-    def place(self, at: int) -> int | None:
-        """The offset of a place in the file."""
-        return at
+    def place(self, at: int) -> Place | None:
+        """The place in the file."""
+        return self.path, at
 
 
 class _PartBytes:
@@ -88,9 +89,10 @@ class _PartBytes:
         """The number of eight bytes at a place."""
         return int.from_bytes(self._stream.data[at : min(at + 8, self.end)], "little")
 
-    def place(self, at: int) -> int | None:
-        """The offset of a place in the file."""
-        return None if self._stream.offset is None else self._stream.offset + at
+    def place(self, at: int) -> Place | None:
+        """The place in the file."""
+        place = self._stream.place
+        return None if place is None else (place[0], place[1] + at)
 
 
 def is_magic(value: object) -> bool:
@@ -162,8 +164,8 @@ class OldStream:
         key, begin, size = (one.key, 0, one.numel) if one.view is None else one.view
         identity = f"{key} {begin} {size}"
         if identity not in self._found:
-            offset = self._source.place(at + begin * one.itemsize)
-            found = Storage(one.key, self._source.path, offset, size * one.itemsize, one.dtype)
+            place = self._source.place(at + begin * one.itemsize)
+            found = Storage(one.key, place, size * one.itemsize, one.dtype)
             self._found[identity] = found_storage(found)
         return self._found[identity]
 
@@ -185,20 +187,21 @@ class NestedStreams:
         return self._known[id(node)]
 
     def _read(self, node: object, made: Made) -> Found:
-        if isinstance(node, Blob):
+        if isinstance(node, Blob) and not node.is_text:
             source, at = _PartBytes(made.stream, node.start + node.length), node.start
         else:
             data = made.args[0].value
             if type(data) is not bytes:
                 raise Malformed("the bytes of a storage were expected")
-            source, at = _PartBytes(Stream(made.stream.file, data, None), len(data)), 0
+            stream = Stream(made.stream.file, data, made.stream.place_of(node))
+            source, at = _PartBytes(stream, len(data)), 0
         first, at = source.pickle(at)
         if not is_magic(first):
             return opaque("torch storage of an unknown form")
-        stream = OldStream(source, at)
-        if not isinstance(stream.root, Persistent):
+        old = OldStream(source, at)
+        if not isinstance(old.root, Persistent):
             return opaque("torch storage of an unknown form")
-        return stream.storage(stream.root.id)
+        return old.storage(old.root.id)
 
 
 def _persistent_ids(root: object) -> list[object]:

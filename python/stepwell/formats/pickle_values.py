@@ -20,7 +20,7 @@ import numpy as np
 from .. import _core
 from .._paths import Component, extend, printable
 from ..errors import CorruptCheckpoint
-from .description import Opaque, Tensor, Value
+from .description import Compressed, Opaque, Place, Tensor, Value
 from .pickled import Blob, Call, Elements, Name, Pairs, Persistent
 
 #: Values that a small pickle may unfold to, and values for each byte of a longer one.
@@ -64,20 +64,27 @@ class Found:
 class Stream:
     """The bytes of a pickle."""
 
+    #: Path of the file.
     file: str
     data: bytes
-    #: The offset of the data in the file. ``None`` if the file has them in another form.
-    offset: int | None
+    #: The place of the data. ``None`` if the file has them in another form.
+    place: Place | None
 
     def bytes_of(self, blob: Blob) -> bytes:
         """The bytes of a blob."""
-        return self.data[blob.start : blob.start + blob.length]
+        data = self.data[blob.start : blob.start + blob.length]
+        return data.decode().encode("latin-1") if blob.is_text else data
 
-    def place_of(self, node: object) -> int | None:
-        """The offset of a blob in the file, if it is one."""
-        if not isinstance(node, Blob) or self.offset is None:
+    def place_of(self, node: object) -> Place | None:
+        """The place of a blob's bytes, if it is one."""
+        if not isinstance(node, Blob) or self.place is None:
             return None
-        return self.offset + node.start
+        file, offset = self.place[0], self.place[1] + node.start
+        if not node.is_text:
+            return file, offset
+        if isinstance(file, Compressed):
+            return None
+        return Compressed(file, offset, node.length, len(self.bytes_of(node)), None, "latin1"), 0
 
 
 @dataclass(slots=True)

@@ -71,10 +71,12 @@ class Persistent:
 class Blob:
     """Bytes, by their place in the stream."""
 
-    __slots__ = ("is_mutable", "length", "start")
+    __slots__ = ("is_mutable", "is_text", "length", "start")
 
-    def __init__(self, start: int, length: int, is_mutable: bool) -> None:
+    def __init__(self, start: int, length: int, is_mutable: bool, is_text: bool) -> None:
         self.start = start
         self.length = length
         #: True for a ``bytearray``.
         self.is_mutable = is_mutable
+        #: True if UTF-8 text is there whose characters are the bytes, as protocol 2 has them.
+        self.is_text = is_text

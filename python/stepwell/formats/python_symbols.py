@@ -99,15 +99,6 @@ def _set(made: Made, is_frozen: bool = False) -> Found:
     return elements(values, is_frozen)
 
 
-def _encode(made: Made) -> Found:
-    """Bytes as protocol 2 has them: text with one character a byte."""
-    value = made.arg(0)
-    if type(value) is not str or made.arg(1) != "latin1":
-        raise TypeError("Latin-1 text was expected")
-    encoded = value.encode("latin-1")
-    return plain(encoded, len(encoded))
-
-
 def _bytes(made: Made) -> Found:
     if made.args:
         raise TypeError("no arguments were expected")
@@ -274,7 +265,6 @@ SYMBOLS: Mapping[tuple[str, str], Symbol] = {
     ("collections", "defaultdict"): _default_dict,
     ("collections", "Counter"): _counter,
     ("collections", "deque"): _deque,
-    ("_codecs", "encode"): _encode,
     ("datetime", "date"): _date,
     ("datetime", "time"): _time,
     ("datetime", "datetime"): _datetime,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .. import _core
 from ..errors import FormatError
-from .description import Guarded
+from .description import Compressed, Guarded, Place
 from .files import corrupt, read
 from .old_torch_stream import MAX_PICKLE_BYTES
 from .pickle_values import Found, Malformed, Stream, opaque
@@ -35,7 +35,8 @@ class _Member:
     """A member of an archive."""
 
     is_stored: bool
-    crc: int
+    #: `None`: the archive has no checksums.
+    crc: int | None
     offset: int
     stored_length: int
     length: int
@@ -45,9 +46,15 @@ class Archive:
     """An archive of ``torch.save``: a file, or a part of one."""
 
     def __init__(
-        self, path: str, members: Sequence[_core._ZipMember], contents: Mapping[str, bytes] | None = None
+        self,
+        path: str,
+        members: Sequence[_core._ZipMember],
+        contents: Mapping[str, bytes] | None = None,
+        stream: Compressed | None = None,
     ) -> None:
         self.path = path
+        #: The stream that it is in the file, if it is compressed as a whole.
+        self._stream = stream
         self._members = {
             name: _Member(method == "stored", crc, offset, stored_length, length)
             for name, method, crc, offset, stored_length, length in members
@@ -61,8 +68,6 @@ class Archive:
         self.root = roots[0]
         #: Contents of members that were read with its directory.
         self._contents = contents or {}
-        #: Some writers leave the checksums out: all are zero.
-        self._has_checksums = any(one.crc for one in self._members.values())
         order = self._text("byteorder")
         if order not in ("", "little", "big"):
             raise corrupt(path, f"member byteorder names an order {order!r} of bytes")
@@ -70,12 +75,17 @@ class Archive:
         self.big_endian = order == "big"
         self._storages: dict[tuple[str, str | None], Found] = {}
 
+    @property
+    def is_cut(self) -> bool:
+        """True if the read part of a compressed archive does not have the whole pickle."""
+        return self._stream is not None and f"{self.root}/data.pkl" not in self._contents
+
     def guarded(self) -> list[Guarded]:
         """The ranges that have checksums."""
         return [
             Guarded(self.path, one.offset, one.length, one.crc)
             for one in self._members.values()
-            if self._has_checksums and one.is_stored
+            if one.crc is not None and one.is_stored and self._stream is None
         ]
 
     def is_copy_of(self, other: Archive) -> bool:
@@ -84,7 +94,7 @@ class Archive:
             {name.removeprefix(one.root): row.crc for name, row in one._members.items() if "/data" in name}
             for one in (self, other)
         )
-        return self._has_checksums and mine == theirs
+        return None not in mine.values() and mine == theirs
 
     def data(self) -> bytes:
         """The bytes of the pickle of the object."""
@@ -98,7 +108,7 @@ class Archive:
         data = self._content("data.pkl", member)
         if not member.is_stored:
             data = self._inflated(data, member)
-        if self._has_checksums and zlib.crc32(data) != member.crc:
+        if member.crc is not None and zlib.crc32(data) != member.crc:
             raise corrupt(self.path, f"data.pkl at byte {member.offset} does not have its recorded checksum")
         return data
 
@@ -109,7 +119,7 @@ class Archive:
         parsed = _core.pickle(self.path, data, 0, len(data))
         if parsed is None:
             raise corrupt(self.path, f"data.pkl at byte {member.offset} ends in the middle of its pickle")
-        return Stream(self.path, data, member.offset if member.is_stored else None), parsed[0]
+        return Stream(self.path, data, self._file_of(member)), parsed[0]
 
     def _inflated(self, data: bytes, member: _Member) -> bytes:
         try:
@@ -130,21 +140,26 @@ class Archive:
         return self._storages[one.key, one.dtype]
 
     def _place(self, one: StorageId) -> Found:
-        offset = self.place(one.key, one.nbytes)
-        return found_storage(Storage(f"{offset}", self.path, offset, one.nbytes, one.dtype, self.big_endian))
+        place = self.place(one.key, one.nbytes)
+        return found_storage(Storage(one.key, place, one.nbytes, one.dtype, self.big_endian))
 
-    def place(self, key: str, nbytes: int) -> int:
-        """The offset of a storage of so many bytes."""
+    def place(self, key: str, nbytes: int) -> Place:
+        """The place of a storage of so many bytes."""
         member = self._member(f"data/{key}")
         if member is None:
             raise Malformed(f"the archive has no storage data/{key[:100]}")
-        if not member.is_stored:
-            raise FormatError(
-                f"{self.path}: storage data/{key} is compressed. Write the archive again without compression"
-            )
         if member.length < nbytes:
             raise Malformed(f"storage data/{key[:100]} has {member.length} bytes of {nbytes}")
-        return member.offset
+        return self._file_of(replace(member, length=nbytes) if self._stream else member)
+
+    def _file_of(self, member: _Member) -> Place:
+        """The place of a member's content."""
+        if self._stream is not None:
+            return replace(self._stream, length=member.offset + member.length), member.offset
+        if member.is_stored:
+            return self.path, member.offset
+        stream = Compressed(self.path, member.offset, member.stored_length, member.length, member.crc)
+        return stream, 0
 
     def _member(self, record: str) -> _Member | None:
         return self._members.get(f"{self.root}/{record}")

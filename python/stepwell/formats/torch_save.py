@@ -123,9 +123,9 @@ def _stream_content(path: str) -> TorchFile:
     source = FileBytes(path)
     root, end = source.pickle(0)
     if not is_magic(root):
-        return converted(Stream(path, source.data, 0), root, _no_storage, ())
+        return converted(Stream(path, source.data, (path, 0)), root, _no_storage, ())
     old = OldStream(source, end)
-    return converted(Stream(path, source.data, 0), old.root, old.storage, ())
+    return converted(Stream(path, source.data, (path, 0)), old.root, old.storage, ())
 
 
 def _no_storage(_: object) -> Found:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from .._state.specs import to_dtype
 from . import dtensor_symbols
-from .description import Chunk, Tensor, Value, row_major
+from .description import Chunk, Place, Tensor, Value, row_major
 from .numpy_symbols import MAX_DIMS
 from .pickle_values import Found, Made, Malformed, Symbol, name_of, opaque, plain
 from .pickled import Name
@@ -152,9 +152,8 @@ class Storage:
 
     #: Identifies it in the file.
     key: str
-    file: str
     #: Its first byte. ``None`` if the file has its bytes in another form.
-    offset: int | None
+    place: Place | None
     nbytes: int
     #: ``None`` for bytes of any type.
     dtype: str | None
@@ -214,10 +213,10 @@ def storage_id(value: object) -> StorageId | str:
 def found_storage(storage: Storage) -> Found:
     """A storage; as a leaf it is a tensor of one dimension."""
     dtype = storage.dtype or "uint8"
-    if storage.dtype == "" or storage.offset is None:
+    if storage.dtype == "" or storage.place is None:
         return Found(storage, opaque("torch storage").placed)
     shape = (storage.nbytes // to_dtype(dtype).itemsize,)
-    chunk = Chunk(storage.file, storage.offset, storage.nbytes, (0,), shape, big_endian=storage.big_endian)
+    chunk = Chunk(*storage.place, storage.nbytes, (0,), shape, big_endian=storage.big_endian)
     return Found(storage, Tensor(dtype, shape, (chunk,) if storage.nbytes else ()))
 
 
@@ -307,7 +306,7 @@ class TensorSymbols:
         negated = _negated(flags)
         if negated is None:
             return opaque("torch tensor with an unknown flag")
-        key = f"{storage.key}|{storage.offset}|{begin}|{shape}|{strides}|{dtype}|{negated}"
+        key = f"{storage.key}|{storage.place}|{begin}|{shape}|{strides}|{dtype}|{negated}"
         if key not in self._tensors:
             self._tensors[key] = _placed(storage, begin, shape, strides, dtype, negated)
         return self._tensors[key]
@@ -333,7 +332,7 @@ def _placed(
     if last >= elements:
         raise Malformed(f"a tensor reaches to element {last} of a storage of {elements}")
     span = (last - begin + 1) * itemsize
-    if storage.offset is None:
+    if storage.place is None:
         return opaque(f"torch tensor of {dtype}{list(shape)} in a compressed or encoded stream")
     if nbytes > max(_MAX_REPEATED_BYTES, _MAX_REPEATS * span):
         return opaque(f"torch tensor of {dtype}{list(shape)}, which repeats {span} bytes")
@@ -342,9 +341,10 @@ def _placed(
     steps = tuple(
         own if size == 1 else step * itemsize for size, step, own in zip(shape, strides, packed, strict=True)
     )
+    file, offset = storage.place
     chunk = Chunk(
-        storage.file,
-        storage.offset + begin * itemsize,
+        file,
+        offset + begin * itemsize,
         span,
         (0,) * len(shape),
         shape,

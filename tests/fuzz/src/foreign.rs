@@ -32,9 +32,16 @@ pub fn pickle(input: &[u8]) {
     assert_eq!((again.nodes.len(), again.length), (parsed.nodes.len(), parsed.length));
 }
 
-/// An archive: no panic; members are inside it and do not overlap.
+/// An archive: no panic; members are inside it and do not overlap, also those that are found
+/// without its directory.
 pub fn zip(input: &[u8]) {
     let length = input.len() as u64;
+    let mut end = 0;
+    for (member, content) in zip::first_members(input) {
+        assert!(end <= member.header && member.header < content);
+        end = content.saturating_add(member.length);
+        assert!(end <= length || member.length == zip::OPEN_LENGTH);
+    }
     let Ok(directory) = zip::directory(input, length) else { return };
     assert!(directory.offset + directory.length <= length);
     let listed = &input[directory.offset as usize..][..directory.length as usize];

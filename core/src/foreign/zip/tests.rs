@@ -199,3 +199,56 @@ proptest! {
         let _ = directory(&bytes, length + 1000);
     }
 }
+
+/// A member of a stream: checksum and length are behind the content.
+fn streamed(name: &str, bytes: &[u8], width: usize) -> Vec<u8> {
+    let mut out = local(&made(name, bytes));
+    out[6] = 8;
+    out.extend(bytes);
+    out.extend(DESCRIPTOR);
+    out.extend(7_u32.to_le_bytes());
+    for _ in 0..2 {
+        out.extend(&(bytes.len() as u64).to_le_bytes()[..width]);
+    }
+    out
+}
+
+#[test]
+fn members_at_the_start_of_a_stream_are_found() {
+    // A descriptor of another length inside the content does not end it.
+    let pickle = [DESCRIPTOR, &[9; 30]].concat();
+    let whole = [streamed("a/data.pkl", &pickle, 4), streamed("a/byteorder", b"little", 8)].concat();
+    let open = [whole.clone(), streamed("a/data/0", &[1; 100], 4)[..60].to_vec()].concat();
+    let found = first_members(&open);
+    let names: Vec<_> =
+        found.iter().map(|(member, _)| (member.name.as_str(), member.crc, member.length)).collect();
+    let expected =
+        [("a/data.pkl", Some(7), 34), ("a/byteorder", Some(7), 6), ("a/data/0", None, OPEN_LENGTH)];
+    assert_eq!(names, expected);
+    for ((member, content), bytes) in found.iter().zip([&pickle, b"little".as_slice(), &[1; 10]]) {
+        assert!(open[*content as usize..].starts_with(bytes), "{}", member.name);
+    }
+    // A name occurs once.
+    assert_eq!(first_members(&[whole.clone(), whole.clone()].concat()).len(), 2);
+    let many: Vec<u8> = (0..1000).flat_map(|number| streamed(&format!("{number}"), b"", 4)).collect();
+    assert_eq!(first_members(&many).len(), MAX_FIRST_MEMBERS);
+    let mut deflated = whole;
+    deflated[8] = 8;
+    assert_eq!(first_members(&deflated), []);
+}
+
+#[test]
+fn an_archive_whose_checksums_are_all_zero_has_none() {
+    let sound = archive(&[made("a", b"1"), made("b", b"22")]);
+    let mut zeros = sound.clone();
+    for at in 0..zeros.len() - 4 {
+        if zeros[at..].starts_with(CENTRAL) {
+            zeros[at + 16..at + 20].fill(0);
+        }
+    }
+    for (bytes, crc) in [(sound, Some(7)), (zeros, None)] {
+        let directory = directory(&bytes, bytes.len() as u64).unwrap();
+        let listed = &bytes[directory.offset as usize..][..directory.length as usize];
+        assert!(members(listed, &directory).unwrap().iter().all(|member| member.crc == crc));
+    }
+}

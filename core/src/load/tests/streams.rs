@@ -90,6 +90,27 @@ fn any_part_of_a_stream_is_read() {
 }
 
 #[test]
+fn a_stream_without_an_end_may_go_on() {
+    // The bytes are characters of two bytes each.
+    let text: String = (0..4000_u32).map(|number| char::from(0x80 | number as u8)).collect();
+    let content: Vec<u8> = text.chars().map(|one| one as u8).collect();
+    let stream = CompressedStream { compression: Compression::Latin1, length: 8000, crc: None };
+    let within = Within { name: NAME.into(), offset: 0, stream: Some(stream) };
+    let outer = FileRecord { name: NAME.into(), length: 8000, file_id: 0, trailer_crc: 0, within: None };
+    let inner = |length| FileRecord { length, within: Some(within.clone()), ..outer.clone() };
+    for length in [3000, 4000, 4001] {
+        let opened = opened(text.clone().into_bytes(), &[outer.clone(), inner(length)]).unwrap();
+        match opened.read(17, 2983) {
+            Ok((found, _)) => assert_eq!(found, content[17..3000]),
+            Err(failed) => assert!(length > 4000 && failed.to_string().contains("it has no end"), "{failed}"),
+        }
+        let report =
+            verify(&opened.disk, &opened.files, &Index::default(), &options(), &mut |_| true).unwrap();
+        assert_eq!(report.damages.is_empty(), length <= 4000, "{:?}", report.damages);
+    }
+}
+
+#[test]
 fn a_read_of_a_stream_can_be_cancelled() {
     let (bytes, records) = made(&content());
     let opened = opened(bytes, &records).unwrap();
