@@ -1,6 +1,5 @@
-//! Element types, with the names of numpy and ml_dtypes. The engine moves bytes and does no
-//! arithmetic. A dtype has a name, a stored size, and a kind, which decides which casts are
-//! lossless.
+//! Element types, with the names of numpy and ml_dtypes. A dtype has a name, a stored size, and a
+//! kind, which decides which casts are lossless.
 //!
 //! Sub-byte types (`int4`, `uint4`, `int2`, `uint2`, `float4_*`, `float6_*`) are stored as
 //! ml_dtypes holds them in memory: **one byte per element**, unpacked. Multi-byte types are stored

@@ -9,6 +9,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`dtype`] [`region`] [`leaf_path`] [`tree`] [`value`] | the vocabulary; no I/O |
+//! | [`arithmetic`] | what maps compute; no I/O |
 //! | [`compression`] | compressed streams, decoded piece by piece |
 //! | [`format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
 //! | [`io`] | the [`io::Disk`] trait and its engines |
@@ -20,6 +21,7 @@
 //! | [`sync`] | locks and channels, under names that tests of interleavings change |
 //! | [`sys`] | the only unsafe code |
 
+pub mod arithmetic;
 pub mod compression;
 pub mod deadline;
 pub mod dtype;

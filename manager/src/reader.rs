@@ -6,19 +6,21 @@
 //! a large index, they are read when they are needed. Data files are opened lazily below one
 //! directory descriptor.
 
+use std::borrow::Cow;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 use stepwell_core::format::index::Index;
 use stepwell_core::io::Dir;
 use stepwell_core::load::{
-    self, Destination, FileReads, FileSet, GuardedRange, LoadFailure, LoadOptions, LoadStats, VerifyProgress,
-    VerifyReport,
+    self, ComputedCells, Destination, FileReads, FileSet, GuardedRange, LoadFailure, LoadOptions, LoadStats,
+    VerifyProgress, VerifyReport,
 };
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::sys::{Birth, cores, each, spawn};
 use stepwell_core::tree::Tree;
 use stepwell_core::value::Value;
+use stepwell_reshard::computed::{Computations, ComputedTensor};
 use stepwell_reshard::mapping::{self, MappedLeaf};
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, Request};
@@ -29,6 +31,8 @@ use crate::error::{Error, Result};
 use crate::options::Options;
 use crate::stored_index::StoredIndex;
 
+mod compute;
+
 /// The plan of a read uses one thread for so many requests.
 const REQUESTS_PER_THREAD: usize = 4096;
 
@@ -37,6 +41,8 @@ pub struct Reader {
     dir: Arc<dyn Dir>,
     origin: Origin,
     index: StoredIndex,
+    /// The leaves that a map computes.
+    computations: Option<Arc<Computations>>,
     /// Made when matching asks for it: a path for every leaf.
     stored: OnceLock<Vec<StoredLeaf>>,
     files: Arc<FileSet>,
@@ -112,12 +118,16 @@ impl Reader {
 
     /// The same files, with their tensors in another arrangement. `self` must outlive it if a lease
     /// protects the files.
-    pub fn mapped(&self, tree: Tree, leaves: &[MappedLeaf]) -> Result<Self> {
-        let index = mapping::mapped(&*self.index()?, tree, leaves)?;
+    pub fn mapped(&self, tree: Tree, leaves: &[MappedLeaf], computed: &[ComputedTensor]) -> Result<Self> {
+        if let Some(leaf) = (0..self.outline().leaves.len() as u32).find(|&leaf| self.is_computed(leaf)) {
+            return Err(compute::refuse(self, leaf));
+        }
+        let (index, computations) = mapping::mapped(&*self.index()?, tree, leaves, computed)?;
         Ok(Self {
             dir: Arc::clone(&self.dir),
             origin: self.origin,
             index: StoredIndex::in_memory(index),
+            computations: computations.map(Arc::new),
             stored: OnceLock::new(),
             files: Arc::clone(&self.files),
             environment: self.environment.clone(),
@@ -138,6 +148,7 @@ impl Reader {
             dir,
             origin,
             index,
+            computations: None,
             stored: OnceLock::new(),
             files: Arc::new(files),
             environment: environment.clone(),
@@ -189,6 +200,26 @@ impl Reader {
         &self.outline().tree
     }
 
+    /// Returns the leaf that holds the bytes of this one: ties are followed.
+    fn holder(&self, leaf: u32) -> u32 {
+        self.outline().resolve(leaf).map_or(leaf, |(holder, _)| holder)
+    }
+
+    /// True if a map computes the values of a leaf.
+    pub fn is_computed(&self, leaf: u32) -> bool {
+        self.computations.as_ref().is_some_and(|all| all.has(self.holder(leaf)))
+    }
+
+    /// Returns how its leaves are computed, `None` if no leaf is.
+    pub fn computations(&self) -> Option<&Computations> {
+        self.computations.as_deref()
+    }
+
+    /// Returns the bytes of memory that reads use beside their buffers.
+    pub fn computing_bytes(&self) -> u64 {
+        if self.computations.is_some() { 2 * compute::BATCH_BYTES } else { 0 }
+    }
+
     /// Returns the leaves, for matching.
     pub fn leaves(&self) -> &[StoredLeaf] {
         self.stored.get_or_init(|| matching::stored_leaves(self.outline()))
@@ -201,15 +232,35 @@ impl Reader {
 
     /// Returns the reads of a restore of `requests` and `objects` (leaves of
     /// [`Checkpoint::outline`]), by file. A restore makes exactly these if the page cache holds no
-    /// data. Reads no data.
+    /// data, and may read operands of computed leaves more than once. Reads no data.
     pub fn plan(&self, requests: &[Request], objects: &[u32]) -> Result<Vec<FileReads>> {
-        let (index, copies) = self.copies(requests)?;
+        let (stored, computed) = self.by_kind(requests);
+        let (index, mut copies) = self.copies(&stored)?;
+        if let Some(computations) = &self.computations {
+            for request in &computed {
+                let Some(assembly) = computations.assembly(self.holder(request.leaf), request.region.clone())
+                else {
+                    continue;
+                };
+                copies.extend(read_plan::copies(&computations.index, &assembly.all_reads())?);
+            }
+        }
         let of_tensors = load::plan(&self.files, &index, &copies);
         let of_objects = load::copies_of_objects(&self.files, self.outline(), objects)
             .and_then(|copies| load::plan(&self.files, self.outline(), &copies));
         let mut planned = of_tensors.map_err(|error| self.gone_or(error))?;
         planned.extend(of_objects.map_err(|error| self.gone_or(error))?);
         Ok(planned)
+    }
+
+    /// Returns the requests of stored leaves, and of computed ones.
+    fn by_kind<'r>(&self, requests: &'r [Request]) -> (Cow<'r, [Request]>, Vec<Request>) {
+        if self.computations.is_none() {
+            return (requests.into(), Vec::new());
+        }
+        let all = requests.iter().cloned();
+        let (computed, stored): (Vec<_>, Vec<_>) = all.partition(|request| self.is_computed(request.leaf));
+        (stored.into(), computed)
     }
 
     /// Returns the copies of requests, and the index that they refer to.
@@ -246,13 +297,38 @@ impl Reader {
         go_on: &mut dyn FnMut(u64) -> bool,
     ) -> std::result::Result<LoadStats, Box<ReadFailure>> {
         self.check_process()?;
-        let (index, copies) = self.copies(requests)?;
+        let (stored, computed) = self.by_kind(requests);
+        let (index, copies) = self.copies(&stored)?;
         let disk = &*self.environment.disk;
-        load::execute_while(disk, &self.files, &index, &copies, targets, options, go_on).map_err(
-            |LoadFailure { error, overwritten }| {
-                Box::new(ReadFailure { error: self.gone_or(error), overwritten })
-            },
-        )
+        let Some(computations) = self.computations.as_ref().filter(|_| !computed.is_empty()) else {
+            return load::execute_while(disk, &self.files, &index, &copies, targets, options, go_on).map_err(
+                |LoadFailure { error, overwritten }| {
+                    Box::new(ReadFailure { error: self.gone_or(error), overwritten })
+                },
+            );
+        };
+        let cells = compute::cells(self, computations, &computed)?;
+        // The error of this crate, and what the operands took.
+        let (mut failed, mut operands) = (None, LoadStats::default());
+        let mut next = |first: usize, go_on: &mut dyn FnMut(u64) -> bool| {
+            let rest = cells.get(first..).unwrap_or_default();
+            compute::compute(self, computations, rest, options, &mut operands, go_on).map_err(|error| {
+                failed = Some(error);
+                stepwell_core::Error::Cancelled("a leaf cannot be computed".to_owned())
+            })
+        };
+        let copies_of_cells = cells.iter().map(compute::ComputedCell::copy).collect();
+        let cells = ComputedCells { copies: copies_of_cells, compute: &mut next };
+        let (files, copies) = (&self.files, (&*index, &*copies));
+        let read = load::execute_computing(disk, files, copies, Some(cells), targets, options, go_on);
+        let mut stats = read.map_err(|LoadFailure { error, overwritten }| {
+            let error = failed.take().unwrap_or_else(|| self.gone_or(error));
+            Box::new(ReadFailure { error, overwritten })
+        })?;
+        stats.bytes_read += operands.bytes_read;
+        stats.bytes_cached += operands.bytes_cached;
+        stats.reads += operands.reads;
+        Ok(stats)
     }
 
     /// Reads the values of object leaves.

@@ -19,6 +19,7 @@ use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_manager::{Error, ReadFailure, Reader, copy};
+use stepwell_reshard::computed::Computations;
 use stepwell_reshard::mapping::MappedLeaf;
 use stepwell_reshard::read_plan::Request;
 
@@ -32,8 +33,8 @@ use crate::values::to_python;
 use crate::wait;
 
 use self::described::{
-    ForeignFile, ForeignLayout, ForeignLeaf, ForeignNode, GuardedRow, MappedRow, foreign_file, foreign_leaf,
-    is_negated, layout_row, mapped_leaf, tree_of,
+    ComputedRow, ForeignFile, ForeignLayout, ForeignLeaf, ForeignNode, GuardedRow, MappedRow,
+    computed_tensor, foreign_file, foreign_leaf, is_negated, layout_row, mapped_leaf, tree_of,
 };
 
 mod described;
@@ -208,10 +209,17 @@ impl Checkpoint {
         Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), foreign })
     }
 
-    /// The same checkpoint with its tensors in another arrangement: nodes and leaves as in
-    /// [`ForeignNode`] and [`MappedRow`].
-    fn mapped(&self, py: Python<'_>, nodes: Vec<ForeignNode<'_>>, leaves: Vec<MappedRow>) -> PyResult<Self> {
+    /// The same checkpoint with its tensors in another arrangement: nodes, leaves and computed
+    /// tensors as in [`ForeignNode`], [`MappedRow`] and [`ComputedRow`].
+    fn mapped(
+        &self,
+        py: Python<'_>,
+        nodes: Vec<ForeignNode<'_>>,
+        leaves: Vec<MappedRow>,
+        computed: Vec<ComputedRow>,
+    ) -> PyResult<Self> {
         let inner = self.get(py)?;
+        let computed = computed.into_iter().map(computed_tensor).collect::<PyResult<Vec<_>>>()?;
         let tree = tree_of(nodes, inner.tree())?;
         let leaves = leaves.into_iter().map(mapped_leaf).collect::<PyResult<Vec<_>>>()?;
         let foreign = self.foreign.as_ref().map(|facts| {
@@ -229,7 +237,7 @@ impl Checkpoint {
         });
         let mapped = {
             let inner = Arc::clone(&inner);
-            wait::on_thread(py, move || inner.mapped(tree, &leaves))?
+            wait::on_thread(py, move || inner.mapped(tree, &leaves, &computed))?
         };
         let reader = mapped.map_err(|error| raise_manager(py, &error))?;
         Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Mapped(inner, reader)))), foreign })
@@ -335,6 +343,11 @@ impl Checkpoint {
             _ => &[],
         });
         Ok(chunks.filter_map(|chunk| layout_row(&chunk.codec)).collect())
+    }
+
+    /// Names how its leaves are computed. Equal for equal computations.
+    fn computations(&self, py: Python<'_>) -> PyResult<String> {
+        Ok(self.get(py)?.computations().map(Computations::fingerprint).unwrap_or_default())
     }
 
     /// The values of object leaves.

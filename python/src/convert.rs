@@ -107,7 +107,7 @@ impl Conversion {
         let plan = ConversionPlan { files, digest };
         let (budget_bytes, window_bytes, journal_bytes) = limits;
         // The reader has its own buffers beside the windows.
-        let own = source.load_options().budget_bytes;
+        let own = source.load_options().budget_bytes + source.computing_bytes();
         let budget_bytes = budget_bytes.saturating_sub(own);
         let sharing = sharing.get(py)?;
         let limits = ConversionOptions { budget_bytes, window_bytes, journal_bytes };

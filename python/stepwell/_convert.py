@@ -494,7 +494,7 @@ def _bytes(size: object) -> int:
 def _digest(core: _core.Checkpoint, files: list[OutputFile], ranks: int) -> bytes:
     """Names the plan and its source: a conversion is resumed only by the same."""
     digest = hashlib.sha256(repr((_WINDOW_BYTES, ranks, core.path(), core.manifest())).encode())
-    digest.update(repr((core.places(), core.layouts())).encode())
+    digest.update(repr((core.places(), core.layouts(), core.computations())).encode())
     for file in files:
         digest.update(repr((file.name, file.length, file.pieces)).encode())
     return digest.digest()

@@ -13,12 +13,14 @@
 //! | [`tiling`] | whether chunks cover a tensor exactly once |
 //! | [`glob`] [`selection`] | patterns over rendered leaf paths; include, exclude, rename |
 //! | [`mapping`] | tensors made of parts of stored ones |
+//! | [`computed`] | tensors that are computed from others |
 //! | [`cast`] | which casts keep every value |
 //! | [`matching`] | wanted × stored → one report |
 //! | [`overlap`] [`read_plan`] | which chunks a region needs; which copies a restore makes |
 #![forbid(unsafe_code)]
 
 pub mod cast;
+pub mod computed;
 mod error;
 pub mod glob;
 pub mod layout;

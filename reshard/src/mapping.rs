@@ -5,6 +5,8 @@
 //! names the same bytes of the same file, with another region and other strides. All that follows
 //! (match, plan, read) works on the mapped index as on any other.
 //!
+//! Operations that compute are apart ([`crate::computed`]): a computed leaf has no chunks.
+//!
 //! The result lives in memory only. Like the index of foreign files, it has chunks that no data
 //! file of ours may have.
 
@@ -16,9 +18,11 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{
     ChunkRecord, ChunkRegion, Chunks, Codec, ElementLayout, Index, LeafRecord, TensorRecord,
 };
+use stepwell_core::leaf_path::Component;
 use stepwell_core::region::{Dims, Region, row_major_strides};
 use stepwell_core::tree::Tree;
 
+use crate::computed::{Composite, CompositePart, Computation, Computations, ComputedSource, ComputedTensor};
 use crate::overlap::{ChunkIndex, StoredBox};
 use crate::read_plan::{name, tensor};
 use crate::{Error, Result};
@@ -48,12 +52,21 @@ pub struct MappedTensor {
 pub struct MappedPiece {
     /// The box.
     pub region: Region,
-    /// The stored tensor.
-    pub leaf: u32,
+    /// The tensor that it is a part of: called *stored* also where it is computed.
+    pub source: MappedSource,
     /// Stored element that is the box's first one.
     pub first: Dims,
     /// Per dimension of the box: the stored axis that it follows.
     pub axes: SmallVec<[MappedAxis; 4]>,
+}
+
+/// The tensor that a piece is a part of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MappedSource {
+    /// A stored leaf.
+    Stored(u32),
+    /// A computed tensor, by its number.
+    Computed(u32),
 }
 
 /// The steps along a dimension of a mapped box.
@@ -65,9 +78,21 @@ pub struct MappedAxis {
     pub step: u64,
 }
 
-/// Returns the index of these leaves. `tree` is their structure.
-pub fn mapped(index: &Index, tree: Tree, leaves: &[MappedLeaf]) -> Result<Index> {
-    let mut mapper = Mapper { index, chunks_of: HashMap::new() };
+/// Returns the index of these leaves, and how computed ones are computed. `tree` is their
+/// structure. Operands of a computed tensor are stored, or computed before it.
+pub fn mapped(
+    index: &Index,
+    tree: Tree,
+    leaves: &[MappedLeaf],
+    computed: &[ComputedTensor],
+) -> Result<(Index, Option<Computations>)> {
+    let mut mapper = Mapper { index, chunks_of: HashMap::new(), computations: Computations::new(index) };
+    for (number, one) in computed.iter().enumerate() {
+        mapper.computation(one).map_err(|fault| match fault {
+            MapFault::Error(error) => error,
+            MapFault::Piece(what) => Error::Request { leaf: format!("computed tensor {number}"), what },
+        })?;
+    }
     let mut records = Vec::with_capacity(leaves.len());
     for (number, leaf) in (0_u32..).zip(leaves) {
         let refused = |what: &str| Error::Request { leaf: name_in(&tree, number), what: what.to_owned() };
@@ -79,7 +104,7 @@ pub fn mapped(index: &Index, tree: Tree, leaves: &[MappedLeaf]) -> Result<Index>
                 None => return Err(refused("it is a stored leaf that does not exist")),
             },
             MappedLeaf::Tensor(tensor) => {
-                LeafRecord::Tensor(mapper.tensor(tensor).map_err(|fault| match fault {
+                LeafRecord::Tensor(mapper.leaf(number, tensor).map_err(|fault| match fault {
                     MapFault::Error(error) => error,
                     MapFault::Piece(what) => refused(&what),
                 })?)
@@ -90,7 +115,8 @@ pub fn mapped(index: &Index, tree: Tree, leaves: &[MappedLeaf]) -> Result<Index>
         let what = format!("the tree has {} leaves, and {} are mapped", tree.leaf_count(), records.len());
         return Err(Error::Request { leaf: String::new(), what });
     }
-    Ok(Index { tree, leaves: records, files: index.files.clone() })
+    let computations = (!computed.is_empty()).then_some(mapper.computations);
+    Ok((Index { tree, leaves: records, files: index.files.clone() }, computations))
 }
 
 fn name_in(tree: &Tree, leaf: u32) -> String {
@@ -115,35 +141,93 @@ struct Mapper<'a> {
     index: &'a Index,
     /// The chunks of stored tensors, by leaf.
     chunks_of: HashMap<u32, ChunkIndex>,
+    computations: Computations,
 }
 
 impl Mapper<'_> {
+    /// The record of a leaf. A computed one has no chunks.
+    fn leaf(&mut self, number: u32, wanted: &MappedTensor) -> Result<TensorRecord, MapFault> {
+        let is_computed = |piece: &MappedPiece| matches!(piece.source, MappedSource::Computed(_));
+        if !wanted.pieces.iter().any(is_computed) {
+            return self.tensor(wanted);
+        }
+        let composite = self.composite(wanted)?;
+        let (dtype, shape) = (composite.dtype, composite.shape.clone());
+        self.computations.leaves.insert(number, composite);
+        Ok(TensorRecord { dtype, shape, view: None, rank_key: None, chunks: Chunks::new() })
+    }
+
+    fn computation(&mut self, wanted: &ComputedTensor) -> Result<(), MapFault> {
+        let operands =
+            wanted.operands.iter().map(|operand| self.composite(operand)).collect::<Result<_, _>>()?;
+        let (dtype, shape, operation) = (wanted.dtype, wanted.shape.clone(), wanted.operation.clone());
+        let computation = Computation { dtype, shape, operation, operands };
+        computation.check().map_err(MapFault::Piece)?;
+        self.computations.tensors.push(computation);
+        Ok(())
+    }
+
+    /// A tensor with its stored parts as a leaf of their own.
+    fn composite(&mut self, wanted: &MappedTensor) -> Result<Composite, MapFault> {
+        let record = self.tensor(wanted)?;
+        let parts = wanted.pieces.iter().map(|piece| CompositePart {
+            region: piece.region.clone(),
+            computed: match piece.source {
+                MappedSource::Stored(_) => None,
+                MappedSource::Computed(number) => {
+                    Some(ComputedSource { number, first: piece.first.clone(), axes: piece.axes.clone() })
+                }
+            },
+        });
+        let parts = parts.collect();
+        let (dtype, shape, leaf) =
+            (record.dtype, wanted.shape.clone(), self.computations.index.leaves.len() as u32);
+        let stored = wanted.pieces.iter().find_map(|piece| match piece.source {
+            MappedSource::Stored(leaf) => Some(name(self.index, leaf)),
+            MappedSource::Computed(_) => None,
+        });
+        let component = Component::Key(stored.unwrap_or_default().into());
+        self.computations.index.tree.push_leaf(Some(0), Some(component));
+        self.computations.index.leaves.push(LeafRecord::Tensor(record));
+        Ok(Composite { dtype, shape, leaf, parts })
+    }
+
+    /// The record of a tensor, with the chunks of its stored parts.
     fn tensor(&mut self, wanted: &MappedTensor) -> Result<TensorRecord, MapFault> {
         let mut dtype: Option<Dtype> = None;
         let mut chunks = Chunks::new();
         for piece in &wanted.pieces {
-            let (source, stored) = tensor(self.index, piece.leaf)?;
-            check(piece, &wanted.shape, &stored.shape).map_err(|what| {
-                MapFault::Piece(format!("a part of `{}`: {what}", name(self.index, piece.leaf)))
-            })?;
+            let path = || match piece.source {
+                MappedSource::Stored(leaf) => name(self.index, leaf),
+                MappedSource::Computed(number) => format!("computed tensor {number}"),
+            };
+            let (stored, source_dtype, shape) = match piece.source {
+                MappedSource::Stored(leaf) => {
+                    let (source, stored) = tensor(self.index, leaf)?;
+                    (Some((source, stored)), stored.dtype, &stored.shape)
+                }
+                MappedSource::Computed(number) => match self.computations.tensors.get(number as usize) {
+                    Some(computed) => (None, computed.dtype, &computed.shape),
+                    None => return Err(MapFault::Piece(format!("{} is not before it", path()))),
+                },
+            };
+            check(piece, &wanted.shape, shape)
+                .map_err(|what| MapFault::Piece(format!("a part of `{}`: {what}", path())))?;
             match dtype {
-                Some(dtype) if dtype != stored.dtype => {
-                    let path = name(self.index, piece.leaf);
+                Some(dtype) if dtype != source_dtype => {
                     let what =
-                        format!("`{path}` is stored as {}, another part of it as {dtype}", stored.dtype);
+                        format!("`{}` is stored as {source_dtype}, another part of it as {dtype}", path());
                     return Err(MapFault::Piece(what));
                 }
-                _ => dtype = Some(stored.dtype),
+                _ => dtype = Some(source_dtype),
             }
-            if piece.region.is_empty() {
-                continue;
-            }
+            let Some((source, stored)) = stored.filter(|_| !piece.region.is_empty()) else { continue };
             let chunks_of = match self.chunks_of.entry(source) {
                 std::collections::hash_map::Entry::Occupied(entry) => entry.into_mut(),
                 std::collections::hash_map::Entry::Vacant(entry) => {
                     let chunks = ChunkIndex::new(&stored.shape, &stored.chunks).map_err(|chunk| {
                         let what = format!("chunk {chunk} does not lie in the tensor");
-                        Error::Index { leaf: name(self.index, piece.leaf), what }
+                        Error::Index { leaf: path(), what }
                     })?;
                     entry.insert(chunks)
                 }
@@ -151,7 +235,7 @@ impl Mapper<'_> {
             for overlap in chunks_of.overlaps(&bounds(piece, &stored.shape)) {
                 let chunk = &stored.chunks[overlap.stored.chunk as usize];
                 chunks.extend(part(piece, chunk, overlap.stored, stored).map_err(|what| Error::Index {
-                    leaf: name(self.index, piece.leaf),
+                    leaf: path(),
                     what: format!("chunk {} {what}", overlap.stored.chunk),
                 })?);
             }

@@ -320,5 +320,5 @@ def test_arrangements_are_what_numpy_makes(data: st.DataObject) -> None:
                         at[axis_of] += step * number
                 target = tuple(first + number for first, number in zip(piece.start, place, strict=True))
                 assert found[target] == -1
-                found[target] = values[piece.leaf][tuple(at)]
+                found[target] = values[piece.source][tuple(at)]
         np.testing.assert_array_equal(found, value)

@@ -7,16 +7,17 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::buffers::ReadBuffers;
 use super::decode;
 use super::destination::{Destination, Devices, Started, ToDevices};
 use super::file_set::{FileInfos, FileSet};
 use super::options::{LoadFailure, LoadOptions, LoadStats};
-use super::pipeline::Sink;
+use super::pipeline::{OnProgress, Sink};
 use super::schedule::{Cell, Schedule, ScheduledRead};
 use crate::format::index::Index;
 use crate::io::Disk;
 use crate::read_plan::BoxCopy;
-use crate::sys::{Scatter, ScatterTarget, Staged, Strided};
+use crate::sys::{Scatter, ScatterTarget, ScatterWindow, Staged, Strided};
 use crate::{Error, Result};
 
 /// Restores the bytes of the copies into the targets. Every byte comes from a block with a valid
@@ -46,9 +47,46 @@ pub fn execute_while<'a>(
     options: &LoadOptions,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<LoadStats, LoadFailure> {
-    let (copies, infos) = prepare(files, index, copies)?;
+    execute_computing(disk, files, (index, copies), None, targets, options, go_on)
+}
+
+/// Cells of targets whose bytes the caller computes.
+pub struct ComputedCells<'c> {
+    /// The place of each. Its source is the cell's row-major bytes.
+    pub copies: Vec<BoxCopy>,
+    /// Returns the bytes of the next cells: at least one.
+    pub compute: Compute<'c>,
+}
+
+/// Computes cells. It gets the number of the first one, and the progress callback.
+pub type Compute<'c> = &'c mut dyn FnMut(usize, OnProgress<'_>) -> Result<Vec<Vec<u8>>>;
+
+/// Like [`execute_while`] for copies of that index, then for computed cells.
+pub fn execute_computing<'a>(
+    disk: &dyn Disk,
+    files: &FileSet,
+    (index, copies): (&Index, &[BoxCopy]),
+    computed: Option<ComputedCells<'_>>,
+    targets: impl IntoIterator<Item = impl Into<Destination<'a>>>,
+    options: &LoadOptions,
+    go_on: &mut dyn FnMut(u64) -> bool,
+) -> Result<LoadStats, LoadFailure> {
+    let (mut copies, infos) = prepare(files, index, copies)?;
+    let (schedule, mut windows, mut lists) = Schedule::of_copies(&copies, &infos)?;
+    let first_cell = windows.len();
+    let mut begin = 0;
+    for cell in computed.iter().flat_map(|computed| &computed.copies) {
+        // The cells are one behind the other in a file that no index has.
+        let copy = BoxCopy { file: u32::MAX, src_offset: begin, ..cell.clone() };
+        let wrong = |what: String| Error::internal("a cell with bytes", what);
+        let copy = Strided::new(&copy).map_err(wrong)?.ok_or_else(|| wrong("none".to_owned()))?;
+        let (number, bytes) = (lists.len(), begin..begin + copy.bytes());
+        begin = bytes.end;
+        lists.push(copies.len() as u32);
+        windows.push(ScatterWindow { file: copy.file, bytes, copies: number..number + 1 });
+        copies.push(copy);
+    }
     let wanted = bytes_of(&copies);
-    let (schedule, windows, lists) = Schedule::of_copies(&copies, &infos)?;
     // Dropping the guard, on every return path, ends all writing to the targets, even by threads
     // that hang.
     let (targets, devices): (Vec<_>, Devices) = targets
@@ -68,7 +106,12 @@ pub fn execute_while<'a>(
         copied: AtomicU64::new(0),
         verified: AtomicU64::new(0),
     });
-    let result = decode::run(disk, files, schedule, &sink, options, go_on);
+    let result = decode::run(disk, files, schedule, &sink, options, &mut *go_on).and_then(|stats| {
+        if let Some(computed) = computed {
+            sink.compute(computed, first_cell, options, go_on)?;
+        }
+        Ok(stats)
+    });
     drop(guard);
     let copied = sink.copied.load(Ordering::Acquire);
     let result = result.and_then(|stats| {
@@ -188,6 +231,43 @@ impl Scatterer {
             culprits.push(Culprit { file: file.clone(), block, leaf });
         }
         Error::Corrupt { file, leaf: None, block, what }
+    }
+
+    /// Computes cells and scatters them.
+    fn compute(
+        &self,
+        ComputedCells { copies, compute }: ComputedCells<'_>,
+        first_cell: usize,
+        options: &LoadOptions,
+        go_on: OnProgress<'_>,
+    ) -> Result<()> {
+        let mut number = 0;
+        while number < copies.len() {
+            let cells = compute(number, &mut *go_on)?;
+            if cells.is_empty() {
+                return Err(Error::internal("a computed cell", "none"));
+            }
+            for bytes in cells {
+                let mut buffer = ReadBuffers::shared().take(bytes.len())?;
+                buffer.get_mut(..bytes.len()).unwrap_or_default().copy_from_slice(&bytes);
+                let buffer = Arc::new(buffer);
+                let staged = Staged::new(&buffer, 0..bytes.len())
+                    .ok_or_else(|| Error::internal("a cell inside its buffer", "one that passes its end"))?;
+                let mut started = Started::new(options.stall_timeout);
+                let mut elsewhere = ToDevices { devices: &self.devices, started: &mut started };
+                let put = self.scatter.put(first_cell + number, &staged, &mut elsewhere);
+                // Wait also after an error: started copies must end before the restore does.
+                let ended = started.wait();
+                drop((staged, started));
+                if let Some(buffer) = Arc::into_inner(buffer) {
+                    ReadBuffers::shared().give(buffer);
+                }
+                self.copied.fetch_add(put?, Ordering::AcqRel);
+                ended?;
+                number += 1;
+            }
+        }
+        Ok(())
     }
 
     /// Adds the leaf's name to an error. The threads do not know it.

@@ -45,7 +45,7 @@ mod tests;
 mod verify;
 
 pub use destination::{Destination, DeviceTarget, Fence};
-pub use execute::{FileReads, execute, execute_while, plan};
+pub use execute::{Compute, ComputedCells, FileReads, execute, execute_computing, execute_while, plan};
 pub use file_set::FileSet;
 pub use footer_index::index_in_footer;
 pub use guards::GuardedRange;

@@ -104,17 +104,41 @@ pub fn can_cast(from: Dtype, to: Dtype) -> bool {
     layout(from).is_some() && layout(to).is_some()
 }
 
-/// Casts elements. `false`: a finite value became infinite.
+/// Casts elements, also from the 8-bit floats of quantised weights. `false`: a finite value became
+/// infinite.
 pub fn cast(from: Dtype, to: Dtype, source: &[u8], out: &mut [u8]) -> bool {
+    if from == to {
+        out.copy_from_slice(source);
+        return true;
+    }
     match from {
+        Dtype::Float32 if to == Dtype::Bfloat16 => round_to_bfloat16(source, out),
         Dtype::Float16 => cast_from(source, |bits| widen(u16::from_le_bytes(bits), 5, 10), to, out),
         Dtype::Bfloat16 => {
             let value = |bits| f64::from(f32::from_bits(u32::from(u16::from_le_bytes(bits)) << 16));
             cast_from(source, value, to, out)
         }
+        Dtype::Float8E4m3fn => cast_from(source, |[bits]| widen_e4m3fn(bits), to, out),
+        // The upper half of a float16.
+        Dtype::Float8E5m2 => cast_from(source, |[bits]| widen(u16::from(bits) << 8, 5, 10), to, out),
         Dtype::Float32 => cast_from(source, |bits| f64::from(f32::from_le_bytes(bits)), to, out),
         _ => cast_from(source, f64::from_le_bytes, to, out),
     }
+}
+
+/// The common cast, without branches.
+fn round_to_bfloat16(source: &[u8], out: &mut [u8]) -> bool {
+    let mut fits = true;
+    for (bits, out) in source.as_chunks().0.iter().zip(out.as_chunks_mut().0) {
+        let bits = u32::from_le_bytes(*bits);
+        let size = bits & 0x7FFF_FFFF;
+        let rounded = (bits.wrapping_add(0x7FFF + (bits >> 16 & 1)) >> 16) as u16;
+        let nan = (bits >> 16) as u16 & 0x8000 | 0x7FC0;
+        *out = if size > 0x7F80_0000 { nan } else { rounded }.to_le_bytes();
+        // The least size that rounds to infinity, up to infinity itself.
+        fits &= !(0x7F7F_8000..0x7F80_0000).contains(&size);
+    }
+    fits
 }
 
 fn cast_from<const N: usize>(
@@ -157,6 +181,17 @@ fn each<const N: usize, const M: usize>(
         fits &= !is_infinite || value.is_infinite();
     }
     fits
+}
+
+/// The value of a `float8_e4m3fn`, which has no infinity.
+fn widen_e4m3fn(bits: u8) -> f64 {
+    let (exponent, fraction) = (u32::from(bits >> 3 & 15), u32::from(bits & 7));
+    let size = match (exponent, fraction) {
+        (15, 7) => f32::NAN,
+        (0, _) => f32::from(bits & 7) / 512.0,
+        _ => f32::from_bits((exponent + 120) << 23 | fraction << 20),
+    };
+    f64::from(if bits >> 7 == 1 { -size } else { size })
 }
 
 /// The value of a float of 16 bits.
@@ -250,6 +285,15 @@ mod tests {
             assert_eq!(u16::from_le_bytes(out), wanted, "just above a tie of {to}");
         }
         let mut out = [0; 2];
+        for (bits, fits) in
+            [(0x7F7F_7FFF_u32, true), (0x7F7F_8000, false), (0xFF80_0000, true), (0x7FC0_0001, true)]
+        {
+            assert_eq!(
+                cast(Dtype::Float32, Dtype::Bfloat16, &bits.to_le_bytes(), &mut out),
+                fits,
+                "{bits:#x}"
+            );
+        }
         assert!(!cast(Dtype::Float32, Dtype::Float16, &65520_f32.to_le_bytes(), &mut out));
         assert!(cast(Dtype::Float64, Dtype::Float32, &f64::INFINITY.to_le_bytes(), &mut [0; 4]));
         assert!(!cast(Dtype::Float64, Dtype::Float32, &1e300_f64.to_le_bytes(), &mut [0; 4]));

@@ -3,13 +3,15 @@
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use stepwell_core::arithmetic::Operation;
 use stepwell_core::format::index::{
     ChunkRecord, ChunkRegion, Codec, CompressedStream, ElementLayout, Extent, FileRecord, Integrity,
     LeafRecord, NegatedParts, Source, TensorRecord, Within,
 };
 use stepwell_core::region::Region;
 use stepwell_core::tree::{ContainerKind, Node, Tree};
-use stepwell_reshard::mapping::{MappedAxis, MappedLeaf, MappedPiece, MappedTensor};
+use stepwell_reshard::computed::ComputedTensor;
+use stepwell_reshard::mapping::{MappedAxis, MappedLeaf, MappedPiece, MappedSource, MappedTensor};
 
 use crate::foreign::compression_named;
 use crate::hooks::dtype_named;
@@ -28,30 +30,53 @@ pub(super) enum KindRow {
     OfNode(u32),
 }
 
-/// A leaf of a mapped checkpoint: a stored leaf, the earlier leaf of a tie, or a tensor's shape and
-/// pieces.
-pub(super) type MappedRow = (Option<u32>, Option<u32>, Option<(Vec<u64>, Vec<MappedPieceRow>)>);
+/// A leaf of a mapped checkpoint: a stored leaf, the earlier leaf of a tie, or a tensor.
+pub(super) type MappedRow = (Option<u32>, Option<u32>, Option<MappedTensorRow>);
 
-/// A piece: offset and extent of its box, stored leaf, first stored element, and for each dimension
-/// the stored axis and the step.
-type MappedPieceRow = (Vec<u64>, Vec<u64>, u32, Vec<u64>, Vec<(Option<u32>, u64)>);
+/// A tensor: shape and pieces.
+type MappedTensorRow = (Vec<u64>, Vec<MappedPieceRow>);
+
+/// A piece: offset and extent of its box, number of its source, whether that is a computed tensor
+/// and not a stored leaf, first stored element, and for each dimension the stored axis and the
+/// step.
+type MappedPieceRow = (Vec<u64>, Vec<u64>, u32, bool, Vec<u64>, Vec<(Option<u32>, u64)>);
+
+/// A computed tensor: dtype, shape, operation, its constant, its blocks, operands.
+pub(super) type ComputedRow = (String, Vec<u64>, String, f64, Vec<u64>, Vec<MappedTensorRow>);
 
 pub(super) fn mapped_leaf(row: MappedRow) -> PyResult<MappedLeaf> {
-    let piece = |(offset, extent, leaf, first, axes): MappedPieceRow| MappedPiece {
-        region: Region { offset: offset.into(), extent: extent.into() },
-        leaf,
-        first: first.into(),
-        axes: axes.into_iter().map(|(stored, step)| MappedAxis { stored, step }).collect(),
-    };
     Ok(match row {
         (Some(stored), None, None) => MappedLeaf::Stored(stored),
         (None, Some(tie), None) => MappedLeaf::Tie(tie),
-        (None, None, Some((shape, pieces))) => MappedLeaf::Tensor(MappedTensor {
-            shape: shape.into(),
-            pieces: pieces.into_iter().map(piece).collect(),
-        }),
+        (None, None, Some(tensor)) => MappedLeaf::Tensor(mapped_tensor(tensor)),
         _ => return Err(PyValueError::new_err("a mapped leaf is one of three")),
     })
+}
+
+fn mapped_tensor((shape, pieces): MappedTensorRow) -> MappedTensor {
+    let piece = |(offset, extent, number, is_computed, first, axes): MappedPieceRow| MappedPiece {
+        region: Region { offset: offset.into(), extent: extent.into() },
+        source: if is_computed { MappedSource::Computed(number) } else { MappedSource::Stored(number) },
+        first: first.into(),
+        axes: axes.into_iter().map(|(stored, step)| MappedAxis { stored, step }).collect(),
+    };
+    MappedTensor { shape: shape.into(), pieces: pieces.into_iter().map(piece).collect() }
+}
+
+pub(super) fn computed_tensor(row: ComputedRow) -> PyResult<ComputedTensor> {
+    let (dtype, shape, operation, constant, block, operands) = row;
+    let operation = match &*operation {
+        "fill" => Operation::Fill(constant),
+        "cast" => Operation::Cast,
+        "scale" => Operation::Scale(constant),
+        "divide" => Operation::Divide(constant),
+        "add" => Operation::Add(constant),
+        "dequantise" => Operation::Dequantise(block.into()),
+        "merge" => Operation::Merge(constant),
+        other => return Err(PyValueError::new_err(format!("operation {other:?}"))),
+    };
+    let operands = operands.into_iter().map(mapped_tensor).collect();
+    Ok(ComputedTensor { dtype: dtype_named(&dtype)?, shape: shape.into(), operation, operands })
 }
 
 /// A leaf of a foreign checkpoint: a tensor (dtype, shape, chunks), or the leaf

@@ -18,8 +18,8 @@ class Piece:
     #: First element and number of elements along each dimension.
     start: tuple[int, ...]
     extent: tuple[int, ...]
-    #: The stored leaf, and its element that is the box's first one.
-    leaf: int
+    #: The stored leaf, or what is computed, and its element that is the box's first one.
+    source: int | Computed
     first: tuple[int, ...]
     #: For each dimension: the stored axis that it follows (``None``: a new one), and the step.
     axes: tuple[tuple[int | None, int], ...]
@@ -34,16 +34,11 @@ class Arrangement:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def whole(cls, leaf: int, dtype: str, shape: tuple[int, ...]) -> Arrangement:
-        """A stored tensor as it is."""
+    def whole(cls, source: int | Computed, dtype: str, shape: tuple[int, ...]) -> Arrangement:
+        """A stored or computed tensor as it is."""
         zeros = (0,) * len(shape)
         axes = tuple((axis, 1) for axis in range(len(shape)))
-        return cls(dtype, shape, (Piece(zeros, shape, leaf, zeros, axes),))
-
-    @property
-    def row(self) -> _core._MappedTensor:
-        """It in the engine's form."""
-        return self.shape, [(one.start, one.extent, one.leaf, one.first, one.axes) for one in self.pieces]
+        return cls(dtype, shape, (Piece(zeros, shape, source, zeros, axes),))
 
     def take(self, axis: int, start: int, count: int, step: int = 1) -> Arrangement:
         """``count`` elements along an axis: ``start``, ``start + step``, …, all of which exist."""
@@ -62,7 +57,7 @@ class Arrangement:
                 Piece(
                     _with(one.start, axis, begin),
                     _with(one.extent, axis, end - begin),
-                    one.leaf,
+                    one.source,
                     tuple(first),
                     _with(one.axes, axis, (stored, own * step)),
                 )
@@ -76,7 +71,7 @@ class Arrangement:
             Piece(
                 _without(one.start, axis),
                 _without(one.extent, axis),
-                one.leaf,
+                one.source,
                 one.first,
                 _without(one.axes, axis),
             )
@@ -90,7 +85,7 @@ class Arrangement:
             Piece(
                 (*one.start[:axis], 0, *one.start[axis:]),
                 (*one.extent[:axis], 1, *one.extent[axis:]),
-                one.leaf,
+                one.source,
                 one.first,
                 (*one.axes[:axis], (None, 1), *one.axes[axis:]),
             )
@@ -104,7 +99,7 @@ class Arrangement:
             Piece(
                 tuple(one.start[axis] for axis in axes),
                 tuple(one.extent[axis] for axis in axes),
-                one.leaf,
+                one.source,
                 one.first,
                 tuple(one.axes[axis] for axis in axes),
             )
@@ -113,13 +108,61 @@ class Arrangement:
         return Arrangement(self.dtype, tuple(self.shape[axis] for axis in axes), tuple(pieces))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """A tensor that the engine computes from others."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    #: ``fill``, ``cast``, ``scale``, ``divide``, ``add``, ``dequantise`` or ``merge``.
+    operation: str
+    operands: tuple[Arrangement, ...]
+    constant: float = 0.0
+    #: The blocks of a dequantisation.
+    block: tuple[int, ...] = ()
+
+    def whole(self) -> Arrangement:
+        """It as it is."""
+        return Arrangement.whole(self, self.dtype, self.shape)
+
+
+class EngineRows:
+    """Tensors in the engine's form. Computed ones are apart, and operands come first."""
+
+    def __init__(self) -> None:
+        self.computed: list[_core._ComputedTensor] = []
+        self._numbers: dict[Computed, int] = {}
+
+    def tensor(self, one: Arrangement) -> _core._MappedTensor:
+        """The row of a tensor."""
+        rows = [
+            (piece.start, piece.extent, *self._source(piece.source), piece.first, piece.axes)
+            for piece in one.pieces
+        ]
+        return one.shape, rows
+
+    def _source(self, source: int | Computed) -> tuple[int, bool]:
+        if isinstance(source, int):
+            return source, False
+        number = self._numbers.get(source)
+        if number is None:
+            operands = [self.tensor(operand) for operand in source.operands]
+            number = self._numbers[source] = len(self.computed)
+            self.computed.append(
+                (source.dtype, source.shape, source.operation, source.constant, source.block, operands)
+            )
+        return number, True
+
+
 def concat(parts: Sequence[Arrangement], axis: int) -> Arrangement:
     """Tensors one behind the other along an axis. Their other sizes are the same."""
     pieces = []
     length = 0
     for part in parts:
         pieces += [
-            Piece(_with(one.start, axis, one.start[axis] + length), one.extent, one.leaf, one.first, one.axes)
+            Piece(
+                _with(one.start, axis, one.start[axis] + length), one.extent, one.source, one.first, one.axes
+            )
             for one in part.pieces
         ]
         length += part.shape[axis]

@@ -10,7 +10,7 @@ from .. import _core
 from .._paths import Component, extend, named, split
 from .._restore.structure import Structure, kind_of
 from ..errors import MisuseError
-from .arrangement import Arrangement
+from .arrangement import Arrangement, Computed, EngineRows
 from .rules import Stored, Tied, Value, Values
 
 _LISTS = ("list", "tuple", "deque")
@@ -46,8 +46,11 @@ class StoredLeaves:
                 self.values[path] = Arrangement.whole(leaf, dtype, tuple(shape))
         self._nodes = {path: node for node, path in enumerate(structure.paths)}
 
-    def rows(self, values: Values) -> tuple[list[_core._ForeignNode], list[_core._MappedLeaf]]:
-        """The nodes and leaves of the mapped state, parents first."""
+    def rows(
+        self, values: Values
+    ) -> tuple[list[_core._ForeignNode], list[_core._MappedLeaf], list[_core._ComputedTensor]]:
+        """The nodes and leaves of the mapped state, parents first, and its computed tensors."""
+        tensors = EngineRows()
         nodes: list[_core._ForeignNode] = []
         leaves: list[_core._MappedLeaf] = []
         numbers: dict[str, int] = {}
@@ -57,12 +60,12 @@ class StoredLeaves:
             if isinstance(one, str):
                 nodes.append((parent, component, None))
                 numbers[one] = len(leaves)
-                leaves.append(_row(values, one, numbers))
+                leaves.append(_row(values, one, numbers, tensors))
                 continue
             nodes.append((parent, component, "dict" if one.node is None else one.node))
             number = len(nodes) - 1
             pending.extend((child, number, key) for key, child in reversed(one.children.items()))
-        return nodes, leaves
+        return nodes, leaves, tensors.computed
 
     def _tree(self, values: Values) -> _Container | str:
         if list(values) == [""]:
@@ -113,8 +116,10 @@ class StoredLeaves:
         """The stored nodes that go by the last parts of a leaf's mapped path, as far as these are
         the same: a subtree that was moved keeps the kinds of its containers."""
         leaf = value.leaf if isinstance(value, Stored) else None
-        if isinstance(value, Arrangement) and value.pieces:
-            leaf = value.pieces[0].leaf
+        while isinstance(value, Arrangement) and value.pieces:
+            source = value.pieces[0].source
+            leaf = None if isinstance(source, Computed) else source
+            value = source.operands[0] if isinstance(source, Computed) and source.operands else None
         found: list[int] = []
         if leaf is None:
             return found
@@ -161,10 +166,10 @@ class StoredLeaves:
             pending.extend(child for child in one.children.values() if isinstance(child, _Container))
 
 
-def _row(values: Values, path: str, numbers: Mapping[str, int]) -> _core._MappedLeaf:
+def _row(values: Values, path: str, numbers: Mapping[str, int], tensors: EngineRows) -> _core._MappedLeaf:
     value = values[path]
     if isinstance(value, Arrangement):
-        return None, None, value.row
+        return None, None, tensors.tensor(value)
     if isinstance(value, Stored):
         return value.leaf, None, None
     seen = {path}
@@ -178,7 +183,7 @@ def _row(values: Values, path: str, numbers: Mapping[str, int]) -> _core._Mapped
     if number is not None:
         return None, number, None
     # The leaf that it is tied to comes later: both read the same bytes.
-    return (None, None, value.row) if isinstance(value, Arrangement) else (value.leaf, None, None)
+    return (None, None, tensors.tensor(value)) if isinstance(value, Arrangement) else (value.leaf, None, None)
 
 
 def _refuse(path: str, what: str) -> NoReturn:

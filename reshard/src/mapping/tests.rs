@@ -56,7 +56,7 @@ fn piece(
         extent.insert(0, 1);
     }
     let region = Region::whole(&extent);
-    (MappedPiece { region, leaf: 0, first, axes }, extent)
+    (MappedPiece { region, source: MappedSource::Stored(0), first, axes }, extent)
 }
 
 proptest! {
@@ -72,7 +72,7 @@ proptest! {
         let tensor = stored.tensor(leaf);
         let itemsize = tensor.dtype.size();
         let (mut piece, extent) = piece(&tensor.shape, &choices, reversed, stacked);
-        piece.leaf = leaf;
+        piece.source = MappedSource::Stored(leaf);
         let mut expected = Vec::new();
         let strides = stepwell_core::region::row_major_strides(&tensor.shape);
         for_each_element(&extent, &Region::whole(&extent), |element| {
@@ -88,7 +88,7 @@ proptest! {
             expected.extend_from_slice(&stored.tensors[leaf as usize][at..at + itemsize]);
         });
         let wanted = MappedLeaf::Tensor(MappedTensor { shape: extent, pieces: vec![piece] });
-        let index = mapped(&stored.index, flat_tree(1), &[wanted]).unwrap();
+        let (index, _) = mapped(&stored.index, flat_tree(1), &[wanted], &[]).unwrap();
         prop_assert_eq!(read(&stored, &index, 0).unwrap(), expected);
     }
 
@@ -110,17 +110,17 @@ proptest! {
                 let mut first = Dims::from_elem(0, shape.len());
                 (region.offset[axis], region.extent[axis], first[axis]) = (at, until - from, from);
                 let axes = (0..shape.len() as u32).map(|d| MappedAxis { stored: Some(d), step: 1 });
-                MappedPiece { region, leaf, first, axes: axes.collect() }
+                MappedPiece { region, source: MappedSource::Stored(leaf), first, axes: axes.collect() }
             };
             let half = |from, until| {
                 let piece = part(from, until, leaf, 0);
                 MappedLeaf::Tensor(MappedTensor { shape: piece.region.extent.clone(), pieces: vec![piece] })
             };
             let halves = [half(0, cut), half(cut, shape[axis])];
-            let split = mapped(&stored.index, flat_tree(2), &halves).unwrap();
+            let (split, _) = mapped(&stored.index, flat_tree(2), &halves, &[]).unwrap();
             let pieces = vec![part(0, cut, 0, 0), part(0, shape[axis] - cut, 1, cut)];
             let joined = MappedLeaf::Tensor(MappedTensor { shape: shape.clone(), pieces });
-            let index = mapped(&split, flat_tree(1), &[joined]).unwrap();
+            let (index, _) = mapped(&split, flat_tree(1), &[joined], &[]).unwrap();
             prop_assert_eq!(&read(&stored, &index, 0).unwrap(), &stored.tensors[leaf as usize]);
         }
     }
@@ -137,7 +137,7 @@ fn what_does_not_fit_is_refused_by_name() {
     let axis = |stored| MappedAxis { stored, step: 1 };
     let whole = MappedPiece {
         region: Region::whole(&[4, 6]),
-        leaf: 0,
+        source: MappedSource::Stored(0),
         first: Dims::from_elem(0, 2),
         axes: [axis(Some(0)), axis(Some(1))].into_iter().collect(),
     };
@@ -154,18 +154,18 @@ fn what_does_not_fit_is_refused_by_name() {
         let mut piece = whole.clone();
         damage(&mut piece);
         let wanted = MappedTensor { shape: Dims::from_slice(&[4, 6]), pieces: vec![piece] };
-        let error = mapped(&stored.index, flat_tree(1), &[MappedLeaf::Tensor(wanted)]).unwrap_err();
+        let error = mapped(&stored.index, flat_tree(1), &[MappedLeaf::Tensor(wanted)], &[]).unwrap_err();
         assert!(error.to_string().contains(says) && error.to_string().contains("`m0`"), "{says}: {error}");
     }
     let other = MappedPiece {
         region: Region { offset: Dims::from_slice(&[0, 0]), extent: Dims::from_slice(&[4, 1]) },
-        leaf: 1,
+        source: MappedSource::Stored(1),
         first: Dims::from_slice(&[0]),
         axes: [axis(Some(0)), axis(None)].into_iter().collect(),
     };
     let mixed = MappedTensor { shape: Dims::from_slice(&[4, 6]), pieces: vec![whole, other] };
-    let error = mapped(&stored.index, flat_tree(1), &[MappedLeaf::Tensor(mixed)]).unwrap_err();
+    let error = mapped(&stored.index, flat_tree(1), &[MappedLeaf::Tensor(mixed)], &[]).unwrap_err();
     assert!(error.to_string().contains("stored as int8, another part of it as float32"), "{error}");
-    let later = mapped(&stored.index, flat_tree(1), &[MappedLeaf::Tie(0)]).unwrap_err();
+    let later = mapped(&stored.index, flat_tree(1), &[MappedLeaf::Tie(0)], &[]).unwrap_err();
     assert!(later.to_string().contains("not before it"), "{later}");
 }
