@@ -28,7 +28,7 @@ pub struct ComputedTensor {
     pub shape: Dims,
     /// How it is computed.
     pub operation: Operation,
-    /// What it is computed from.
+    /// The tensors that it is computed from.
     pub operands: Vec<MappedTensor>,
 }
 
@@ -155,7 +155,7 @@ struct ComputedPart<'a> {
     /// The region of the computed tensor, and its operands.
     region: Region,
     operands: Vec<Assembly<'a>>,
-    /// Where the elements come from and go: extents, strides and first elements.
+    /// The elements in it and in the assembly: extents, then first element and strides of each.
     extent: Dims,
     from: (u64, Dims),
     to: (u64, Dims),
@@ -207,7 +207,7 @@ impl Computations {
                 cells.push(region);
                 continue;
             }
-            // The cut that shares the least, and of equals the outermost: its halves are contiguous.
+            // The cut that shares the least. Of equals the outermost: its halves are contiguous.
             let halves = (0..region.ndim()).filter(|&axis| region.extent[axis] > 1).map(|axis| {
                 let half = region.extent[axis].div_ceil(2);
                 let (mut first, mut second) = (region.clone(), region.clone());

@@ -272,7 +272,7 @@ def test_plans_of_two_maps_are_two_plans(tmp_path: Path) -> None:
 
     def digest(rules: list[dict[str, object]]) -> bytes:
         with sw.open(tmp_path / "c", map=rules) as checkpoint:
-            return _convert._digest(checkpoint._open(), [])
+            return _convert._digest(checkpoint._open(), [], 1)
 
     turned: list[dict[str, object]] = [{"permute": "w", "axes": [1, 0]}]
     same: list[dict[str, object]] = [{"permute": "w", "axes": [0, 1]}]

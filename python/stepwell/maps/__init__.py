@@ -10,8 +10,9 @@
 
     state = sw.restore("checkpoint", map="fused.toml")
 
-Rules apply in their order, to all leaves that their patterns match. They only say which stored
-element is where, so a mapped checkpoint costs no more to read than the stored one.
+Rules apply in their order, to all leaves that their patterns match. Most only say which stored
+element is where, so a mapped checkpoint costs no more to read than the stored one. Others compute,
+region by region, when a leaf is read.
 """
 
 from __future__ import annotations

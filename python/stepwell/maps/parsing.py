@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Literal, NoReturn, TypeVar
 
 from .._checks import shown
 from ..errors import MisuseError
+from .computing import FLOATS, READ, Add, Cast, Dequantise, Merge, Pad, Scale
 from .patterns import Pattern
 from .rules import Concat, Crop, Drop, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
 
@@ -47,6 +49,9 @@ def rule(number: int, entries: Mapping[str, object]) -> Rule:
     if not isinstance(entries, Mapping):
         raise MisuseError(f"rule {number} of the map is a table, not {shown(entries)}")
     operations = [name for name in entries if name in _OPERATIONS]
+    if len(operations) > 1 and "scale" in operations:
+        # It is also a key of others.
+        operations.remove("scale")
     if len(operations) != 1:
         near = [found for name in entries for found in difflib.get_close_matches(str(name), _OPERATIONS, 1)]
         hint = f"; did you mean {near[0]}?" if near and not operations else ""
@@ -119,6 +124,39 @@ def _rotated(value: object) -> Literal["halves", "pairs"]:
     if value == "pairs":
         return "pairs"
     raise ValueError
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError
+    return float(value)
+
+
+def _factor(value: object) -> float:
+    """A number whose square is a float32 and is not zero."""
+    factor = _number(value)
+    if not 1e-18 < abs(factor) < 1e18:
+        raise ValueError
+    return factor
+
+
+def _finite(value: object) -> float:
+    number = _number(value)
+    if not isfinite(number):
+        raise ValueError
+    return number
+
+
+def _read_dtype(value: object) -> str:
+    if value not in READ:
+        raise ValueError
+    return str(value)
+
+
+def _dtype(value: object) -> str:
+    if value not in FLOATS:
+        raise ValueError
+    return str(value)
 
 
 def _optional(table: _Table) -> bool:
@@ -218,6 +256,58 @@ def _drop(table: _Table) -> Rule:
     return Drop(table.take("drop", _pattern), optional=_optional(table))
 
 
+def _cast(table: _Table) -> Rule:
+    pattern, to = table.take("cast", _pattern), table.take("to", _dtype)
+    return Cast(pattern, to, table.take("from", _read_dtype, None), optional=_optional(table))
+
+
+def _scale(table: _Table) -> Rule:
+    return Scale(table.take("scale", _pattern), table.take("by", _factor), optional=_optional(table))
+
+
+def _add(table: _Table) -> Rule:
+    return Add(table.take("add", _pattern), table.take("value", _finite), optional=_optional(table))
+
+
+def _pad(table: _Table) -> Rule:
+    found = Pad(
+        table.take("pad", _pattern),
+        table.take("size", _positive),
+        table.take("axis", _not_negative, 0),
+        table.take("value", _number, 0.0),
+        table.take("from", _positive, None),
+        optional=_optional(table),
+    )
+    if found.source is not None and found.source > found.size:
+        table.wrong(f"`from` is {found.source}, more than `size`, {found.size}")
+    return found
+
+
+def _dequantise(table: _Table) -> Rule:
+    found = Dequantise(
+        table.take("dequantise", _pattern),
+        table.take("scale", _pattern),
+        table.take("block", _sizes, (128, 128)),
+        table.take("to", _dtype, "bfloat16"),
+        optional=_optional(table),
+    )
+    _check_captures(table, (found.pattern,), (found.scale,))
+    return found
+
+
+def _merge(table: _Table) -> Rule:
+    pattern, a, b = (table.take(name, _pattern) for name in ("merge", "a", "b"))
+    alpha, scale = table.take("alpha", _finite, None), table.take("scale", _finite, None)
+    is_root = table.take("rslora", _flag, False)
+    if (alpha is None) == (scale is None) or (is_root and alpha is None):
+        table.wrong("a merge has either `alpha`, perhaps with `rslora`, or `scale`")
+    _check_captures(table, (pattern,), (a, b))
+    optional = _optional(table)
+    if alpha is None:
+        return Merge(pattern, a, b, scale or 0.0, optional=optional)
+    return Merge(pattern, a, b, alpha, "root" if is_root else "rank", optional=optional)
+
+
 def _check_captures(table: _Table, sources: tuple[Pattern, ...], targets: tuple[Pattern, ...]) -> None:
     """Raises where a capture of a new path has no value."""
     for source in sources:
@@ -242,7 +332,13 @@ _OPERATIONS: Mapping[str, Callable[[_Table], Rule]] = {
     "unstack": _unstack,
     "permute": _permute,
     "crop": _crop,
+    "pad": _pad,
     "rotary": _rotary,
     "tie": _tie,
     "drop": _drop,
+    "cast": _cast,
+    "scale": _scale,
+    "add": _add,
+    "dequantise": _dequantise,
+    "merge": _merge,
 }

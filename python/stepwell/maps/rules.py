@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeAlias
 
@@ -30,7 +30,7 @@ class Tied:
 Value: TypeAlias = Arrangement | Stored | Tied
 Values: TypeAlias = dict[str, Value]
 #: New leaves by path, each with the path of the leaf that it comes from.
-_Made: TypeAlias = dict[str, tuple[Value, str]]
+Made: TypeAlias = dict[str, tuple[Value, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Rename(Rule):
     to: Pattern
 
     def apply(self, values: Values) -> Values:
-        made: _Made = {}
+        made: Made = {}
         moved: dict[str, str] = {}
         for path, match in self._found(self.pattern, values):
             moved[path] = match.around(self.to.fill(match.captures))
@@ -106,29 +106,29 @@ class Concat(Rule):
                 whole = match.around(self.to.fill(match.captures))
                 parts = sets.setdefault(whole, [])
                 if len(parts) != position:
-                    _refuse(whole, f"of its parts, only {', '.join([*parts, path])} are there")
+                    refuse(whole, f"of its parts, only {', '.join([*parts, path])} are there")
                 parts.append(path)
-        made: _Made = {}
+        made: Made = {}
         for whole, parts in sets.items():
             if len(parts) < len(self.patterns):
-                _refuse(whole, f"of its {len(self.patterns)} parts, only {', '.join(parts)} are there")
-            found = [_untied(values, path) for path in parts]
+                refuse(whole, f"of its {len(self.patterns)} parts, only {', '.join(parts)} are there")
+            found = [untied(values, path) for path in parts]
             tensors = _with_axis(found, self.axis)
             made[whole] = (found[0] if tensors is None else self._joined(whole, tensors), parts[0])
-        return _consumed(values, made, {path for parts in sets.values() for path in parts})
+        return consumed(values, made, {path for parts in sets.values() for path in parts})
 
     def _joined(self, whole: str, tensors: Sequence[Arrangement]) -> Arrangement:
         axis = _axis(self.axis, len(tensors[0].shape))
         others = {(one.dtype, *one.shape[:axis], *one.shape[axis + 1 :]) for one in tensors}
         if len(others) > 1:
             shapes = ", ".join(f"{one.dtype} {list(one.shape)}" for one in tensors)
-            _refuse(whole, f"its parts differ beside axis {axis}: {shapes}")
+            refuse(whole, f"its parts differ beside axis {axis}: {shapes}")
         pieces: list[Arrangement] = []
         for group in range(self.groups):
             for one in tensors:
                 count, rest = divmod(one.shape[axis], self.groups)
                 if rest:
-                    _refuse(whole, f"{one.shape[axis]} elements are not {self.groups} groups")
+                    refuse(whole, f"{one.shape[axis]} elements are not {self.groups} groups")
                 pieces.append(one.take(axis, group * count, count))
         return concat(pieces, axis)
 
@@ -153,24 +153,24 @@ class Split(Rule):
 
     def apply(self, values: Values) -> Values:
         sizes = self.sizes or (1,) * len(self.to)
-        made: _Made = {}
+        made: Made = {}
         gone: set[str] = set()
         for path, match in self._found(self.pattern, values):
             names = [match.around(one.fill(match.captures)) for one in self.to]
-            whole = _untied(values, path)
+            whole = untied(values, path)
             tensors = _with_axis([whole], self.axis)
             parts = [whole] * len(names) if tensors is None else self._cut(path, tensors[0], sizes)
             for name, part in zip(names, parts, strict=True):
                 _add(made, name, part, path)
             gone.add(path)
-        return _consumed(values, made, gone)
+        return consumed(values, made, gone)
 
     def _cut(self, path: str, whole: Arrangement, sizes: Sequence[int]) -> Sequence[Value]:
         axis = _axis(self.axis, len(whole.shape))
         n = whole.shape[axis]
         unit, rest = divmod(n, sum(sizes) * self.groups)
         if rest:
-            _refuse(path, f"{n} elements are not {self.groups} groups of shares {list(sizes)}")
+            refuse(path, f"{n} elements are not {self.groups} groups of shares {list(sizes)}")
         pieces: list[list[Arrangement]] = [[] for _ in sizes]
         at = 0
         for _ in range(self.groups):
@@ -205,21 +205,21 @@ class Stack(Rule):
             whole = match.around(self.to.fill(match.captures))
             number = match.captures[self.over]
             if not number.isdecimal():
-                _refuse(path, f"{{{self.over}}} is {number!r}, not a number")
+                refuse(path, f"{{{self.over}}} is {number!r}, not a number")
             sets.setdefault(whole, {})[int(number)] = path
-        made: _Made = {}
+        made: Made = {}
         for whole, numbered in sets.items():
             if set(numbered) != set(range(len(numbered))):
                 missing = sorted(set(range(max(numbered) + 1)) - set(numbered))
-                _refuse(whole, f"of {{{self.over}}}, {', '.join(map(str, missing[:8]))} is missing")
-            parts = [_untied(values, numbered[number]) for number in range(len(numbered))]
+                refuse(whole, f"of {{{self.over}}}, {', '.join(map(str, missing[:8]))} is missing")
+            parts = [untied(values, numbered[number]) for number in range(len(numbered))]
             if not all(isinstance(part, Arrangement) for part in parts):
-                _refuse(whole, "objects cannot be stacked")
+                refuse(whole, "objects cannot be stacked")
             tensors = [part.insert(self.axis) for part in parts if isinstance(part, Arrangement)]
             if len({(one.dtype, one.shape) for one in tensors}) > 1:
-                _refuse(whole, "its parts differ in shape or dtype")
+                refuse(whole, "its parts differ in shape or dtype")
             made[whole] = (concat(tensors, self.axis), numbered[0])
-        return _consumed(values, made, {path for numbered in sets.values() for path in numbered.values()})
+        return consumed(values, made, {path for numbered in sets.values() for path in numbered.values()})
 
     def inverse(self) -> Rule:
         return Unstack(self.to, self.pattern, self.over, self.axis, optional=self.optional)
@@ -235,12 +235,12 @@ class Unstack(Rule):
     axis: int = 0
 
     def apply(self, values: Values) -> Values:
-        made: _Made = {}
+        made: Made = {}
         gone: set[str] = set()
         for path, match in self._found(self.pattern, values):
-            whole = _untied(values, path)
+            whole = untied(values, path)
             if not isinstance(whole, Arrangement) or self.axis >= len(whole.shape):
-                _refuse(path, f"it has no axis {self.axis} to be unstacked")
+                refuse(path, f"it has no axis {self.axis} to be unstacked")
             names = [
                 match.around(self.to.fill({**match.captures, self.over: str(number)}))
                 for number in range(whole.shape[self.axis])
@@ -248,7 +248,7 @@ class Unstack(Rule):
             for number, name in enumerate(names):
                 _add(made, name, whole.select(self.axis, number), path)
             gone.add(path)
-        return _consumed(values, made, gone)
+        return consumed(values, made, gone)
 
     def inverse(self) -> Rule:
         return Stack(self.to, self.pattern, self.over, self.axis, optional=self.optional)
@@ -266,7 +266,7 @@ class Permute(Rule):
         def permuted(path: str, tensor: Arrangement) -> Arrangement:
             return tensor.permute(self.axes) if len(tensor.shape) == len(self.axes) else tensor
 
-        return _changed(values, self._found(self.pattern, values), permuted)
+        return changed(values, self._found(self.pattern, values), permuted)
 
     def inverse(self) -> Rule:
         back = tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
@@ -286,12 +286,12 @@ class Crop(Rule):
             if self.axis >= len(tensor.shape):
                 return tensor
             if tensor.shape[self.axis] < self.size:
-                _refuse(
+                refuse(
                     path, f"it has {tensor.shape[self.axis]} elements along axis {self.axis}, not {self.size}"
                 )
             return tensor.take(self.axis, 0, self.size)
 
-        return _changed(values, self._found(self.pattern, values), cropped)
+        return changed(values, self._found(self.pattern, values), cropped)
 
     def inverse(self) -> Rule:
         raise MisuseError(
@@ -314,7 +314,7 @@ class Rotary(Rule):
                 return tensor
             rows, rest = divmod(tensor.shape[self.axis], self.heads)
             if rest or rows % 2:
-                _refuse(path, f"{tensor.shape[self.axis]} rows are not {self.heads} heads of an even size")
+                refuse(path, f"{tensor.shape[self.axis]} rows are not {self.heads} heads of an even size")
             half = rows // 2
             parts = []
             for head in range(0, self.heads * rows, rows):
@@ -327,7 +327,7 @@ class Rotary(Rule):
                     parts += [tensor.take(self.axis, head + i, 2, half) for i in range(half)]
             return concat(parts, self.axis)
 
-        return _changed(values, self._found(self.pattern, values), moved)
+        return changed(values, self._found(self.pattern, values), moved)
 
     def inverse(self) -> Rule:
         back: Literal["halves", "pairs"] = "pairs" if self.to == "halves" else "halves"
@@ -347,7 +347,7 @@ class Tie(Rule):
         for path, match in found:
             name = match.around(self.to.fill(match.captures))
             if name in after:
-                _refuse(name, f"the map ties it to `{path}`, and it is stored too")
+                refuse(name, f"the map ties it to `{path}`, and it is stored too")
             after[name] = Tied(path)
         return after
 
@@ -362,20 +362,21 @@ class Drop(Rule):
     pattern: Pattern
 
     def apply(self, values: Values) -> Values:
-        return _consumed(values, {}, {path for path, _ in self._found(self.pattern, values)})
+        return consumed(values, {}, {path for path, _ in self._found(self.pattern, values)})
 
     def inverse(self) -> Rule:
         raise MisuseError(f"the map's drop of `{self.pattern.text}` has no way back")
 
 
-def _add(made: _Made, path: str, value: Value, source: str) -> None:
+def _add(made: Made, path: str, value: Value, source: str) -> None:
     """Adds a new leaf. Raises if its path is taken."""
     if path in made:
-        _refuse(path, f"the map gives this path to `{made[path][1]}` and to `{source}`")
+        refuse(path, f"the map gives this path to `{made[path][1]}` and to `{source}`")
     made[path] = value, source
 
 
-def _refuse(path: str, what: str) -> NoReturn:
+def refuse(path: str, what: str) -> NoReturn:
+    """Raises for a leaf."""
     error = MisuseError(f"{named(path)}: {what}")
     error.leaf = path
     raise error
@@ -394,19 +395,19 @@ def _with_axis(values: Sequence[Value], axis: int) -> list[Arrangement] | None:
     return tensors if len(tensors) == len(values) else None
 
 
-def _changed(
-    values: Values, found: Iterator[tuple[str, Match]], change: Callable[[str, Arrangement], Arrangement]
+def changed(
+    values: Values, found: Iterable[tuple[str, Match]], change: Callable[[str, Arrangement], Arrangement]
 ) -> Values:
     """The leaves with changed values at the found paths."""
     paths = {path for path, _ in found}
     after: Values = {}
     for path, value in _without_ties_to(values, paths).items():
-        own = _untied(values, path) if path in paths else value
+        own = untied(values, path) if path in paths else value
         after[path] = change(path, own) if path in paths and isinstance(own, Arrangement) else value
     return after
 
 
-def _untied(values: Values, path: str) -> Arrangement | Stored:
+def untied(values: Values, path: str) -> Arrangement | Stored:
     """The value of a leaf, or of the one that it is tied to."""
     value = values[path]
     while isinstance(value, Tied):
@@ -417,24 +418,24 @@ def _untied(values: Values, path: str) -> Arrangement | Stored:
 def _without_ties_to(values: Values, paths: Container[str]) -> Values:
     """The leaves without ties to these paths. A leaf that was tied to one has its value."""
     return {
-        path: _untied(values, path) if isinstance(value, Tied) and value.to in paths else value
+        path: untied(values, path) if isinstance(value, Tied) and value.to in paths else value
         for path, value in values.items()
     }
 
 
-def _consumed(values: Values, made: _Made, gone: Container[str]) -> Values:
+def consumed(values: Values, made: Made, gone: Container[str]) -> Values:
     """As :func:`_replaced`, for operations that make other values. Leaves that were tied to those
     that are gone keep the value."""
     return _replaced(_without_ties_to(values, gone), made, gone)
 
 
-def _replaced(values: Values, made: _Made, gone: Container[str]) -> Values:
+def _replaced(values: Values, made: Made, gone: Container[str]) -> Values:
     """The leaves without those that are gone, and with those that are made, each in the place of
     the leaf that it came from."""
     by_source: dict[str, list[str]] = {}
     for path, (_, source) in made.items():
         if path in values and path not in gone:
-            _refuse(path, f"the map gives this path to `{source}`, and another leaf has it")
+            refuse(path, f"the map gives this path to `{source}`, and another leaf has it")
         by_source.setdefault(source, []).append(path)
     after: Values = {}
     for path, value in values.items():
