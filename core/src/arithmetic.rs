@@ -46,7 +46,7 @@ pub struct Operand<'a> {
 
 /// True if an operation can take elements of this dtype.
 pub fn can_read(dtype: Dtype) -> bool {
-    can_cast(dtype, dtype) || matches!(dtype, Dtype::Float8E4m3fn | Dtype::Float8E5m2)
+    can_cast(dtype, dtype) || matches!(dtype, Dtype::Float8E4m3fn | Dtype::Float8E5m2 | Dtype::Float8E8m0fnu)
 }
 
 /// Computes a region of a tensor into `out`, row-major. `false`: a finite value became infinite.

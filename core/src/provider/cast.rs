@@ -121,6 +121,14 @@ pub fn cast(from: Dtype, to: Dtype, source: &[u8], out: &mut [u8]) -> bool {
         Dtype::Float8E4m3fn => cast_from(source, |[bits]| widen_e4m3fn(bits), to, out),
         // The upper half of a float16.
         Dtype::Float8E5m2 => cast_from(source, |[bits]| widen(u16::from(bits) << 8, 5, 10), to, out),
+        // An exponent without a sign.
+        Dtype::Float8E8m0fnu => {
+            let value = |[bits]: [u8; 1]| match bits {
+                255 => f64::NAN,
+                _ => f64::from_bits((u64::from(bits) + 896) << 52),
+            };
+            cast_from(source, value, to, out)
+        }
         Dtype::Float32 => cast_from(source, |bits| f64::from(f32::from_le_bytes(bits)), to, out),
         _ => cast_from(source, f64::from_le_bytes, to, out),
     }

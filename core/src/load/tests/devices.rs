@@ -16,7 +16,7 @@ const BLOCK: u64 = 16 << 10;
 
 /// The behaviour of a simulated card.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Temper {
+pub(super) enum Temper {
     /// Copies the last piece first, after a delay.
     Late,
     /// Like `Late`, but the copy of this piece fails.
@@ -29,7 +29,7 @@ enum Temper {
 
 /// A device's memory, and an engine that copies into it.
 #[derive(Debug)]
-struct Card {
+pub(super) struct Card {
     temper: Temper,
     len: u64,
     memory: Mutex<Vec<u8>>,
@@ -42,7 +42,7 @@ struct Card {
 }
 
 impl Card {
-    fn new(len: u64, temper: Temper) -> Arc<Self> {
+    pub(super) fn new(len: u64, temper: Temper) -> Arc<Self> {
         Arc::new(Self {
             temper,
             len,
@@ -56,8 +56,12 @@ impl Card {
         })
     }
 
+    pub(super) fn memory(&self) -> Vec<u8> {
+        self.memory.lock().unwrap().clone()
+    }
+
     /// Runs `work` while the card copies.
-    fn running<T>(self: &Arc<Self>, work: impl FnOnce() -> T) -> T {
+    pub(super) fn running<T>(self: &Arc<Self>, work: impl FnOnce() -> T) -> T {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !self.off.load(Ordering::SeqCst) {
@@ -86,7 +90,7 @@ impl Card {
         })
     }
 
-    fn target(self: &Arc<Self>) -> Arc<dyn DeviceTarget> {
+    pub(super) fn target(self: &Arc<Self>) -> Arc<dyn DeviceTarget> {
         Arc::new(CardTarget(Arc::clone(self)))
     }
 }
