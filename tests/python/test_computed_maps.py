@@ -49,7 +49,9 @@ def test_constants_give_what_numpy_gives(tmp_path: Path, dtype: object, operatio
 
 
 @pytest.mark.parametrize(
-    "source", ["float16", BF16, "float32", "float64", FP8, ml_dtypes.float8_e5m2], ids=str
+    "source",
+    ["float16", BF16, "float32", "float64", FP8, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu],
+    ids=str,
 )
 @pytest.mark.parametrize("to", ["float16", "bfloat16", "float32", "float64"])
 def test_casts_round_to_the_nearest_even(tmp_path: Path, source: object, to: str) -> None:
@@ -154,6 +156,24 @@ def test_quantised_weights_get_their_block_scales(tmp_path: Path, to: str) -> No
     same(found["norm.weight"], norm)
     with sw.open(path, map=rules) as checkpoint:
         same(checkpoint["a.weight"][100:260, 127:400], expected[100:260, 127:400])
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"), [([1, 0], (6, 1)), ([0, 0], ()), ([0, 0], (1,)), ([0, 0], (1, 1)), ([1, 32], (6, 3))]
+)
+def test_scales_of_rows_and_tensors_and_powers_of_two(
+    tmp_path: Path, block: list[int], shape: tuple[int, ...]
+) -> None:
+    weight = normal(6, 70, dtype=FP8)
+    scales = np.exp2(np.arange(np.prod(shape, dtype=int)) - 5.0).astype("f4").reshape(shape)
+    spread = np.repeat(np.broadcast_to(scales, (6, scales.shape[-1] if shape else 1)), 32, 1)[:, :70]
+    if block[1] == 0:
+        spread = np.broadcast_to(scales, (6, 1))
+    for dtype in ("float32", ml_dtypes.float8_e8m0fnu):
+        path = tmp_path / str(np.dtype(dtype))
+        sw.save(path, {"w": weight, "s": scales.astype(dtype)})
+        found = sw.restore(path, map=[{"dequantise": "w", "scale": "s", "block": block, "to": "float32"}])
+        same(found["w"], weight.astype("f4") * spread)
 
 
 def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
@@ -315,6 +335,7 @@ def test_a_value_that_overflows_is_refused(tmp_path: Path) -> None:
         ({"pad": "y", "size": 9, "value": 1}, "pad does not know what the slot `odd`"),
         ({"scale": "y", "by": 2}, "does not know what the slot `odd` of its optimizer holds"),
         ({"dequantise": "q", "scale": "x"}, "`x`: its shape is [4, 6]; `q` has [1, 1] blocks"),
+        ({"dequantise": "q", "scale": "object"}, "`object`: it is an object, and not the scales of `q`"),
         ({"dequantise": "q", "scale": "none"}, "`q`: its scales `none` are missing"),
         ({"dequantise": "x", "scale": "none"}, "finds no scales `none`"),
         ({"dequantise": "q", "scale": "s", "block": [8]}, "has no blocks of [8]"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 from typing import ClassVar, Literal, NoReturn
 
 from ..errors import MisuseError
@@ -15,7 +15,7 @@ from .rules import Crop, Made, Rule, Values, changed, consumed, refuse, untied
 #: The dtypes that operations compute, and those that they also read, with the bits of exponent and
 #: fraction.
 FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
-READ = {**FLOATS, "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
+READ = {**FLOATS, "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "float8_e8m0fnu": (8, 0)}
 
 #: Slots of optimizers, and the power of ``s`` that they follow if the parameter is scaled by ``s``:
 #: first moments are gradients, second moments their squares. Then copies of the parameter, and
@@ -174,6 +174,7 @@ class Dequantise(Rule):
 
     pattern: Pattern
     scale: Pattern
+    #: Elements of a block along each axis; 0: the whole axis.
     block: tuple[int, ...] = (128, 128)
     to: str = "bfloat16"
 
@@ -189,20 +190,26 @@ class Dequantise(Rule):
                     refuse(path, f"its scales `{other}` are missing; give their path as `scale`")
                 continue
             scales = untied(values, other)
-            if not isinstance(weight, Arrangement) or not isinstance(scales, Arrangement):
-                refuse(path, "objects cannot be dequantised")
+            if not isinstance(weight, Arrangement):
+                refuse(path, "it is an object, which maps cannot dequantise")
+            if not isinstance(scales, Arrangement):
+                refuse(other, f"it is an object, and not the scales of `{path}`")
             for name, tensor in ((path, weight), (other, scales)):
                 if tensor.dtype not in READ:
                     refuse(name, f"it is {tensor.dtype}, which maps cannot dequantise")
             if not weight.shape or len(weight.shape) != len(self.block):
                 refuse(path, f"its shape {list(weight.shape)} has no blocks of {list(self.block)}")
-            blocks = tuple(-(-n // size) for n, size in zip(weight.shape, self.block, strict=True))
+            block = tuple(size or max(n, 1) for n, size in zip(weight.shape, self.block, strict=True))
+            blocks = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+            while prod(blocks) == prod(scales.shape) == 1 and len(scales.shape) < len(blocks):
+                # One scale for the whole tensor.
+                scales = scales.insert(0)
             if scales.shape != blocks:
                 refuse(
                     other,
-                    f"its shape is {list(scales.shape)}; `{path}` has {list(blocks)} blocks of {list(self.block)}",
+                    f"its shape is {list(scales.shape)}; `{path}` has {list(blocks)} blocks of {list(block)}",
                 )
-            computed = Computed(self.to, weight.shape, "dequantise", (weight, scales), block=self.block)
+            computed = Computed(self.to, weight.shape, "dequantise", (weight, scales), block=block)
             made[path] = (computed.whole(), path)
             gone |= {path, other}
         if not made and not self.optional:

@@ -100,6 +100,12 @@ def _sizes(value: object) -> tuple[int, ...]:
     return tuple(_positive(one) for one in value)
 
 
+def _blocks(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise TypeError
+    return tuple(_not_negative(one) for one in value)
+
+
 def _order(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or sorted(value) != list(range(len(value))):
         raise TypeError
@@ -287,7 +293,7 @@ def _dequantise(table: _Table) -> Rule:
     found = Dequantise(
         table.take("dequantise", _pattern),
         table.take("scale", _pattern),
-        table.take("block", _sizes, (128, 128)),
+        table.take("block", _blocks, (128, 128)),
         table.take("to", _dtype, "bfloat16"),
         optional=_optional(table),
     )
