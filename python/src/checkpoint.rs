@@ -198,8 +198,15 @@ impl Checkpoint {
             leaves: leaves.into_iter().map(foreign_leaf).collect::<PyResult<_>>()?,
             files: files.into_iter().map(foreign_file).collect::<PyResult<_>>()?,
         };
-        let range = |(file, offset, length, crc32): GuardedRow| GuardedRange { file, offset, length, crc32 };
-        let guarded: Vec<GuardedRange> = guarded.into_iter().map(range).collect();
+        let ranges = |(file, ranges): GuardedRow| {
+            ranges.into_iter().map(move |(offset, length, crc32)| GuardedRange {
+                file,
+                offset,
+                length,
+                crc32,
+            })
+        };
+        let guarded: Vec<GuardedRange> = guarded.into_iter().flat_map(ranges).collect();
         let opened = wait::on_thread(py, move || {
             let environment = options::environment(&directory, engine, Purpose::Read)?;
             Reader::foreign(&directory, index, &guarded, &environment)

@@ -421,7 +421,7 @@ class Checkpoint:
         nodes: Sequence[_ForeignNode],
         leaves: Sequence[_ForeignLeaf],
         objects: Mapping[int, object],
-        guarded: Sequence[tuple[int, int, int, int]],
+        guarded: Sequence[tuple[int, Sequence[tuple[int, int, int]]]],
         manifest: str,
         engine: str,
     ) -> Checkpoint: ...

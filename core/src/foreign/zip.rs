@@ -80,7 +80,8 @@ pub fn directory(tail: &[u8], file_length: u64) -> Parsed<ZipDirectory> {
     let last = tail.len().checked_sub(22).ok_or_else(none)?;
     // The comment behind it ends the file. A second one inside the comment would be ambiguous.
     let mut ends = (0..=last).rev().filter(|&at| {
-        tail.get(at..).is_some_and(|rest| rest.starts_with(END))
+        tail.get(at) == END.first()
+            && tail.get(at..).is_some_and(|rest| rest.starts_with(END))
             && word(tail, at + 20, 2) == Some((tail.len() - at - 22) as u64)
     });
     let at = ends.next().ok_or_else(none)?;

@@ -104,8 +104,8 @@ pub(super) fn foreign_file((name, length, stream): ForeignFile) -> PyResult<File
 /// and little-endian. A run of the flattened tensor has one offset and one extent.
 type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>, Option<ForeignLayout>);
 
-/// A guarded range of a foreign file: file, offset, bytes, CRC-32.
-pub(super) type GuardedRow = (u32, u64, u64, u32);
+/// The guarded ranges of a foreign file: file, and offset, bytes and CRC-32 of each.
+pub(super) type GuardedRow = (u32, Vec<(u64, u64, u32)>);
 
 /// The layout of a chunk's elements: strides in bytes, big-endian, negated parts.
 pub(super) type ForeignLayout = (Vec<u64>, bool, String);

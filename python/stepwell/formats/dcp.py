@@ -62,7 +62,7 @@ class _Checkpoint:
         self._layouts = Layouts()
         #: The headers of the files that are safetensors behind their objects.
         self._headers: dict[str, Header] = {}
-        self._guarded: list[Guarded] = []
+        self._guarded: dict[str, list[Guarded]] = {}
 
     def description(self) -> Description:
         """All of it."""
@@ -106,10 +106,11 @@ class _Checkpoint:
             rows = _core.zip_archives(
                 os.path.realpath(where), [(one.offset, one.length) for one in plain], _RECORDS
             )
+            guarded = self._guarded.setdefault(where, [])
             for place, (members, records) in zip(plain, rows, strict=True):
                 contents = {members[number][0]: data for number, data in records}
                 archive = Archive(where, members, contents)
-                self._guarded += archive.guarded()
+                guarded += archive.guarded()
                 found[place] = archive
         return found
 
@@ -135,35 +136,28 @@ class _Checkpoint:
     def _tensor(self, name: str, tensor: SavedTensor, archives: Mapping[Place, Archive]) -> Tensor | Opaque:
         if tensor.dtype is None:
             return Opaque(f"torch tensor of {tensor.stored_dtype}{list(tensor.shape)}")
-        unknown = (part.place.transforms for part in tensor.parts if not _is_zstd(part.place))
-        transforms = next(filter(None, unknown), ())
-        if transforms:
-            return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, by {', '.join(transforms)}")
         chunks = []
         for part in tensor.parts:
+            transforms = part.place.transforms
+            if transforms and not _is_zstd(part.place):
+                return Opaque(
+                    f"torch tensor of {tensor.dtype}{list(tensor.shape)}, by {', '.join(transforms)}"
+                )
             if 0 in part.sizes:
                 continue
             layout = self._layout(name, part, archives)
             if layout is None:
                 return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, of an unknown form")
-            if layout.dtype != tensor.dtype or layout.shape != part.sizes:
+            found, (file, offset) = layout
+            if found.dtype != tensor.dtype or found.shape != part.sizes:
                 raise self._wrong(
                     name,
-                    f"its part at {list(part.offsets)} is {layout.dtype}{list(layout.shape)}; the metadata "
+                    f"its part at {list(part.offsets)} is {found.dtype}{list(found.shape)}; the metadata "
                     f"say {tensor.dtype}{list(part.sizes)}",
                 )
-            chunks.append(
-                Chunk(
-                    layout.chunk.file,
-                    layout.chunk.offset,
-                    layout.chunk.nbytes,
-                    part.offsets,
-                    part.sizes,
-                    layout.chunk.strides,
-                    layout.chunk.big_endian,
-                    layout.chunk.negated,
-                )
-            )
+            (chunk,) = found.chunks
+            at = (file, offset + chunk.offset, chunk.nbytes, part.offsets, part.sizes)
+            chunks.append(Chunk(*at, chunk.strides, chunk.big_endian, chunk.negated))
         covered = sum(math.prod(part.sizes) for part in tensor.parts)
         if covered != math.prod(tensor.shape):
             raise self._wrong(
@@ -172,6 +166,7 @@ class _Checkpoint:
         return Tensor(tensor.dtype, tensor.shape, tuple(chunks))
 
     def _layout(self, name: str, part: Part, archives: Mapping[Place, Archive]) -> TensorLayout | None:
+        """The tensor of a part."""
         header = self._headers.get(part.place.file)
         if header is None or part.place in archives:
             try:
@@ -183,7 +178,7 @@ class _Checkpoint:
         # Parts of one tensor have one name in a file, so that its writer keeps the last part only.
         if not isinstance(tensor, Tensor) or not tensor.chunks or header.starts.get(name) != part.offsets:
             raise self._wrong(name, f"its part at {list(part.offsets)} is not in {part.place.file}")
-        return TensorLayout(tensor.dtype, tensor.shape, tensor.chunks[0])
+        return tensor, (tensor.chunks[0].file, 0)
 
     def _object(self, name: str, place: Place, archives: Mapping[Place, Archive]) -> object:
         if place.transforms and not _is_zstd(place):

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from .description import Chunk, Tensor
+from .description import Place, Tensor
 from .files import corrupt
 from .pickle_values import Found, Malformed, Stream, opaque
 from .torch_archive import Archive
 from .torch_save import converted
 from .torch_symbols import Storage, found_storage, storage_id
 
-
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """How the one tensor of an archive is laid out."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunk: Chunk
+#: The one tensor of an archive as if its storage began a file, and the place of the storage.
+TensorLayout: TypeAlias = tuple[Tensor, Place]
 
 
 class Layouts:
@@ -26,7 +20,7 @@ class Layouts:
     each pickle is read once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, bool], tuple[TensorLayout, str, int] | None] = {}
+        self._known: dict[tuple[bytes, bool], tuple[Tensor, str, int] | None] = {}
 
     def of(self, archive: Archive) -> TensorLayout | None:
         """The layout of an archive's tensor; ``None`` if it has another form."""
@@ -38,16 +32,14 @@ class Layouts:
         known = self._known[key]
         if known is None:
             return None
-        layout, storage, nbytes = known
+        tensor, storage, nbytes = known
         try:
-            file, offset = archive.place(storage, nbytes)
+            return tensor, archive.place(storage, nbytes)
         except Malformed as error:
             raise corrupt(archive.path, str(error)) from None
-        chunk = replace(layout.chunk, file=file, offset=layout.chunk.offset + offset)
-        return TensorLayout(layout.dtype, layout.shape, chunk)
 
-    def _read(self, archive: Archive) -> tuple[TensorLayout, str, int] | None:
-        """The layout as if the storage began the file, the key of the storage, and its bytes."""
+    def _read(self, archive: Archive) -> tuple[Tensor, str, int] | None:
+        """The tensor as if its storage began the file, the key of the storage, and its bytes."""
         keys: list[tuple[str, int]] = []
 
         def storage(persistent: object) -> Found:
@@ -64,4 +56,4 @@ class Layouts:
         if not isinstance(value, Tensor) or len(value.chunks) != 1 or len(keys) != 1:
             return None
         ((key, nbytes),) = keys
-        return TensorLayout(value.dtype, value.shape, value.chunks[0]), key, nbytes
+        return value, key, nbytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from operator import add, le
+from typing import NamedTuple, NoReturn
 
 from .. import _core
 from .._paths import printable
@@ -35,8 +36,7 @@ _MODULES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """An archive inside a file."""
 
     #: Name of the file.
@@ -47,8 +47,7 @@ class Place:
     transforms: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A box of a tensor."""
 
     offsets: tuple[int, ...]
@@ -154,10 +153,8 @@ class _Reader:
         for chunk in self._list(fields.get("chunks")):
             box = self._fields(chunk, "ChunkStorageMetadata")
             offsets, sizes = self._sizes(box.get("offsets")), self._sizes(box.get("sizes"))
-            fits = len(offsets) == len(sizes) == len(shape) and all(
-                at + n <= size for at, n, size in zip(offsets, sizes, shape, strict=True)
-            )
-            if not fits:
+            ends = map(add, offsets, sizes)
+            if not (len(offsets) == len(sizes) == len(shape) and all(map(le, ends, shape))):
                 self._wrong(f"`{printable(name)}`: a part at {offsets} of {sizes} is not in {shape}")
             parts[offsets] = Part(offsets, sizes, self._place(places, name, offsets))
         return SavedTensor(DTYPES.get(dtype), dtype, shape, list(parts.values()))
@@ -171,7 +168,7 @@ class _Reader:
         if isinstance(state, tuple) and state:
             first = state[0]
         elif isinstance(state, Pairs):
-            first = dict(self._named(state)).get("dtype")
+            first = self._named(state).get("dtype")
         if not isinstance(first, Name) or first.module != "torch":
             self._wrong("a dtype of torch was expected")
         return first.name
@@ -193,10 +190,13 @@ class _Reader:
             state = state[0]
         if not isinstance(state, Pairs):
             self._wrong(f"a {classes[0]} has no attributes")
-        return dict(self._named(state))
+        return self._named(state)
 
-    def _named(self, pairs: Pairs) -> list[tuple[str, object]]:
-        return [(self._text(key), value) for key, value in self._pairs(pairs)]
+    def _named(self, pairs: Pairs) -> dict[str, object]:
+        names = pairs.flat[::2]
+        for name in names:
+            self._text(name)
+        return dict(zip(names, pairs.flat[1::2], strict=True))  # type: ignore[arg-type]
 
     def _pairs(self, value: object) -> zip[tuple[object, object]]:
         if not isinstance(value, Pairs):
@@ -229,7 +229,9 @@ class _Reader:
             value = value.args[0]
         if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMS:
             self._wrong("a size was expected")
-        return tuple(self._count(one) for one in value)
+        for one in value:
+            self._count(one)
+        return tuple(value)
 
     def _path(self, value: object) -> tuple[str | int, ...]:
         if not isinstance(value, tuple) or not 0 < len(value) <= _MAX_PATH:

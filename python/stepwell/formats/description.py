@@ -30,6 +30,8 @@ class Compressed:
     compression: Literal["deflate", "zstd", "latin1"] = "deflate"
 
 
+#: A range of a file: offset, bytes, and their CRC-32.
+Guarded: TypeAlias = tuple[int, int, int]
 #: A file or a compressed one, and an offset in it.
 Place: TypeAlias = tuple[str | Compressed, int]
 
@@ -84,16 +86,6 @@ class Value:
     value: object
 
 
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """A range of a file, and the CRC-32 of its bytes."""
-
-    file: str
-    offset: int
-    nbytes: int
-    crc32: int
-
-
 @dataclass(slots=True)
 class Description:
     """A checkpoint of another library."""
@@ -109,8 +101,8 @@ class Description:
     metadata: Mapping[str, str] = field(default_factory=dict)
     #: Files of the checkpoint, also those without a tensor.
     files: Sequence[str] = ()
-    #: Ranges of files that have checksums. Those of one file do not overlap.
-    guarded: Sequence[Guarded] = ()
+    #: Ranges that have checksums, by file. Those of one file do not overlap.
+    guarded: Mapping[str, Sequence[Guarded]] = field(default_factory=dict)
 
     def open(self, engine: str) -> _core.Checkpoint:
         """Opens it."""
@@ -118,7 +110,7 @@ class Description:
         rows.add(self.state, 0, None)
         for own in self.files:
             rows.file(own)
-        guarded = [(rows.file(one.file), one.offset, one.nbytes, one.crc32) for one in self.guarded]
+        guarded = [(rows.file(file), ranges) for file, ranges in self.guarded.items()]
         # Links are followed here: a hub's cache has its files behind links.
         real = {file: os.path.realpath(file) for file in map(_path_of, rows.files)}
         places = real.values() or [os.path.realpath(self.path)]

@@ -12,7 +12,7 @@ import re
 
 from .. import _core
 from ..errors import CorruptCheckpoint
-from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor
+from .description import Chunk, Compressed, Description, Opaque, Tensor
 
 FAMILY = "numpy"
 _SUFFIX = ".npy"
@@ -72,11 +72,11 @@ def _archive(path: str) -> Description | None:
             arrays.append((name, path, offset, length) if method == "stored" else (name, stream, 0, length))
     state.update(zip((name for name, *_ in arrays), _arrays(path, arrays), strict=True))
     guarded = [
-        Guarded(path, offset, length, crc)
+        (offset, length, crc)
         for _, method, crc, offset, _, length in members
         if crc is not None and method == "stored"
     ]
-    return Description(FAMILY, path, state, guarded=guarded)
+    return Description(FAMILY, path, state, guarded={path: guarded})
 
 
 def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> list[Tensor | Opaque]:

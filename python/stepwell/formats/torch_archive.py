@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from .. import _core
 from ..errors import FormatError
@@ -30,16 +31,21 @@ def roots_of(names: Iterable[str]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
+class _Member(NamedTuple):
     """A member of an archive."""
 
-    is_stored: bool
+    name: str
+    method: str
     #: `None`: the archive has no checksums.
     crc: int | None
     offset: int
     stored_length: int
     length: int
+
+    @property
+    def is_stored(self) -> bool:
+        """True if its bytes are in the file as they are."""
+        return self.method == "stored"
 
 
 class Archive:
@@ -55,10 +61,7 @@ class Archive:
         self.path = path
         #: The stream that it is in the file, if it is compressed as a whole.
         self._stream = stream
-        self._members = {
-            name: _Member(method == "stored", crc, offset, stored_length, length)
-            for name, method, crc, offset, stored_length, length in members
-        }
+        self._members = {one[0]: one for one in members}
         roots = roots_of(self._members)
         if len(roots) != 1:
             raise corrupt(
@@ -83,15 +86,15 @@ class Archive:
     def guarded(self) -> list[Guarded]:
         """The ranges that have checksums."""
         return [
-            Guarded(self.path, one.offset, one.length, one.crc)
-            for one in self._members.values()
-            if one.crc is not None and one.is_stored and self._stream is None
+            (offset, length, crc)
+            for _, method, crc, offset, _, length in self._members.values()
+            if crc is not None and method == "stored" and self._stream is None
         ]
 
     def is_copy_of(self, other: Archive) -> bool:
         """True if its checksums say that it has the same content."""
         mine, theirs = (
-            {name.removeprefix(one.root): row.crc for name, row in one._members.items() if "/data" in name}
+            {name.removeprefix(one.root): row[2] for name, row in one._members.items() if "/data" in name}
             for one in (self, other)
         )
         return None not in mine.values() and mine == theirs
@@ -150,7 +153,7 @@ class Archive:
             raise Malformed(f"the archive has no storage data/{key[:100]}")
         if member.length < nbytes:
             raise Malformed(f"storage data/{key[:100]} has {member.length} bytes of {nbytes}")
-        return self._file_of(replace(member, length=nbytes) if self._stream else member)
+        return self._file_of(member._replace(length=nbytes) if self._stream else member)
 
     def _file_of(self, member: _Member) -> Place:
         """The place of a member's content."""
@@ -162,7 +165,8 @@ class Archive:
         return stream, 0
 
     def _member(self, record: str) -> _Member | None:
-        return self._members.get(f"{self.root}/{record}")
+        found = self._members.get(f"{self.root}/{record}")
+        return None if found is None else _Member(*found)
 
     def _content(self, record: str, member: _Member) -> bytes:
         """The stored bytes of a member."""

@@ -51,7 +51,7 @@ def describe(path: str) -> Description | None:
 
 
 def _description(path: str, state: object, files: Mapping[str, TorchFile]) -> Description:
-    guarded = [one for file in files.values() for one in file.guarded]
+    guarded = {name: file.guarded for name, file in files.items()}
     return Description(FAMILY, path, state, files=list(files), guarded=guarded)
 
 
