@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
-from ._checks import meant, shown
+from ._checks import meant, progress_callback
 from ._choice import copied_part
 from ._contents import StoredNode, nodes
 from ._locations import absolute, check_destination
@@ -289,10 +289,12 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     """An open, leased checkpoint: a mapping of its top-level entries, in which paths are found too.
     ``ckpt["params/layers/0/w"][0:128]`` reads just that."""
 
-    __slots__ = ("__weakref__", "_core", "_owner", "_structure")
+    __slots__ = ("__weakref__", "_core", "_owner", "_path", "_structure")
 
-    def __init__(self, core: _core.Checkpoint) -> None:
+    def __init__(self, core: _core.Checkpoint, path: str | None = None) -> None:
         self._core: _core.Checkpoint | None = core
+        #: The path of files of another library, which the engine knows by their directory.
+        self._path = path
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
@@ -374,12 +376,18 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     @property
     def path(self) -> str:
         """Its path."""
-        return str(self._open().path())
+        core = self._open()
+        return core.path() if self._path is None else self._path
 
     @property
     def step(self) -> int:
         """Its number."""
         return int(self.manifest["step"])
+
+    @property
+    def _number(self) -> int | None:
+        """Its number, if it is one of ours."""
+        return self.step if self.manifest["format_version"] else None
 
     @property
     def manifest(self) -> Manifest:
@@ -395,7 +403,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     def contents(self) -> list[StoredNode]:
         """Returns all containers and leaves, parents first, with the places of their bytes. Reads
         no array."""
-        return nodes(self._open(), self._tree(), self.manifest["items"])
+        return nodes(self._open(), self._tree(), self.manifest)
 
     def read(self, wanted: Iterable[tuple[str, object]]) -> list[Any]:  # arrays, or any objects
         """Reads slices of several leaves in one go: pairs of a leaf's path and a numpy basic index
@@ -514,18 +522,17 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         changes nothing. Raises the errors that ``restore`` would raise about the match."""
         checked = RestoreOptions.of(options, "plan").reading_alone()
         with as_rank(coordinators.initialised_rank()):
-            return plan.plan(self._open(), checked, self.manifest["items"])
+            found = plan.plan(self._open(), checked, self.manifest["items"])
+        found.path, found.step = self.path, self._number
+        return found
 
     def verify(self, progress: Callable[[int, int], object] | None = None) -> VerifyReport:
         """Reads everything and compares every checksum. ``progress(bytes done, bytes in all)`` is
         called now and then."""
-        if progress is not None and not callable(progress):
-            raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
+        progress_callback(progress)
         files, nbytes, unguarded, damages = self._open().verify(progress)
         found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
-        manifest = self.manifest
-        step = int(manifest["step"]) if manifest["format_version"] else None
-        return VerifyReport(files, nbytes, found, self.path, step, unguarded)
+        return VerifyReport(files, nbytes, found, self.path, self._number, unguarded)
 
     def copy(
         self,

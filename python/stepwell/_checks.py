@@ -39,6 +39,12 @@ def _is_truth(value: object) -> bool:
     return isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_))
 
 
+def progress_callback(value: object) -> None:
+    """Refuses what cannot be called with the bytes done and in all."""
+    if value is not None and not callable(value):
+        raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(value)}")
+
+
 def flag(value: object, name: str) -> bool:
     """Checks a bool. Other truth values are refused: ``"no"`` is true, and its author means
     something else."""

@@ -8,9 +8,10 @@ from math import prod
 from typing import final
 
 from . import _core
-from ._manifest import ManifestItem
+from ._manifest import Manifest
 from ._paths import extend
 from ._restore.structure import ContainerKind, Structure
+from ._state.leaves import Reviver
 from ._state.specs import to_dtype
 
 
@@ -54,6 +55,9 @@ class StoredNode:
     #: Name of its item.
     item: str | None = None
     chunks: tuple[StoredChunk, ...] = ()
+    #: The class or dtype of a value of another library that is known by name only. Such a leaf is
+    #: listed, and its value cannot be restored.
+    opaque: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -63,10 +67,13 @@ class StoredNode:
         return prod(self.shape) * to_dtype(self.dtype).itemsize
 
 
-def nodes(core: _core.Checkpoint, structure: Structure, items: Sequence[ManifestItem]) -> list[StoredNode]:
+def nodes(core: _core.Checkpoint, structure: Structure, manifest: Manifest) -> list[StoredNode]:
     """The nodes of an open checkpoint. Parents come before their children."""
+    items = manifest["items"]
     files, places = core.places()
     rows = core.leaves()
+    # Checkpoints of ours have none.
+    opaque = {} if manifest["format_version"] else _opaque(core, rows)
     item_of = {str(top["name"]): str(item["name"]) for item in items for top in item["top_level"]}
     default = str(items[0]["name"]) if items else None
     leaf_paths: list[str] = core.leaf_paths()
@@ -97,6 +104,7 @@ def nodes(core: _core.Checkpoint, structure: Structure, items: Sequence[Manifest
                     StoredChunk(None if file is None else files[file], at, n, tuple(start), tuple(extent))
                     for file, at, n, start, extent in chunks
                 ),
+                opaque.get(kind),
             )
         )
     totals = [[node.leaves, node.stored_bytes] for node in found]
@@ -108,6 +116,17 @@ def nodes(core: _core.Checkpoint, structure: Structure, items: Sequence[Manifest
         node if node.leaf is not None else replace(node, leaves=leaves, stored_bytes=stored)
         for node, (leaves, stored) in zip(found, totals, strict=True)
     ]
+
+
+def _opaque(core: _core.Checkpoint, rows: Sequence[_core._LeafRow]) -> dict[int, str]:
+    """The opaque leaves of a foreign checkpoint. Their names are in memory."""
+    from .formats.description import Opaque
+
+    objects = [leaf for leaf, row in enumerate(rows) if row[1] is None]
+    values = core.objects(objects, Reviver())
+    return {
+        leaf: value.what for leaf, value in zip(objects, values, strict=True) if isinstance(value, Opaque)
+    }
 
 
 def _container(kind: ContainerKind) -> str:

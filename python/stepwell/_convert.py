@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
-from ._checks import flag, metadata_json, one_of, shown
+from ._checks import flag, metadata_json, one_of, progress_callback, shown
 from ._choice import choice_of
 from ._conversion_leaves import SelectedLeaf, held_objects, listed, nested, output_dtypes, selected
 from ._locations import Path, absolute
 from ._opening import open as open_checkpoint
+from ._opening import opened
 from ._options import Options, to_json
 from ._passed_along import Files, as_output, passed_along
 from ._paths import Component, glob_escape, named, render
 from ._policies import every_steps
 from ._public import public
-from ._restore.options import Globs, RestoreOptions
+from ._restore.options import Globs
 from ._retention import keep_all
 from ._save_result import Save
 from ._singular import keep
@@ -147,8 +148,7 @@ def convert(
         MisuseError: the destination exists, or the format cannot hold a leaf. Nothing was written.
         CorruptCheckpoint: the source is damaged.
     """
-    if progress is not None and not callable(progress):
-        raise MisuseError(f"progress is called with the bytes done and in all; it is a {shown(progress)}")
+    progress_callback(progress)
     what = Conversion(
         to,
         choice_of(include, exclude, cast),
@@ -313,18 +313,6 @@ def export(
         coordinator=coordinator,
         progress=progress,
     )
-
-
-@contextlib.contextmanager
-def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> Iterator[Checkpoint]:
-    """The source. One that the caller has opened stays open."""
-    if isinstance(source, Checkpoint):
-        if step is not None:
-            raise MisuseError("step= is for a root, and the source is an open checkpoint; leave it out")
-        yield source if map is None else Checkpoint(RestoreOptions(map=map).mapped(source._open()))
-        return
-    with open_checkpoint(source, step, map=map) as checkpoint:
-        yield checkpoint
 
 
 def _save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from . import _core, coordinators
@@ -62,10 +63,23 @@ def open(
             raise StepNotFound(
                 f"{where} is a single checkpoint ({found.family}) without steps: leave step= out"
             )
-        return Checkpoint(RestoreOptions(map=map).mapped(found.open(engine)))
+        return Checkpoint(RestoreOptions(map=map).mapped(found.open(engine)), where)
     with explaining(where):
         core = _core.open_path(where, number, engine)
     return Checkpoint(RestoreOptions(map=map).mapped(core))
+
+
+@contextmanager
+def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> Iterator[Checkpoint]:
+    """Opens a checkpoint. One that the caller has opened stays open."""
+    if isinstance(source, Checkpoint):
+        if step is not None:
+            raise MisuseError("step= is for a root, and this is an open checkpoint; leave it out")
+        core = RestoreOptions(map=map).mapped(source._open())
+        yield source if map is None else Checkpoint(core, source._path)
+        return
+    with open(source, step, map=map) as checkpoint:
+        yield checkpoint
 
 
 def _foreign(path: str) -> Description | None:

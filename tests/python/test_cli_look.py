@@ -235,9 +235,7 @@ def test_cat_shows_both_ends_of_a_large_array_and_reads_no_more(root: Path) -> N
 def test_cat_writes_a_file_that_numpy_reads(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepwell._cli import reading
-
-    monkeypatch.setattr(reading.pieces, "__defaults__", (1000,))
+    monkeypatch.setattr(sw.ArraySpec.pieces, "__defaults__", (1000,))
     whole = np.arange(6 * 50 * 7, dtype=np.int32).reshape(6, 50, 7)
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"w": whole})

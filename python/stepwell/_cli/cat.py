@@ -9,7 +9,7 @@ import re
 from itertools import product
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 import numpy as np
@@ -20,13 +20,14 @@ from ..errors import MismatchError, MisuseError
 from .command import command
 from .output import FINE, Output, safe, size
 from .progress import progress
-from .reading import Values, pieces
 from .show import drawn, facts, small_objects
-from .targets import TARGET, Target
+from .targets import MAPPED, TARGET, Target
 
 if TYPE_CHECKING:
     from numpy._core.arrayprint import _FormatDict
 
+#: Values that were read, of any dtype.
+Values: TypeAlias = np.ndarray
 #: Elements at both ends of a dimension that a short print shows.
 _EDGE = 3
 #: Larger arrays are printed in short, unless all elements are asked for.
@@ -46,17 +47,20 @@ Index = tuple[int | slice | EllipsisType, ...]
 @command("cat")
 @click.argument("path", type=TARGET)
 @click.argument("leaf")
+@MAPPED
 @click.option("--all", "everything", is_flag=True, help="Print every element.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE.npy", help="Write the array to a file."
 )
-def cat(out: Output, path: Target, leaf: str, everything: bool, output: str | None) -> int:
+def cat(
+    out: Output, path: Target, leaf: str, map_file: str | None, everything: bool, output: str | None
+) -> int:
     """Print the value of LEAF in the checkpoint PATH (or ROOT@STEP). A container is listed.
 
     LEAF is a path as `show` prints it. It may end in a slice with numpy's syntax:
     'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
     """
-    with path.open() as checkpoint:
+    with path.open(map_file) as checkpoint:
         nodes = checkpoint.contents()
         number, index = _find([node.path for node in nodes], leaf)
         node = nodes[number]
@@ -213,7 +217,7 @@ def _write(out: Output, array: _Sliced, output: str) -> None:
         with open(output, "wb") as file, progress(f"writing {array.path}") as tell:
             np.lib.format.write_array_header_2_0(file, header)
             done = 0
-            for box in pieces(array.shape, array.dtype.itemsize):
+            for box in sw.ArraySpec(array.shape, array.dtype).pieces():
                 part = np.ascontiguousarray(array.read([box])[0])
                 file.write(part.reshape(-1).view(np.uint8).data)
                 done += part.nbytes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal, TypedDict, Unpack
+
 import click
 
 import stepwell as sw
@@ -9,10 +12,56 @@ import stepwell as sw
 from .command import command
 from .output import FINE, Output, count, fields_of, safe, size
 from .progress import progress
-from .targets import TARGET, Target
+from .targets import MAPPED, TARGET, Target
 
 #: Names that are shown of a list.
 _SHOWN = 4
+
+
+def chosen(function: Callable[..., int]) -> Callable[..., int]:
+    """Gives a command the options of :class:`Chosen`."""
+    for option in (
+        click.option(
+            "--files",
+            multiple=True,
+            metavar="PATH",
+            help="Copy this file into DESTINATION, or the files of this directory that are not weights. Repeatable.",
+        ),
+        click.option(
+            "--shard-size", metavar="SIZE", help="The most bytes of a file in a directory (default 5GB)."
+        ),
+        click.option(
+            "--objects",
+            type=click.Choice(["error", "skip"]),
+            default="error",
+            help="For leaves that the format cannot hold: an error (the default), or leave them out.",
+        ),
+        click.option("--cast", metavar="DTYPE", help="The dtype of floating-point tensors in the output."),
+        click.option(
+            "--subtree",
+            default="",
+            metavar="PATH",
+            help="Write what is below PATH, with names relative to it.",
+        ),
+        click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable."),
+        click.option("--include", multiple=True, metavar="GLOB", help="Write only these leaves. Repeatable."),
+        MAPPED,
+    ):
+        function = option(function)
+    return function
+
+
+class Chosen(TypedDict):
+    """The part of a checkpoint that is written, and its form."""
+
+    map_file: str | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    subtree: str
+    cast: str | None
+    objects: Literal["error", "skip"]
+    shard_size: str | None
+    files: tuple[str, ...]
 
 
 @command("convert")
@@ -21,22 +70,7 @@ _SHOWN = 4
 @click.option(
     "--to", required=True, metavar="FORMAT", help="The format: safetensors, torch, npz, dcp or stepwell."
 )
-@click.option(
-    "--map", "map_file", metavar="FILE", help="Give the leaves the names and shapes of this map (TOML)."
-)
-@click.option("--include", multiple=True, metavar="GLOB", help="Write only these leaves. Repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable.")
-@click.option(
-    "--subtree", default="", metavar="PATH", help="Write what is below PATH, with names relative to it."
-)
-@click.option("--cast", metavar="DTYPE", help="The dtype of floating-point tensors in the output.")
-@click.option(
-    "--objects",
-    type=click.Choice(["error", "skip"]),
-    default="error",
-    help="For leaves that the format cannot hold: an error (the default), or leave them out.",
-)
-@click.option("--shard-size", metavar="SIZE", help="The most bytes of a file in a directory (default 5GB).")
+@chosen
 @click.option("--verify", is_flag=True, help="Read the output back and compare it with the source.")
 @click.option("--dry-run", is_flag=True, help="Show the files that would be written.")
 def convert(
@@ -44,21 +78,22 @@ def convert(
     source: Target,
     destination: str,
     to: str,
-    map_file: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    subtree: str,
-    cast: str | None,
-    objects: str,
-    shard_size: str | None,
     verify: bool,
     dry_run: bool,
+    **choice: Unpack[Chosen],
 ) -> int:
     """Write the checkpoint SOURCE (a path, or ROOT@STEP) to DESTINATION in another format.
 
     SOURCE may also be a checkpoint of another library. DESTINATION is a free path. It appears whole
     and durable, or not at all. After an interrupt, the same command goes on where it was.
     """
+    return write(out, source, destination, to, choice, verify=verify, dry_run=dry_run)
+
+
+def write(
+    out: Output, source: Target, destination: str, to: str, choice: Chosen, *, verify: bool, dry_run: bool
+) -> int:
+    """Converts a checkpoint, and prints the result."""
     try:
         with progress("converting") as tell:
             made = sw.convert(
@@ -66,13 +101,14 @@ def convert(
                 destination,
                 to=to,  # type: ignore[arg-type]  # checked there
                 step=source.step,
-                map=map_file,
-                include=include or None,
-                exclude=exclude,
-                subtree=subtree,
-                cast=cast,
-                objects=objects,  # type: ignore[arg-type]  # checked by click
-                shard_size=shard_size,
+                map=choice["map_file"],
+                include=choice["include"] or None,
+                exclude=choice["exclude"],
+                subtree=choice["subtree"],
+                cast=choice["cast"],
+                objects=choice["objects"],
+                shard_size=choice["shard_size"],
+                files=choice["files"] or None,
                 verify=verify,
                 dry_run=dry_run,
                 progress=tell,

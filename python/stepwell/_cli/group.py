@@ -10,7 +10,7 @@ import click
 
 #: Command → its module, and one line for ``stepwell --help``, which imports none of them.
 COMMANDS = {
-    "ls": ("listing", "List the steps of a root, and what lies beside them."),
+    "ls": ("listing", "List the steps of a root, or the files of a checkpoint."),
     "show": ("show", "Show the tree of a checkpoint, or the places of its bytes."),
     "cat": ("cat", "Print the value of a leaf, or a slice of it."),
     "diff": ("diff", "Compare two checkpoints."),
@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": ("plan", "Show what a restore would read and do."),
     "cp": ("cp", "Copy a checkpoint to another path or root, and verify the copy."),
     "convert": ("convert", "Write a checkpoint in another format."),
+    "export": ("export", "Write a checkpoint for another library, and verify it."),
     "prune": ("prune", "Apply retention to a root, once."),
     "rm": ("rm", "Delete steps or a branch."),
     "rewind": ("rewind", "Move the steps after STEP into a branch."),
@@ -79,7 +80,8 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 def stepwell() -> None:
     """Inspect checkpoints and roots of stepwell, and clean them up.
 
-    A checkpoint is given by its path, or as ROOT@STEP. A root alone means its newest step.
+    A checkpoint is given by its path, or as ROOT@STEP. A root alone means its newest step. Commands
+    that only read a checkpoint, and convert and export, also take one of another library.
     Exit codes: 0 success, 1 a finding (damage, a difference, a missing step), 2 wrong usage.
     """
 

@@ -1,4 +1,5 @@
-"""``stepwell ls``: the steps of a root, and the entries beside them."""
+"""``stepwell ls``: the steps of a root and the entries beside them, or the files of one
+checkpoint."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import click
 
 import stepwell as sw
 
+from ..errors import MisuseError
 from .command import command
 from .leftovers import Leftovers, scan
 from .output import FINE, PROBLEMS, Output, columns, count, local, safe, size
+from .targets import TARGET, Target
 
 #: The most metrics and metadata keys in a step's line.
 _SHOWN = 4
@@ -21,16 +24,30 @@ _TEMPORARY = {True: "in flight", False: "dead; gc deletes it", None: "unknown wh
 
 
 @command("ls")
-@click.argument("root")
+@click.argument("path", type=TARGET)
 @click.option("-n", "--last", type=click.IntRange(min=1), metavar="N", help="Only the newest N steps.")
-def ls(out: Output, root: str, last: int | None) -> int:
-    """List the steps of ROOT: number, time, size, items, metrics; and what is damaged, in flight,
-    or in a branch.
+def ls(out: Output, path: Target, last: int | None) -> int:
+    """List the steps of the root PATH: number, time, size, items, metrics; and what is damaged, in
+    flight, or in a branch. PATH may also be a checkpoint (ROOT@STEP, or one of another library):
+    its format and its files are listed then.
 
     Exits with 1 if a step is damaged, if another directory has a step's name, or if the root has
     no steps.
     """
-    path, rows = _steps_of(root)
+    if path.step is None and not os.path.isfile(path.path):
+        # Imports no numpy, which takes longer than a listing of steps.
+        rows, root = sw.inspect(path.path), os.path.abspath(path.path)
+        if rows or os.path.isdir(os.path.join(root, ".stepwell")):
+            return _list_steps(out, root, rows, last)
+    from .files import list_checkpoint
+
+    if last is not None:
+        raise MisuseError(f"--last is for a root, and {path} is not one; leave it out")
+    list_checkpoint(out, path)
+    return FINE
+
+
+def _list_steps(out: Output, path: str, rows: list[sw.results.StepInfo], last: int | None) -> int:
     beside = scan(path)
     steps = [row for row in rows if row.step is not None]
     others = [row for row in rows if row.step is None]
@@ -54,16 +71,6 @@ def ls(out: Output, root: str, last: int | None) -> int:
         out.line(out.dim(f"  the newest {len(shown)} of {len(steps)}:"))
     out.lines(_lines(out, shown, others, beside))
     return FINE if steps and len(whole) == len(steps) and not others else PROBLEMS
-
-
-def _steps_of(root: str) -> tuple[str, list[sw.results.StepInfo]]:
-    """The path of a root, and its steps. Imports no numpy, which takes longer than a listing."""
-    rows, path = sw.inspect(root), os.path.abspath(root)
-    if not (rows or os.path.isdir(os.path.join(path, ".stepwell"))):
-        from .targets import manager_of
-
-        manager_of(path).close()  # raises, and says what the path is instead
-    return path, rows
 
 
 def _lines(

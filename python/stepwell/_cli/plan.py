@@ -11,7 +11,7 @@ import stepwell as sw
 from ..errors import MismatchError
 from .command import command
 from .output import FINE, PROBLEMS, Output, safe
-from .targets import TARGET, Target
+from .targets import MAPPED, TARGET, Target
 
 #: The parts of a report that are no figure and no text.
 _PARTS = (
@@ -34,6 +34,7 @@ _PARTS = (
 
 @command("plan")
 @click.argument("path", type=TARGET)
+@MAPPED
 @click.option("--like", type=TARGET, metavar="PATH", help="Restore into the structure of this checkpoint.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Restore only these leaves. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Restore all but these leaves. Repeatable.")
@@ -55,7 +56,7 @@ _PARTS = (
     help="Refuse stored leaves that are not wanted (default), or ignore them.",
 )
 @click.option("--resize", type=click.Choice(["pad", "truncate", "both"]), help="Allow changes of shape.")
-def plan(out: Output, path: Target, like: Target | None, **options: object) -> int:
+def plan(out: Output, path: Target, map_file: str | None, like: Target | None, **options: object) -> int:
     """Show what a restore of PATH (or ROOT@STEP) with these options would read and do. Reads no
     array.
 
@@ -74,7 +75,7 @@ def plan(out: Output, path: Target, like: Target | None, **options: object) -> i
         if whole and len(casts) > 1:
             raise click.UsageError("pass --cast HOW once for all leaves, or --cast GLOB=HOW for each glob")
         keywords["cast"] = whole[0] if whole else dict(_pair(one, "") for one in casts)
-    with path.open() as checkpoint:
+    with path.open(map_file) as checkpoint:
         if like is not None:
             with like.open() as other:
                 keywords["like"] = other.metadata().tree

@@ -14,7 +14,7 @@ import stepwell as sw
 from ..errors import StepwellError
 from .command import command
 from .output import FINE, Output, columns, count, cut, local, safe, size
-from .targets import TARGET, Target, root_of
+from .targets import MAPPED, TARGET, Target, root_of
 
 #: Characters of an object's value that are shown in its line.
 _VALUE = 48
@@ -31,9 +31,10 @@ _SMALL_OBJECTS = 1 << 20
 @click.option(
     "--depth", type=click.IntRange(min=0), metavar="N", help="Show containers down to level N only."
 )
-def show(out: Output, path: Target, form: str, depth: int | None) -> int:
+@MAPPED
+def show(out: Output, path: Target, form: str, depth: int | None, map_file: str | None) -> int:
     """Show the content of the checkpoint PATH (or ROOT@STEP). Reads no array."""
-    with path.open() as checkpoint:
+    with path.open(map_file) as checkpoint:
         nodes = checkpoint.contents()
         values = small_objects(checkpoint, nodes)
         head = head_of(checkpoint, nodes)
@@ -88,6 +89,7 @@ class Head(TypedDict):
     bytes: int
     array_bytes: int
     number_of_leaves: int
+    opaque_leaves: int
     metrics: dict[str, float]
     custom_metadata: object
     items: list[Item]
@@ -111,6 +113,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
         "bytes": sum(file["bytes"] for file in files),
         "array_bytes": sum(node.stored_bytes for node in nodes if node.kind == "array"),
         "number_of_leaves": nodes[0].leaves if nodes else 0,
+        "opaque_leaves": sum(node.opaque is not None for node in nodes),
         "metrics": metrics_of(checkpoint),
         "custom_metadata": facts.custom_metadata,
         "items": [
@@ -172,6 +175,8 @@ def _head_lines(out: Output, head: Head) -> Iterator[str]:
         yield "metrics: " + ", ".join(f"{safe(name)} {value:.6g}" for name, value in head["metrics"].items())
     if head["custom_metadata"] is not None:
         yield f"metadata: {cut(head['custom_metadata'], _VALUE)}"
+    if head["opaque_leaves"]:
+        yield f"{count(head['opaque_leaves'], 'opaque leaf', 'opaque leaves')}: known by name only, not restored"
     for one in head["dropped"]:
         yield out.dim(f"item {safe(one['item'])} was thinned away")
     for warning in head["warnings"]:
@@ -197,7 +202,8 @@ def drawn(
         node = nodes[number]
         name = safe(lead + ((node.name if level else node.path) or "."))
         if node.leaf is not None:
-            what = "object" if node.shape is None else f"{node.dtype} {list(node.shape)}"
+            kind = "object" if node.opaque is None else "opaque"
+            what = kind if node.shape is None else f"{node.dtype} {list(node.shape)}"
             rows.append((name, what, size(node.stored_bytes), _remark(node, values)))
             continue
         is_cut = depth is not None and level >= depth and bool(children[number])
@@ -213,6 +219,8 @@ def drawn(
 def _remark(node: sw.results.StoredNode, values: dict[str, object]) -> str:
     if node.tied_to is not None:
         return f"= {safe(node.tied_to)}, tied"
+    if node.opaque is not None:
+        return safe(node.opaque)
     if node.path in values:
         return cut(repr(values[node.path]), _VALUE)
     return count(len(node.chunks), "chunk") if len(node.chunks) > 1 else ""
@@ -265,10 +273,10 @@ def _document(
     return {
         "leaves": [
             {
-                **facts(node, "path", "kind", "dtype", "shape", "stored_bytes", "tied_to", "item"),
+                **facts(node, "path", "kind", "dtype", "shape", "stored_bytes", "tied_to", "item", "opaque"),
                 "bytes": node.nbytes,
                 "chunks": len(node.chunks),
-                **({"value": values[node.path]} if node.path in values else {}),
+                **({"value": values[node.path]} if node.path in values and node.opaque is None else {}),
                 **({"places": node.chunks} if layout else {}),
             }
             for node in leaves

@@ -25,9 +25,9 @@ class Target:
     def __str__(self) -> str:
         return self.path if self.step is None else f"{self.path}@{self.step}"
 
-    def open(self) -> sw.Checkpoint:
-        """Opens it for reading, under a lease."""
-        return sw.open(self.path, self.step)
+    def open(self, map_file: str | None = None) -> sw.Checkpoint:
+        """Opens it for reading, under a lease; with the names and shapes of a map."""
+        return sw.open(self.path, self.step, map=map_file)
 
 
 class _TargetType(click.ParamType["Target"]):
@@ -48,6 +48,17 @@ class _TargetType(click.ParamType["Target"]):
 
 
 TARGET = _TargetType()
+
+#: The map of the checkpoint that a command opens.
+MAPPED = click.option(
+    "--map", "map_file", metavar="FILE", help="Give the leaves the names and shapes of this map (TOML)."
+)
+
+
+def format_of(checkpoint: sw.Checkpoint) -> str:
+    """The format of an open checkpoint."""
+    facts = checkpoint.metadata()
+    return "stepwell" if facts.format_version else facts.writer
 
 
 def manager_of(

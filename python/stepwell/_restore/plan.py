@@ -48,10 +48,10 @@ class ItemPlan:
 class RestorePlan:
     """The plan of a restore. ``str()`` formats it for people."""
 
-    #: The checkpoint's directory.
+    #: The checkpoint's path.
     path: str
-    #: Its step.
-    step: int
+    #: Its step; ``None`` for files of another library.
+    step: int | None
     #: By name, those that are read.
     items: dict[str, ItemPlan]
     #: The report that the restore would return: leaves restored, kept, cast, resized, renamed,
@@ -88,10 +88,18 @@ class RestorePlan:
         """Stored paths that are not read."""
         return [*self.report.left_out, *self.report.ignored]
 
+    @property
+    def _title(self) -> str:
+        return (
+            f"restore of {self.path}"
+            if self.step is None
+            else f"restore of step {self.step} from {self.path}"
+        )
+
     def __str__(self) -> str:
         report = self.report
         lines = [
-            f"restore of step {self.step} from {self.path}: {_count(len(report.restored), 'leaf', 'leaves')}, {_size(self.nbytes)}",
+            f"{self._title}: {_count(len(report.restored), 'leaf', 'leaves')}, {_size(self.nbytes)}",
             f"  reads {_size(self.read_bytes)}: {_reads(self.blocks, self.reads, len(self.files))}",
         ]
         for item in self.items.values():

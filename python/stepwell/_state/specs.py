@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Final, Generic, SupportsIndex, TypeAlias, TypeVar, cast, final
 
 import ml_dtypes
@@ -80,6 +81,27 @@ class ArraySpec:
         for n in self.shape:
             count *= n
         return count * self.dtype.itemsize
+
+    def pieces(self, limit: int = 32 << 20) -> Iterator[tuple[slice, ...]]:
+        """Cuts the array into boxes of at most ``limit`` bytes (or one element), in row-major
+        order: each is a run of the flattened array. For arrays that are larger than memory."""
+        if self.shape is None or self.dtype is None:
+            raise MisuseError(f"{self!r} cannot be cut into pieces: give it a shape and a dtype")
+        shape, itemsize = self.shape, self.dtype.itemsize
+        if not shape or prod(shape) * itemsize <= limit:
+            if prod(shape):
+                yield tuple(slice(0, n) for n in shape)
+            return
+        # The outermost dimension of which one place fits the limit. Dimensions before it are cut
+        # place by place.
+        axis = next(
+            (i for i in range(len(shape)) if prod(shape[i + 1 :]) * itemsize <= limit), len(shape) - 1
+        )
+        step = max(1, limit // (prod(shape[axis + 1 :]) * itemsize))
+        for outer in np.ndindex(*shape[:axis]):
+            for at in range(0, shape[axis], step):
+                inner = slice(at, min(at + step, shape[axis]))
+                yield (*(slice(i, i + 1) for i in outer), inner, *(slice(0, n) for n in shape[axis + 1 :]))
 
     def __repr__(self) -> str:
         dtype = None if self.dtype is None else self.dtype.name
