@@ -34,7 +34,10 @@ nitpicky = True
 # private here are shown, and lead nowhere.
 nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|contextlib|os|datetime|types|numpy|torch|jax)\..*"),
-    ("py:.*", r"Best|Coordinator|DeviceMesh|Files|Globs|MapLike|Optimizer|Path|ProcessGroup|Target|_[A-Z]\w*"),
+    (
+        "py:.*",
+        r"Best|Coordinator|DeviceMesh|Files|Globs|MapLike|Optimizer|Path|ProcessGroup|Target|_[A-Z]\w*",
+    ),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
     ("py:.*", r"stepwell\._types\.Array|stepwell\.coordinators\.Board"),
 ]

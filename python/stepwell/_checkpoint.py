@@ -9,17 +9,28 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, Unpack, cast, final, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    cast,
+    final,
+    overload,
+)
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
-from ._checks import meant, progress_callback
-from ._choice import copied_part
+from ._checks import flag, meant, progress_callback
+from ._choice import choice_of, copied_part
 from ._contents import StoredNode, nodes
-from ._locations import absolute, check_destination
+from ._locations import Path, absolute, check_destination
 from ._manifest import Manifest
 from ._paths import Component, printable, split
 from ._public import public
@@ -43,6 +54,10 @@ from ._state.specs import ArraySpec, ObjectSpec, as_rank, to_dtype
 from ._steps import utc
 from ._types import Metrics
 from .errors import ClosedError, MisuseError, StepwellError
+
+if TYPE_CHECKING:
+    from ._comparison import Difference
+    from .maps import MapLike
 
 #: One step of a path.
 Key: TypeAlias = str | int
@@ -533,6 +548,50 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         files, nbytes, unguarded, damages = self._open().verify(progress)
         found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
         return VerifyReport(files, nbytes, found, self.path, self._number, unguarded)
+
+    def diff(
+        self,
+        other: Path | Checkpoint,
+        *,
+        map: MapLike | None = None,
+        include: Globs = None,
+        exclude: Globs = None,
+        values: bool = True,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Difference:
+        """Compares this checkpoint with another one, of any format: structure, kinds, dtypes,
+        shapes and values.
+
+        Arrays of one dtype are compared bit for bit, arrays of two dtypes by their numbers. Memory
+        stays bounded.
+
+        Leaves are compared by path. Checkpoints of two formats have other containers for the same
+        leaves. So containers are not compared then, and a leaf without a partner is compared with
+        the one of the same dotted name: ``layers[0]/w`` with ``layers.0.w``.
+
+        Args:
+            other: a checkpoint, a step's directory, a root, files of another library, or an open
+                checkpoint.
+            map: a :class:`stepwell.maps.Map`, its TOML file or its rules. This checkpoint is
+                compared under the names and in the shapes of that map, without its containers.
+            include: leaves to compare, by glob over the paths of this checkpoint, or of the other
+                one for leaves that only it has; default: all.
+            exclude: leaves to leave out.
+            values: ``False``: compare everything but values.
+            progress: called now and then with the bytes done and in all. Arrays that differ are
+                read twice, so the bytes in all may grow.
+
+        Raises:
+            CorruptCheckpoint: one of the two is damaged.
+        """
+        from ._comparison import compare
+        from ._opening import opened
+
+        flag(values, "values")
+        progress_callback(progress)
+        choice = choice_of(include, exclude, None)
+        with opened(self, None, map) as one, opened(other, None, None) as two:
+            return compare(one, two, choice, with_containers=map is None, values=values, progress=progress)
 
     def copy(
         self,

@@ -4,6 +4,7 @@
 from ._attached import Attached
 from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
+from ._comparison import Change, Difference
 from ._contents import StoredChunk, StoredNode
 from ._convert import ConversionResult
 from ._holds import Hold, Rewound
@@ -34,10 +35,12 @@ __all__ = [
     "Array",
     "Attached",
     "CastLeaf",
+    "Change",
     "Checkpoint",
     "Collision",
     "ConversionResult",
     "Damage",
+    "Difference",
     "Hold",
     "IdleRename",
     "ItemInfo",

@@ -33,7 +33,7 @@ def test_ls_imports_no_module_of_another_command(root: Path) -> None:
     script = (
         "import sys\nfrom stepwell._cli.group import stepwell\n"
         "try: stepwell(sys.argv[1:])\nexcept SystemExit: pass\n"
-        "print([one for one in ('rich', 'stepwell._cli.report', 'stepwell._cli.comparing') if one in sys.modules])"
+        "print([one for one in ('rich', 'stepwell._cli.report', 'stepwell._comparison') if one in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, "ls", root], capture_output=True, text=True, check=True

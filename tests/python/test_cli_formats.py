@@ -112,10 +112,11 @@ def test_show_cat_and_plan_see_the_mapped_leaves(weights: Path, stack: Path) -> 
     assert run("plan", weights).stdout.startswith(f"restore of {weights}: 2 leaves")
 
 
-@pytest.mark.parametrize("command", ["show", "cat", "plan", "convert", "export"])
+@pytest.mark.parametrize("command", ["show", "cat", "plan", "diff", "convert", "export"])
 def test_a_map_that_does_not_fit_is_wrong_use(command: str, tmp_path: Path, weights: Path) -> None:
     more: dict[str, list[Any]] = {
         "cat": ["layers.0.w"],
+        "diff": [weights],
         "convert": [tmp_path / "out", "--to", "npz"],
         "export": [tmp_path / "out"],
     }
