@@ -26,12 +26,17 @@ LIMIT = 55
 def lines_with_any(source: str) -> Iterator[int]:
     """Yields the numbers of the lines of code that use ``Any``, without imports."""
     seen = 0
+    #: The first word of a statement, which may have several lines.
+    first = ""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         number = token.start[0]
-        is_name = token.type == tokenize.NAME and token.string == "Any"
-        if is_name and number != seen and "import " not in token.line:
-            seen = number
-            yield number
+        if token.type == tokenize.NEWLINE:
+            first = ""
+        elif token.type == tokenize.NAME:
+            first = first or token.string
+            if token.string == "Any" and number != seen and first not in ("from", "import"):
+                seen = number
+                yield number
 
 
 def found() -> list[tuple[Path, int]]:
