@@ -14,7 +14,7 @@ from . import _core
 from . import _lifecycle as lifecycle
 from ._checkpoint import VerifyReport
 from ._checks import flag, step_number
-from ._locations import MANIFEST, Path, explain, explaining, is_directory, readable
+from ._locations import MANIFEST, Path, explaining, is_directory, readable
 from ._opening import open as opened
 from ._public import public
 from ._steps import inspect
@@ -109,7 +109,7 @@ def _directory(path: str, step: int | None) -> tuple[str, _PassedOver]:
             raise MisuseError(f"{path} is one checkpoint, and step={step} is for a root; leave it out")
         return path, ()
     if not is_directory(path):
-        raise StepNotFound(f"{path} is no checkpoint: {explain(path)}")
+        raise StepNotFound(f"{path} is no checkpoint of stepwell")
     rows = inspect(path)
     steps = {row.step: row for row in rows if row.step is not None}
     wanted = max(steps, default=None) if step is None else step

@@ -75,7 +75,7 @@ def test_ls_of_no_checkpoint_says_what_the_path_is(tmp_path: Path, weights: Path
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "photos").mkdir()
     for path, words in (
-        (tmp_path / "notes.txt", "it is a file of no known format"),
+        (tmp_path / "notes.txt", "it is a file, and a checkpoint of stepwell is a directory"),
         (tmp_path / "photos", "is no root of a run"),
     ):
         done = run("ls", path)
@@ -152,3 +152,17 @@ def test_export_writes_and_verifies_the_chosen_leaves(root: Path, tmp_path: Path
     assert (tmp_path / "model" / "config.json").read_text() == "{}"
     document("export", tmp_path / "one", tmp_path / "stacked.safetensors", "--map", stack)
     assert sw.restore(tmp_path / "stacked.safetensors")["layers.w"].shape == (2, 3, 4)
+
+
+def test_commands_for_steps_refuse_foreign_files(weights: Path, tmp_path: Path) -> None:
+    for arguments, words in (
+        (["cp", weights, tmp_path / "copy"], "another library wrote it"),
+        (["repair", weights, "--yes"], "is no checkpoint of stepwell; it is a file"),
+        (["verify", weights, "--all"], "cannot be a root: it is a file"),
+        (["prune", weights, "--keep-latest", 1, "--yes"], "cannot be a root: it is a file"),
+    ):
+        done = run(*arguments)
+        assert done.exit_code in (1, 2)
+        assert words in done.stderr
+        assert done.stderr.count("a checkpoint of stepwell is a directory") <= 1
+    assert not (tmp_path / "copy").exists()
