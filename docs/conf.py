@@ -36,7 +36,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|contextlib|os|datetime|types|numpy|torch|jax)\..*"),
     (
         "py:.*",
-        r"Best|Coordinator|DeviceMesh|Files|Globs|MapLike|Optimizer|Path|ProcessGroup|Target|_[A-Z]\w*",
+        r"Best|(coordinators\.)?Coordinator|DeviceMesh|Files|Globs|MapLike|OnEvent|Optimizer"
+        r"|Path|ProcessGroup|Target|_[A-Z]\w*",
     ),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
     ("py:.*", r"stepwell\._types\.Array|stepwell\.coordinators\.Board"),

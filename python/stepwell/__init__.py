@@ -32,7 +32,6 @@ from .errors import (
     SaveFailed,
     StepExists,
     StepNotFound,
-    StepOrder,
     StepwellError,
     StorageError,
     UnsupportedLeaf,
@@ -43,6 +42,7 @@ if _typing.TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._convert import convert, export
     from ._engine_info import engine_info
+    from ._exports import Export
     from ._manager import CheckpointManager
     from ._opening import metadata, restore, restore_async, verify, watch
     from ._opening import open as open
@@ -72,6 +72,7 @@ _MODULES = {
     "_convert": "convert export",
     "_manager": "CheckpointManager",
     "_engine_info": "engine_info",
+    "_exports": "Export",
     "_opening": "metadata open restore restore_async verify watch",
     "_options": "Options StepName",
     "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
@@ -126,6 +127,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "CorruptCheckpoint",
+    "Export",
     "LoadFailed",
     "LockedError",
     "MismatchError",
@@ -143,7 +145,6 @@ __all__ = [
     "StepExists",
     "StepName",
     "StepNotFound",
-    "StepOrder",
     "StepwellError",
     "StorageError",
     "UnsupportedLeaf",

@@ -25,6 +25,7 @@ __all__ = [
     "Manager",
     "PathTicket",
     "SaveHandle",
+    "Sharing",
     "State",
     "Stop",
     "StoredTensor",
@@ -36,6 +37,7 @@ __all__ = [
     "compressed_archives",
     "covers",
     "cuda",
+    "discard_conversion",
     "dtype_names",
     "engine_choice",
     "error_kinds",
@@ -50,6 +52,7 @@ __all__ = [
     "open_path",
     "pickle",
     "read_foreign",
+    "remove_conversion",
     "renamed",
     "repair",
     "safetensors_header",
@@ -220,6 +223,7 @@ class Manager:
     ) -> Ticket | SaveHandle | str: ...
     def should_save(self, step: int, answers: dict[str, bool]) -> bool: ...
     def ranks(self) -> tuple[int, int]: ...
+    def sharing(self) -> Sharing: ...
     def choose(self, step: int | None = None) -> int: ...
     def wanted_by_none(self, how: str, leaves: list[int]) -> list[int] | None: ...
     def alike(self, what: str) -> bool: ...

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from ._preemption import Preemption
 from .errors import StalledError
+
+if TYPE_CHECKING:
+    from ._exports import Exporter
 
 
 def end_earlier(root: str) -> None:
@@ -35,6 +42,7 @@ class Ending:
         self.root = root
         self.what = f"the manager of {root}"
         self.preemption: Preemption | None = None
+        self.exporter: Exporter | None = None
         self._core = core
         self._owner = owner
         self._stall = stall
@@ -43,9 +51,27 @@ class Ending:
         """True if there is nothing left to wait for."""
         return bool(self._core.is_closed())
 
+    def progress(self) -> object:
+        """Changes with the progress of saves and exports."""
+        return self._core.progress(), 0 if self.exporter is None else self.exporter.progress
+
+    def wait_for_exports(self, wait: Callable[[float | None], bool], limit: float | None) -> None:
+        """Waits for exports: ``limit`` seconds, or as long as they get on."""
+        what = f"the exports of {self.root}"
+        if limit is None:
+            lifecycle.wait_patiently(wait, self.progress, self._stall, what)
+        elif not wait(limit):
+            raise TimeoutError(
+                f"waited {limit:.1f} s for {what}. They go on; call this again to wait for them"
+            )
+
     def close(self, limit: float | None) -> None:
         """Closes, and is watched until that is over. Signals are the program's again only then: one
         that comes twice, as those of schedulers do, must not take the last save with it."""
+        if self.exporter is not None:
+            begun = time.monotonic()
+            self.wait_for_exports(self.exporter.close, limit)
+            limit = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
         try:
             self._core.close(limit)
         finally:
@@ -86,14 +112,14 @@ class Ending:
         def wait(slice: float) -> bool:
             try:
                 self.close(slice)
-            except StalledError:
+            except (StalledError, TimeoutError):
                 if self.is_over():
                     raise
                 return False
             return True
 
         try:
-            lifecycle.wait_patiently(wait, self._core.progress, self._stall, f"{self.what} to close at exit")
+            lifecycle.wait_patiently(wait, self.progress, self._stall, f"{self.what} to close at exit")
         except Exception as failure:
             return failure
         return None

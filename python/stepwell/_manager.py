@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, final, get_args
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from ._exports import Export
     from .torch import TrainState
 
 Exists = Literal["error", "skip", "replace"]
@@ -64,6 +65,17 @@ def _end_session(manager: object, error: Exception) -> None:
     exchanged anything."""
     if isinstance(manager, CheckpointManager) and manager._core is not None:
         manager._core.end_session(f"{type(error).__name__}: {error}")
+
+
+def _checked(exports: Sequence[Export], root: str, read_only: object) -> Sequence[Export]:
+    """Returns the exports of a manager, which has none if it is read-only."""
+    if not exports:
+        return ()
+    from ._exports import checked
+
+    if read_only is True:
+        raise MisuseError("exports= is for the manager that saves, and read_only=True. Leave one out")
+    return checked(exports, root)
 
 
 @public
@@ -95,8 +107,9 @@ class CheckpointManager(Reading):
         on_save_error: ``"raise"``: the next call raises the error of a background save, and the
             process ends with an error if nobody looked. ``"warn"``: the error is logged.
         on_event: a function, or :class:`stepwell.events.JsonLines`, called with a
-            :class:`~stepwell.events.SaveEvent` or :class:`~stepwell.events.RestoreEvent` for each
-            finished save and restore.
+            :class:`~stepwell.events.SaveEvent`, :class:`~stepwell.events.RestoreEvent` or
+            :class:`~stepwell.events.ExportEvent` for each that has finished.
+        exports: exports of committed steps for other libraries, in the background.
         options: rarely needed options.
 
     Raises:
@@ -121,6 +134,7 @@ class CheckpointManager(Reading):
         read_only: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         on_event: OnEvent | None = None,
+        exports: Sequence[Export] = (),
         options: Options | None = None,
     ) -> None:
         self._core: _core.Manager | None = None
@@ -149,6 +163,7 @@ class CheckpointManager(Reading):
         self._read_only = flag(read_only, "read_only")
         self._told_read_only = False
         check_root(self._root)
+        exports = _checked(exports, self._root, read_only)
         text = to_json(
             options, self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
         )
@@ -167,6 +182,10 @@ class CheckpointManager(Reading):
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
+        if exports:
+            from ._exports import Exporter
+
+            self._ending.exporter = Exporter(self._root, core, exports, on_event)
         self._ending.preemption = Preemption(self._policy.signals, weakref.WeakMethod(self._preempt))
 
     # ---- saving ----
@@ -284,6 +303,8 @@ class CheckpointManager(Reading):
                 raise
             save = Save(step, handle)
             self._saves[:] = [*(one for one in self._saves if not one.done()), save]
+        if self._ending.exporter is not None:
+            self._ending.exporter.add(save)
         if self._on_event is not None:
             tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
         return save
@@ -461,6 +482,18 @@ class CheckpointManager(Reading):
     def wait_until_finished(self, timeout: float | None = None) -> None:
         """Waits until no save is pending; raises a failure that nobody has seen."""
         self._open().wait_until_finished(seconds(timeout))
+
+    def wait_for_exports(self, timeout: float | None = None) -> None:
+        """Waits until no export of a committed step is pending. Failures of exports are logged and
+        given to ``on_event``.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed.
+        """
+        self._open()
+        limit = seconds(timeout)
+        if self._ending.exporter is not None:
+            self._ending.wait_for_exports(self._ending.exporter.wait, limit)
 
     def check_for_errors(self) -> None:
         """Raises a failure of a background save that nobody has seen."""

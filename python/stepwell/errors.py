@@ -59,10 +59,9 @@ class StepGone(StepwellError):
     kind = "step_gone"
 
 
-@public
 class StepOrder(StepwellError, ValueError):
     """The step is below the newest one: save a higher one, or go back with
-    :meth:`CheckpointManager.rewind`, which keeps what it sets aside."""
+    :meth:`stepwell.CheckpointManager.rewind`, which keeps what it sets aside."""
 
     kind = "step_order"
 

@@ -1,7 +1,7 @@
-"""Events of a manager for dashboards and logs: one for each finished save and restore.
+"""Events of a manager for dashboards and logs: one for each finished save, restore and export.
 
-Pass ``on_event=`` to the manager: a function of a :class:`SaveEvent` or :class:`RestoreEvent`, or
-:class:`JsonLines`.
+Pass ``on_event=`` to the manager: a function of a :class:`SaveEvent`, :class:`RestoreEvent` or
+:class:`ExportEvent`, or :class:`JsonLines`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, final
 from . import _lifecycle as lifecycle
 from ._save_result import Save, SaveStats
 
-__all__ = ["JsonLines", "RestoreEvent", "SaveEvent"]
+__all__ = ["ExportEvent", "JsonLines", "RestoreEvent", "SaveEvent"]
 
 
 @final
@@ -64,8 +64,31 @@ class RestoreEvent:
     open_seconds: float | None
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class ExportEvent:
+    """An export of a step that has ended (:class:`stepwell.Export`)."""
+
+    #: The root of its manager, and its step.
+    root: str
+    step: int
+    #: When it ended, in UTC.
+    time: datetime.datetime
+    #: ``"skipped"``: a newer step was due before this one had begun.
+    outcome: Literal["exported", "skipped", "failed"]
+    #: The text of its error, and the error's ``kind``; or ``None``.
+    error: str | None
+    error_kind: str | None
+    #: The path of the export.
+    destination: str
+    #: The bytes of its files.
+    nbytes: int
+    #: Duration.
+    seconds: float
+
+
 #: The argument of ``on_event=``.
-Event: TypeAlias = SaveEvent | RestoreEvent
+Event: TypeAlias = SaveEvent | RestoreEvent | ExportEvent
 OnEvent: TypeAlias = Callable[[Event], object]
 
 _ERROR = 40
@@ -73,9 +96,9 @@ _ERROR = 40
 
 @final
 class JsonLines:
-    """Appends each event to a file, one JSON object per line: ``event`` (``"save"`` or
-    ``"restore"``) and the event's attributes, with those of ``stats`` beside them. Several managers
-    may share a file. It is opened for each line, so it may be moved away meanwhile."""
+    """Appends each event to a file, one JSON object per line: ``event`` (``"save"``, ``"restore"``
+    or ``"export"``) and the event's attributes, with those of ``stats`` beside them. Several
+    managers may share a file. It is opened for each line, so it may be moved away meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
@@ -85,7 +108,7 @@ class JsonLines:
         content = dataclasses.asdict(event)
         content |= content.pop("stats", {})
         content["time"] = event.time.isoformat(timespec="milliseconds")
-        kind = "save" if isinstance(event, SaveEvent) else "restore"
+        kind = type(event).__name__.removesuffix("Event").lower()
         line = json.dumps({"event": kind, **content}, ensure_ascii=False) + "\n"
         with self._lock, open(self._path, "a", encoding="utf-8") as file:
             file.write(line)
@@ -98,7 +121,8 @@ def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
 
 
-def _tell(on_event: OnEvent, event: Event) -> None:
+def tell(on_event: OnEvent, event: Event) -> None:
+    """Calls the function, and logs its failure."""
     try:
         on_event(event)
     except Exception as failure:
@@ -114,7 +138,7 @@ def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float) -> None:
         if save._handle is None or stats is None:
             return
         outcome, error, kind = save._handle.outcome()
-        _tell(on_event, SaveEvent(root, save.step, _now(), outcome, error, kind, blocked, stats))
+        tell(on_event, SaveEvent(root, save.step, _now(), outcome, error, kind, blocked, stats))
 
     save.add_done_callback(over)
 
@@ -154,7 +178,7 @@ def telling_restore(on_event: OnEvent | None, root: str, step: int | None) -> It
         yield restoring
     except BaseException as failure:
         if on_event is not None:
-            _tell(on_event, restoring.event(root, failure))
+            tell(on_event, restoring.event(root, failure))
         raise
     if on_event is not None:
-        _tell(on_event, restoring.event(root, None))
+        tell(on_event, restoring.event(root, None))

@@ -166,3 +166,29 @@ def test_transformers_loads_an_export_with_its_ties(tmp_path: Path) -> None:
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     for name, one in model.state_dict().items():
         same(loaded.state_dict()[name], one)
+
+
+def test_from_pretrained_reads_an_export_of_a_training(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "start")
+    (tmp_path / "start" / "tokenizer.json").write_text("{}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tokens = torch.randint(0, 64, (2, 16))
+    export = sw.Export(tmp_path / "hf" / "{step}", every=2, subtree="model", files=tmp_path / "start")
+    with sw.CheckpointManager(tmp_path / "run", exports=[export]) as manager:
+        for step in (1, 2):
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    written = {one.name for one in (tmp_path / "hf" / "2").iterdir()}
+    assert written >= {"config.json", "tokenizer.json", "model.safetensors", "stepwell_export.json"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf" / "2")
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    with torch.no_grad():
+        same(loaded(tokens).logits, model(tokens).logits)

@@ -326,7 +326,7 @@ def test_a_step_below_the_latest_is_refused_force_or_not(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(5, state(5)).result()
         for force in (False, True):
-            with pytest.raises(sw.StepOrder):
+            with pytest.raises(sw.errors.StepOrder):
                 manager.save(4, state(4), force=force)
         assert manager.all_steps() == [5]
 

@@ -118,8 +118,8 @@ def test_an_interrupt_ends_the_wait_and_not_the_restore(root: Path) -> None:
 
     sw.save(root, {"w": np.zeros(1 << 25)})
     restoring = sw.restore_async(root)
-    threading.Timer(0.001, signal.raise_signal, (signal.SIGINT,)).start()
     try:
+        threading.Timer(0.001, signal.raise_signal, (signal.SIGINT,)).start()
         restoring.result()
         while True:
             time.sleep(0.001)

@@ -1,0 +1,317 @@
+"""``CheckpointManager(exports=[…])``: committed steps, written for other libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import stepwell as sw
+from conftest import partials, same
+from ranks import run
+from safetensors.numpy import load_file
+
+LONG = "STEPWELL_LONG" in os.environ
+RECORD = "stepwell_export.json"
+
+
+def state_of(step: int, rows: int = 40) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    return {"model": {"w": rng.standard_normal((rows, 50), np.float32), "b": np.full(3, step)}, "step": step}
+
+
+def export(tmp_path: Path, **given: Any) -> sw.Export:
+    return sw.Export(**{"destination": tmp_path / "hf" / "{step}", "subtree": "model", **given})
+
+
+def exported(tmp_path: Path) -> list[str]:
+    return sorted(one.name for one in (tmp_path / "hf").iterdir())
+
+
+def check(folder: Path, step: int, **given: Any) -> None:
+    found = load_file(folder / "model.safetensors")
+    wanted = state_of(step, **given)["model"]
+    assert found.keys() == wanted.keys()
+    assert all(same(found[name], wanted[name]) for name in wanted)
+
+
+def test_due_steps_are_exported_after_their_commit(tmp_path: Path, root: Path) -> None:
+    events: list[Any] = []
+    exports = [export(tmp_path, every=20)]
+    with sw.CheckpointManager(root, exports=exports, on_event=events.append) as manager:
+        for step in (10, 20, 30, 40):
+            manager.save(step, state_of(step)).result()
+            manager.wait_for_exports(60)
+        assert exported(tmp_path) == ["20", "40"]
+    for step in (20, 40):
+        check(tmp_path / "hf" / str(step), step)
+    record = json.loads((tmp_path / "hf" / "40" / RECORD).read_text())
+    assert (record["root"], record["step"]) == (str(root), 40)
+    found = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+    assert [(event.step, event.outcome) for event in found] == [(20, "exported"), (40, "exported")]
+    assert found[0].destination == str(tmp_path / "hf" / "20")
+    assert found[0].nbytes > 8000
+
+
+def test_close_waits_for_exports(tmp_path: Path, root: Path) -> None:
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+        manager.save(1, state_of(1, 50_000))
+    assert exported(tmp_path) == ["1"]
+    check(tmp_path / "hf" / "1", 1, rows=50_000)
+    assert partials(tmp_path / "hf") == []
+
+
+def test_an_export_has_all_options_of_a_conversion(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    one = export(
+        tmp_path,
+        cast="bfloat16",
+        exclude="**/b",
+        map=[{"rename": "model/w", "to": "model/weight"}],
+        files=[tmp_path / "config.json"],
+    )
+    whole = sw.Export(tmp_path / "archives" / "state-{step:06}.pt", to="torch")
+    with sw.CheckpointManager(root, exports=[one, whole]) as manager:
+        manager.save(7, state_of(7))
+    found = load_file(tmp_path / "hf" / "7" / "model.safetensors")
+    assert found.keys() == {"weight"}
+    assert found["weight"].dtype == ml_dtypes.bfloat16
+    assert (tmp_path / "hf" / "7" / "config.json").read_text() == "{}"
+    back = sw.restore(tmp_path / "archives" / "state-000007.pt")
+    assert same(np.asarray(back["model"]["w"]), state_of(7)["model"]["w"])
+
+
+def test_only_the_newest_exports_are_kept(tmp_path: Path, root: Path) -> None:
+    # Neither a stranger's directory nor one of another root is deleted.
+    (tmp_path / "hf" / "2").mkdir(parents=True)
+    (tmp_path / "hf" / "2" / "model.safetensors").write_bytes(b"mine")
+    (tmp_path / "hf" / "1").mkdir()
+    (tmp_path / "hf" / "1" / RECORD).write_text('{"root": "/elsewhere", "step": 1}')
+    with sw.CheckpointManager(root, exports=[export(tmp_path, keep=2)]) as manager:
+        for step in (3, 4, 5, 6):
+            manager.save(step, state_of(step)).result()
+            manager.wait_for_exports()
+    assert exported(tmp_path) == ["1", "2", "5", "6"]
+
+
+def test_a_failed_export_is_reported_and_hurts_nothing(
+    tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "hf" / "1").mkdir(parents=True)
+    events: list[Any] = []
+    with sw.CheckpointManager(root, exports=[export(tmp_path)], on_event=events.append) as manager:
+        manager.save(1, state_of(1)).result()
+        manager.wait_for_exports()
+        manager.save(2, state_of(2))
+    found = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+    assert [(event.step, event.outcome) for event in found] == [(1, "failed"), (2, "exported")]
+    assert "exists already" in found[0].error
+    assert found[0].error_kind == "invalid"
+    assert "exporting step 1" in caplog.text
+    assert exported(tmp_path) == ["1", "2"]
+
+
+def test_a_leaf_that_cannot_be_held_fails_the_export_only(tmp_path: Path, root: Path) -> None:
+    events: list[Any] = []
+    with sw.CheckpointManager(root, exports=[export(tmp_path, subtree="")], on_event=events.append) as mgr:
+        mgr.save(1, state_of(1)).result()
+    assert "cannot hold leaf `step`" in events[-1].error
+    assert not (tmp_path / "hf").exists() or exported(tmp_path) == []
+
+
+def test_a_waiting_export_gives_way_to_a_newer_step(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepwell import _exports
+
+    write, held = _exports.write, []
+
+    def slow(*arguments: Any, **given: Any) -> Any:
+        if not held:
+            held.append(True)
+            while len(manager.all_steps()) < 4:
+                time.sleep(0.01)
+        return write(*arguments, **given)
+
+    monkeypatch.setattr(_exports, "write", slow)
+    events: list[Any] = []
+    with sw.CheckpointManager(root, exports=[export(tmp_path)], on_event=events.append) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state_of(step)).result()
+    found = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+    assert [(event.step, event.outcome) for event in found] == [
+        (1, "exported"), (2, "skipped"), (3, "skipped"), (4, "exported"),
+    ]  # fmt: skip
+
+
+def test_a_step_saved_again_is_exported_again(tmp_path: Path, root: Path) -> None:
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+        manager.save(1, state_of(1)).result()
+        manager.save(2, state_of(2)).result()
+        manager.wait_for_exports()
+        manager.rewind(1)
+        manager.save(2, state_of(99)).result()
+    check(tmp_path / "hf" / "2", 99)
+
+
+def test_the_newest_due_step_is_exported_at_the_start(tmp_path: Path, root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in (10, 20, 25):
+            manager.save(step, state_of(step))
+    events: list[Any] = []
+    with sw.CheckpointManager(root, exports=[export(tmp_path, every=10)], on_event=events.append):
+        pass
+    assert exported(tmp_path) == ["20"]
+    with sw.CheckpointManager(root, exports=[export(tmp_path, every=10)], on_event=events.append):
+        pass
+    assert [event.step for event in events] == [20], "it is not exported again"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"destination": "hf"}, r"has \{step\} once"),
+        ({"destination": "{step}/model"}, r"has \{step\} once"),
+        ({"destination": "hf/{step}-{step}"}, r"has \{step\} once"),
+        ({"destination": "hf/{step!r}"}, r"has \{step\} once"),
+        ({"destination": "hf/{step:x}"}, r"has \{step\} once"),
+        ({"destination": "hf/{name}"}, r"has \{step\} once"),
+        ({"destination": "s3://bucket/{step}"}, "s3"),
+        ({"every": 0}, "every"),
+        ({"keep": 0}, "keep"),
+        ({"destination": "hf/{step}.safetensors", "keep": 1}, "keep= is for directories"),
+        ({"to": "stepwell"}, "Use a second manager"),
+        ({"to": "gguf"}, "to"),
+        ({"cast": "int3000"}, "int3000"),
+        ({"files": "missing.json"}, "does not exist"),
+        ({"map": [{"twist": "a"}]}, "rule 1 of the map"),
+        ({"shard_size": "many"}, "shard_size"),
+    ],
+)
+def test_wrong_exports_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(sw.MisuseError, match=said):
+        sw.Export(**{"destination": "hf/{step}", **given})
+
+
+def test_a_manager_refuses_exports_that_collide(tmp_path: Path, root: Path) -> None:
+    with pytest.raises(sw.MisuseError, match="two exports write"):
+        sw.CheckpointManager(root, exports=[export(tmp_path), export(tmp_path)])
+    with pytest.raises(sw.MisuseError, match="beside the steps"):
+        sw.CheckpointManager(root, exports=[sw.Export(root / "{step}")])
+    with pytest.raises(sw.MisuseError, match="read_only"):
+        sw.CheckpointManager(root, exports=[export(tmp_path)], read_only=True)
+    with pytest.raises(sw.MisuseError, match=r"sw\.Export"):
+        sw.CheckpointManager(root, exports=["hf/{step}"])  # type: ignore[list-item]
+    assert not root.exists()
+
+
+def test_ranks_share_an_export(tmp_path: Path, root: Path) -> None:
+    script = """
+folder = sys.argv[5]
+events = []
+exports = [sw.Export(folder + "/{step}", subtree="model", keep=1, shard_size="200KB")]
+with open_manager(exports=exports, on_event=events.append) as manager:
+    for step in (1, 2):
+        state = {"model": {f"w{n}": np.full((100, 100), step * n + 0.5) for n in range(10)}}
+        manager.save(step, state).result()
+        manager.wait_for_exports()
+print([event.outcome for event in events if isinstance(event, sw.events.ExportEvent)])
+"""
+    told = run(tmp_path, script, 3, root, tmp_path / "hf")
+    assert [line.strip() for line in told] == [str(["exported", "exported"])] * 3
+    assert exported(tmp_path) == ["2"]
+    found = sw.restore(tmp_path / "hf" / "2")
+    assert all((np.asarray(found[f"w{n}"]) == 2 * n + 0.5).all() for n in range(10))
+
+
+def test_an_export_that_fails_on_one_rank_fails_on_all(tmp_path: Path, root: Path) -> None:
+    script = """
+from stepwell import _exports
+folder, write = sys.argv[5], _exports.write
+def failing(checkpoint, *given, **options):
+    if RANK == 1 and checkpoint.step == 1:
+        raise OSError("no such luck")
+    return write(checkpoint, *given, **options)
+_exports.write = failing
+events = []
+exports = [sw.Export(folder + "/{step}")]
+with open_manager(exports=exports, on_event=events.append) as manager:
+    for step in (1, 2):
+        manager.save(step, {"w": np.full(1000, step)}).result()
+        manager.wait_for_exports()
+print([event.outcome for event in events if isinstance(event, sw.events.ExportEvent)])
+"""
+    told = run(tmp_path, script, 2, root, tmp_path / "hf")
+    assert [line.strip() for line in told] == [str(["failed", "exported"])] * 2
+    assert exported(tmp_path) == ["2"]
+
+
+_TRAINER = """
+import os, sys, time
+import numpy as np
+import stepwell as sw
+from stepwell import _convert, _exports
+_convert._WINDOW_BYTES, _convert._JOURNAL_BYTES = 4096, 64 << 10
+root, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+write = _exports.write
+def noting(*arguments, **given):
+    made = write(*arguments, **given)
+    with open(folder + ".resumed", "a") as file:
+        print(made.resumed_nbytes, file=file)
+    return made
+_exports.write = noting
+exports = [sw.Export(folder + "/{step}", every=4, keep=2, shard_size="3MB")]
+print("ready", flush=True)
+with sw.CheckpointManager(root, retention=6, exports=exports) as manager:
+    first = manager.next_step()
+    for step in range(first, first + steps):
+        manager.save(step, {f"w{n}": np.full((500, 1000), step + n, np.float32) for n in range(6)}).result()
+        time.sleep(0.02)
+"""
+
+
+def test_exports_killed_at_random_moments_are_resumed(tmp_path: Path, root: Path) -> None:
+    rng, script = np.random.default_rng(3), tmp_path / "trainer.py"
+    script.write_text(_TRAINER)
+    folder, killed = tmp_path / "hf", 0
+
+    def trainer(steps: int) -> subprocess.Popen[str]:
+        command = [sys.executable, str(script), str(root), str(folder), str(steps)]
+        made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert made.stdout is not None
+        assert made.stdout.readline() == "ready\n"
+        return made
+
+    def check_whole() -> None:
+        for one in folder.iterdir() if folder.exists() else ():
+            if one.name.isdigit():
+                found, step = sw.restore(one), int(one.name)
+                assert all((np.asarray(found[f"w{n}"]) == step + n).all() for n in range(6)), one
+
+    def is_resumed() -> bool:
+        notes = tmp_path / "hf.resumed"
+        return notes.exists() and any(int(line) > 0 for line in notes.read_text().splitlines())
+
+    least, attempts = 220 if LONG else 16, 0
+    while killed < least or not is_resumed():
+        attempts += 1
+        assert attempts < 10 * least
+        if attempts % 5 == 4:
+            assert trainer(4).wait(60) == 0
+            assert len([one for one in exported(tmp_path) if one.isdigit()]) <= 2
+            assert all(one.isdigit() for one in exported(tmp_path)), exported(tmp_path)
+            newest = max(int(one) for one in exported(tmp_path))
+            assert newest == max(one.step for one in sw.inspect(root)) // 4 * 4
+        else:
+            process = trainer(1000)
+            time.sleep(0.02 + rng.random() * 0.4)
+            process.kill()
+            killed += process.wait(60) == -9
+        check_whole()
