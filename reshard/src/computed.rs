@@ -298,7 +298,14 @@ impl Assembly<'_> {
         let parts = self.computed.iter().map(|part| {
             let own = part.region.volume().unwrap_or(u64::MAX);
             let operands = part.operands.iter().map(Assembly::bytes_needed);
-            operands.fold(own.saturating_mul(part.computation.dtype.size() as u64), u64::saturating_add)
+            // Scales and adapters are float64 while they are used.
+            let wide = part
+                .operands
+                .iter()
+                .skip(1)
+                .map(|one| (one.len() / one.dtype.size()).saturating_mul(8) as u64);
+            let own = own.saturating_mul(part.computation.dtype.size() as u64);
+            operands.chain(wide).fold(own, u64::saturating_add)
         });
         parts.fold(self.len() as u64, u64::saturating_add)
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -304,6 +306,41 @@ def test_damage_below_a_computed_leaf_is_found(tmp_path: Path) -> None:
     np.testing.assert_array_equal(target, 0)
 
 
+def test_ranks_read_their_parts_of_computed_leaves(tmp_path: Path) -> None:
+    expected = many(tmp_path / "c")
+    rules = [rule for rule in all_rules() if "cast" not in rule]
+    for rows in (slice(0, 13), slice(13, 40)):
+        local = np.zeros((rows.stop - rows.start, 33), "f4")
+        shard = sw.sharding.LocalShard(local, global_shape=(40, 80), offset=(rows.start, 40))
+        sw.restore(tmp_path / "c", map=rules, into={"both": shard})
+        same(local, expected[rows, 40:73])
+
+
+def test_conversions_that_compute_keep_to_their_memory(tmp_path: Path) -> None:
+    weight, scales = quantised(8192, 8192)
+    w, a, b = normal(2048, 8192), normal(256, 8192, dtype=BF16), normal(2048, 256, dtype=BF16)
+    sw.save(tmp_path / "c", {"q": weight, "s": scales, "w": w, "a": a, "b": b})
+    script = (
+        "import resource, sys, stepwell as sw\n"
+        "from stepwell import _convert\n"
+        "_convert._BUDGET_BYTES = 160 << 20\n"
+        "rules = [dict(dequantise='q', scale='s', to='float32'), dict(merge='w', a='a', b='b', alpha=1)]\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "sw.convert(sys.argv[1], sys.argv[2], to='safetensors', map=rules)\n"
+        "print(peak() - before)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "c", tmp_path / "out"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert int(told.stdout) << 10 < (160 + 32) << 20
+    same(
+        sw.restore(tmp_path / "out")["w"][::512, ::512],
+        merged(w[::512, ::512], a[:, ::512], b[::512], 1 / 256),
+    )
+
+
 def test_a_value_that_overflows_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "c", x=np.array([1.0, 1e30], "f4"))
     for rule in ({"cast": "x", "to": "float16"}, {"scale": "x", "by": 1e10}):
@@ -396,6 +433,19 @@ def test_tensors_without_elements_and_dimensions_are_computed(tmp_path: Path) ->
     same(found["empty"], np.ones((2, 3), "f4"))
     same(found["one"], np.array(5, "f4"))
     same(sw.restore(path, map=rules)["empty"], np.zeros((0, 3), "f4"))
+
+
+def test_an_error_names_the_rule_and_its_file(tmp_path: Path) -> None:
+    path, file = saved(tmp_path / "c", x=normal(5)), tmp_path / "map.toml"
+    file.write_text('[[rule]]\nscale = "x"\nby = 2\n[[rule]]\npad = "x"\nsize = 9\nfrom = 8\n')
+    with pytest.raises(sw.MisuseError, match=rf"^leaf `x`: .*\(rule 2 of the map {file}\)$") as raised:
+        sw.restore(path, map=file)
+    assert raised.value.leaf == "x"
+    with pytest.raises(sw.MisuseError, match=rf"\(rule 2 of the inverse of the map {file}\)$"):
+        sw.restore(path, map=sw.maps.Map.of(file).inverse())
+    file.write_text('[[rule]]\nscale = "x"\nby = 0\n')
+    with pytest.raises(sw.MisuseError, match=rf"rule 1 of the map: `by` cannot be int 0 \({file}\)$"):
+        sw.restore(path, map=file)
 
 
 def test_other_constants_are_other_plans(tmp_path: Path) -> None:

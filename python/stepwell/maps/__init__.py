@@ -17,9 +17,10 @@ region by region, when a leaf is read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, final
 
 from .. import _core
@@ -43,13 +44,15 @@ class Map:
         rules: one table for each rule: ``[{"rename": "a.{i}", "to": "b.{i}"}]``.
     """
 
-    __slots__ = ("_rules",)
+    __slots__ = ("_name", "_rules")
 
     def __init__(self, rules: Iterable[Mapping[str, object]]) -> None:
         if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
             raise MisuseError(f"a map is a list of rules, not {shown(rules)}")
-        self._rules: Sequence[Rule] = tuple(
-            parsing.rule(number, one) for number, one in enumerate(rules, start=1)
+        self._name = "the map"
+        #: With their numbers, for messages.
+        self._rules: Sequence[tuple[int, Rule]] = tuple(
+            (number, parsing.rule(number, one)) for number, one in enumerate(rules, start=1)
         )
 
     @classmethod
@@ -58,7 +61,12 @@ class Map:
         if isinstance(given, Map):
             return given
         if isinstance(given, (str, os.PathLike)):
-            return cls(_read(os.fspath(given)))
+            path = os.fspath(given)
+            rules = _read(path)
+            with _naming(path):
+                found = cls(rules)
+            found._name = f"the map {path}"
+            return found
         return cls(given)
 
     def inverse(self) -> Map:
@@ -68,7 +76,8 @@ class Map:
             MisuseError: a rule has no way back; the message names it.
         """
         back = object.__new__(Map)
-        back._rules = tuple(one.inverse() for one in reversed(self._rules))
+        back._name = f"the inverse of {self._name}"
+        back._rules = tuple((number, one.inverse()) for number, one in reversed(self._rules))
         return back
 
     def __repr__(self) -> str:
@@ -78,9 +87,20 @@ class Map:
         """The same checkpoint with its leaves by this map."""
         stored = layout.StoredLeaves(core)
         values = stored.values
-        for one in self._rules:
-            values = one.apply(values)
+        for number, one in self._rules:
+            with _naming(f"rule {number} of {self._name}"):
+                values = one.apply(values)
         return core.mapped(*stored.rows(values))
+
+
+@contextlib.contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Adds to an error where it is."""
+    try:
+        yield
+    except MisuseError as error:
+        error.args = (f"{error} ({where})",)
+        raise
 
 
 def _read(path: str) -> Iterable[Mapping[str, object]]:
