@@ -184,8 +184,10 @@ bench-reshard: build bench-tools ## saved by some ranks and restored by others, 
 	$(BIN)/python tests/bench/reshard.py $(ARGS)
 
 .PHONY: bench-foreign
-bench-foreign: build bench-tools ## conversions against a raw concurrent copy of the same bytes (3 minutes)
-	$(BIN)/python tests/bench/foreign.py $(ARGS)
+bench-foreign: build bench-tools ## conversions against a raw copy, loads against other loaders, exports beside a training (about 35 minutes)
+	$(BIN)/python tests/bench/foreign.py
+	$(BIN)/python tests/bench/foreign_loads.py
+	$(BIN)/python tests/bench/export_cost.py
 
 .PHONY: bench-lazy
 bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)

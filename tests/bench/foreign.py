@@ -1,7 +1,7 @@
 """Measure conversions against a raw concurrent copy of the same bytes.
 
-    make bench-foreign                          # 2 GiB, five rounds: about 3 minutes
-    make bench-foreign ARGS="--gib 1 --rounds 2"
+    python tests/bench/foreign.py                     # 2 GiB, five rounds: about 3 minutes
+    python tests/bench/foreign.py --gib 1 --rounds 2
 
 A round does every operation once, in shuffled order, from a cold page cache. The raw copy reads
 with one thread and writes with another, past the page cache, through windows of 16 MiB. It ends

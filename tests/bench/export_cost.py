@@ -1,0 +1,113 @@
+"""Measure what exports cost a training beside them.
+
+    python tests/bench/export_cost.py               # 512 MiB, five rounds: about 4 minutes
+    python tests/bench/export_cost.py --threads 2   # the training keeps every core busy
+
+A round runs the same training twice in shuffled order: with an export of each saved step, and
+without. The training multiplies matrices and saves its state every 25 steps. An export of each save
+is the worst case: a usual run exports one of many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import stepwell as sw
+import torch
+from measure import settle
+
+SAVES, STEPS = 6, 25
+
+
+@dataclass
+class Run:
+    """One training."""
+
+    #: Seconds of the steps; of each call of save; of each save until it was durable.
+    steps: float = 0.0
+    blocked: list[float] = field(default_factory=list)
+    durable: list[float] = field(default_factory=list)
+    exported: int = 0
+
+
+def train(folder: Path, mib: int, is_exporting: bool) -> Run:
+    """Trains, and saves every few steps."""
+    found = Run()
+    weights = {f"layers.{n}": torch.randn(1024, 4096) for n in range(mib // 16)}
+    one, other, result = torch.randn(1536, 1536), torch.randn(1536, 1536), torch.empty(1536, 1536)
+
+    def seen(event: object) -> None:
+        found.exported += isinstance(event, sw.events.ExportEvent) and event.outcome == "exported"
+
+    exports = [sw.Export(folder / "hf" / "{step}")] if is_exporting else []
+    with sw.CheckpointManager(folder / "run", retention=2, exports=exports, on_event=seen) as manager:
+        manager.prepare(weights)
+        manager.save(0, weights).result()
+        manager.wait_for_exports()
+        for number in range(SAVES):
+            begun = time.perf_counter()
+            for _ in range(STEPS):
+                torch.mm(one, other, out=result)
+                torch.mm(result, other, out=one)
+                one.div_(one.abs().max())
+            found.steps += time.perf_counter() - begun
+            begun = time.perf_counter()
+            save = manager.save(number + 1, weights)
+            found.blocked.append(time.perf_counter() - begun)
+            save.add_done_callback(lambda save: found.durable.append(save.stats.total_seconds))
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--mib", type=int, default=512)
+    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--directory", type=Path)
+    given = arguments.parse_args()
+    torch.set_num_threads(given.threads)
+    measure(given.directory, given.mib, given.rounds, given.threads)
+
+
+def measure(directory: Path | None, mib: int, rounds: int, threads: int) -> None:
+    """Runs all rounds, and prints medians of ratios."""
+    runs: dict[bool, list[Run]] = {False: [], True: []}
+    for number in range(rounds + 1):
+        for is_exporting in random.Random(number).sample([False, True], 2):
+            folder = Path(tempfile.mkdtemp(prefix="bench-exports-", dir=directory))
+            try:
+                settle()
+                found = train(folder, mib, is_exporting)
+            finally:
+                shutil.rmtree(folder)
+            if number > 0:  # the first round touches new memory
+                runs[is_exporting].append(found)
+    exported = statistics.median(run.exported for run in runs[True])
+    print(
+        f"{mib} MiB, {rounds} rounds, {threads} thread(s) of the training, {exported:.0f} exports in {SAVES} saves"
+    )
+    for name, value in (
+        ("seconds of the steps", lambda run: run.steps),
+        ("median call of save", lambda run: statistics.median(run.blocked)),
+        ("median save until durable", lambda run: statistics.median(run.durable)),
+    ):
+        without, beside = ([value(run) for run in runs[kind]] for kind in (False, True))
+        ratios = sorted(one / other for one, other in zip(beside, without, strict=True))
+        print(
+            f"{name:28} {statistics.median(without):7.3f} s without, {statistics.median(beside):7.3f} s with exports;"
+            f" ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
