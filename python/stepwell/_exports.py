@@ -224,13 +224,16 @@ class Exporter:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
+        if threading.current_thread() is self._thread:
+            return True  # the garbage collector closes the manager there
         self._thread.join(limit)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        jobs = self._interrupted()
         with self._changed:
             # Newer commits are exported after these.
-            self._queue[:0] = self._interrupted()
+            self._queue[:0] = jobs
         while (job := self._next()) is not None:
             self._export(job)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,25 @@ def test_the_newest_due_step_is_exported_at_the_start(tmp_path: Path, root: Path
     with sw.CheckpointManager(root, exports=[export(tmp_path, every=10)], on_event=events.append):
         pass
     assert [event.step for event in events] == [20], "it is not exported again"
+
+
+def test_a_save_does_not_wait_for_a_search_of_exports(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepwell import _exports
+
+    found, goes_on = _exports.Exporter._left, threading.Event()
+
+    def slow(exporter: Any) -> Any:
+        assert goes_on.wait(60)
+        return found(exporter)
+
+    monkeypatch.setattr(_exports.Exporter, "_left", slow)
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step)).result(30)
+        goes_on.set()
+    assert "2" in exported(tmp_path)
 
 
 @pytest.mark.parametrize(
