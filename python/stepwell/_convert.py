@@ -163,10 +163,7 @@ def convert(
     if os.path.lexists(where):
         raise MisuseError(f"{where} exists already. Pass a free path, or move what is there away")
     found = coordinators.find(coordinator, what="converts")
-    if isinstance(found, coordinators.SharedDirectory) and found.path is None:
-        raise MisuseError(
-            "a conversion has no root where ranks could meet. Pass a directory that all ranks share: SharedDirectory(rank, world_size, job_id, path=…)"
-        )
+    coordinators.check_meets_at_a_path(found, "a conversion")
     with opened(source, step, map) as checkpoint:
         if to == "stepwell":
             return _save(checkpoint, where, what, found, progress)
@@ -206,8 +203,8 @@ class Conversion:
 
     def file_options(self, path: str) -> FileOptions:
         """How the files of an output are made: as one file, or in a directory."""
-        name, suffix = os.path.basename(path), WRITERS[self.to].suffix
-        if suffix is None or not name.endswith(suffix):
+        name = os.path.basename(path)
+        if is_directory(self.to, path):
             return FileOptions(name, _bytes("5GB" if self.shard_size is None else self.shard_size))
         self._refuse_files(f"is for a directory, and {name} is one file")
         return FileOptions(name, None)
@@ -217,6 +214,12 @@ class Conversion:
         for name, is_given in given.items():
             if is_given:
                 raise MisuseError(f"{name}= {why}. Leave it out")
+
+
+def is_directory(to: Target, path: str) -> bool:
+    """True if an output in that format is a directory. The end of its name decides."""
+    suffix = WRITERS[to].suffix
+    return suffix is None or not path.endswith(suffix)
 
 
 def write(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from ._preemption import Preemption
-from .errors import StalledError
 
 if TYPE_CHECKING:
     from ._exports import Exporter
@@ -112,7 +111,7 @@ class Ending:
         def wait(slice: float) -> bool:
             try:
                 self.close(slice)
-            except (StalledError, TimeoutError):
+            except TimeoutError:
                 if self.is_over():
                     raise
                 return False

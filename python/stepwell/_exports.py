@@ -22,7 +22,7 @@ from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
 from ._checks import instance, listed, shown, whole
 from ._choice import choice_of
-from ._convert import Conversion, ConversionResult, Target, write
+from ._convert import Conversion, ConversionResult, Target, is_directory, write
 from ._locations import Path, absolute
 from ._opening import opened
 from ._options import reader_json
@@ -87,11 +87,11 @@ class Export:
             raise MisuseError('to="stepwell" is no format of another library. Use a second manager')
         _Template.of(self.destination)
         whole(self.every, "every", 1)
-        options = self._conversion().file_options(self._path(0))
+        name = self._conversion().file_options(self._path(0)).name
         if self.keep is not None:
             whole(self.keep, "keep", 1)
-            if options.shard_bytes is None:
-                raise MisuseError(f"keep= is for directories, and {options.name} is one file. Leave it out")
+            if not self._is_directory():
+                raise MisuseError(f"keep= is for directories, and {name} is one file. Leave it out")
         if self.map is not None:
             from .maps import Map
 
@@ -105,7 +105,7 @@ class Export:
         return _Template.of(self.destination).path(step)
 
     def _is_directory(self) -> bool:
-        return self._conversion().file_options(self._path(0)).shard_bytes is not None
+        return is_directory(self.to, self._path(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,12 +369,13 @@ class Exporter:
     def _interrupted(self) -> list[_Job]:
         """The exports that an earlier process has left, and those of the newest due steps."""
         try:
-            found = json.dumps(self._left()) if self._leads else ""
-            if self._core.ranks()[1] == 1:
-                return [(number, step) for number, step in json.loads(found)]
             sharing = self._core.sharing()
             try:
+                found = json.dumps(self._left()) if self._leads else ""
                 found = sharing.ask("resume exports", found)
+            except (StepwellError, OSError) as error:
+                sharing.fail(_said(error))
+                raise
             finally:
                 sharing.leave()
             return [(number, step) for number, step in json.loads(found)]

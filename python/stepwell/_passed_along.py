@@ -35,8 +35,8 @@ _MAX_BYTES = 256 << 20
 
 
 def passed_along(files: Files | None) -> dict[str, str]:
-    """Returns the paths of the files by their names. Of a directory, those are its files that are
-    not weights, hidden or empty.
+    """Returns the paths of the files by their names. A directory stands for its files, except for
+    weights, hidden files and empty files.
 
     Raises:
         MisuseError: one does not exist, or two have the same name.

@@ -29,7 +29,7 @@ from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
 from ._timeouts import stall_seconds
 from ._types import Metrics
-from .errors import CoordinationTimeout, MisuseError, StalledError
+from .errors import CoordinationTimeout, StalledError
 
 
 class _Background:
@@ -121,6 +121,7 @@ def save_async(
     where = absolute(path)
     check_destination(where)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
+    coordinators.check_meets_at_a_path(board, "a single checkpoint")
     ranks, service = coordinators.connected(board)
     try:
         ticket = _ticket(where, exists, text, ranks)
@@ -148,10 +149,6 @@ def save_async(
 
 def _ticket(path: str, exists: str, options: str, ranks: coordinators.Meeting | None) -> _core.PathTicket:
     """Returns the right to save to a path. Waits for all ranks."""
-    if isinstance(ranks, tuple) and ranks[3] is None:
-        raise MisuseError(
-            "a single checkpoint has no root where ranks could meet. Pass a directory that all ranks share: SharedDirectory(rank, world_size, job_id, path=…)"
-        )
     try:
         return _core.PathTicket(path, exists, options, ranks)
     except CoordinationTimeout as error:

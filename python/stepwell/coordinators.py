@@ -403,6 +403,14 @@ class Service:
             stop()
 
 
+def check_meets_at_a_path(board: Coordinator | None, what: str) -> None:
+    """Refuses ranks that would meet in a root where there is none."""
+    if isinstance(board, SharedDirectory) and board.path is None:
+        raise MisuseError(
+            f"{what} has no root where ranks could meet. Pass a directory that all ranks share: SharedDirectory(rank, world_size, job_id, path=…)"
+        )
+
+
 #: How the ranks meet, for the engine: a board that Python keeps, or a shared directory by rank,
 #: world size, job and path.
 Meeting: TypeAlias = "_core.Board | tuple[int, int, str, str | None]"

@@ -213,10 +213,7 @@ class Dequantise(Rule):
             made[path] = (computed.whole(), path)
             gone |= {path, other}
         if not made and not self.optional:
-            raise MisuseError(
-                f"the map's dequantise of `{self.pattern.text}` finds no scales `{self.scale.text}`; "
-                "correct it, or set optional = true"
-            )
+            _found_none("dequantise", self.pattern, f"scales `{self.scale.text}`")
         return consumed(values, made, gone)
 
     def inverse(self) -> Rule:
@@ -268,10 +265,7 @@ class Merge(Rule):
             made[path] = (merged.whole(), path)
             gone |= {path, *names}
         if not made and not self.optional:
-            raise MisuseError(
-                f"the map's merge of `{self.pattern.text}` finds no adapters `{self.a.text}`; "
-                "correct it, or set optional = true"
-            )
+            _found_none("merge", self.pattern, f"adapters `{self.a.text}`")
         return consumed(values, made, gone)
 
     def inverse(self) -> Rule:
@@ -304,6 +298,12 @@ def _known_slot(operation: str, path: str, slot: str, tensor: Arrangement) -> in
 def _check_float(operation: str, path: str, tensor: Arrangement) -> None:
     if tensor.dtype not in FLOATS:
         refuse(path, f"it is {tensor.dtype}; {operation} takes {', '.join(FLOATS)}. Cast it first")
+
+
+def _found_none(operation: str, pattern: Pattern, what: str) -> NoReturn:
+    raise MisuseError(
+        f"the map's {operation} of `{pattern.text}` finds no {what}; correct it, or set optional = true"
+    )
 
 
 def _no_way_back(operation: str, pattern: Pattern, why: str) -> NoReturn:
