@@ -306,6 +306,9 @@ class Contestant:
     def finish(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class Nobody(Contestant):
     name = "no saving"
@@ -328,6 +331,8 @@ class Stepwell(Contestant):
 
     def finish(self) -> None:
         self.mgr.wait_until_finished()
+
+    def close(self) -> None:
         self.attached.remove()
         self.mgr.close()
 
@@ -406,6 +411,11 @@ class DcpAsync(Contestant):
             self.pending.result()
             self.pending = None
 
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()  # its threads would keep the process from ending
+
 
 def looping(training: Training, contestant: type[Contestant], directory: Path, steps: int) -> dict[str, Any]:
     directory.mkdir(parents=True, exist_ok=True)
@@ -414,7 +424,7 @@ def looping(training: Training, contestant: type[Contestant], directory: Path, s
         # The first save makes what is kept.
         training.step()
         one.save(0)
-        one.finish() if not isinstance(one, Stepwell) else one.mgr.wait_until_finished()
+        one.finish()
     except Exception as error:
         return {"name": contestant.name, "failed": f"{type(error).__name__}: {error}"[:100]}
     training.machine.sync()
@@ -427,6 +437,7 @@ def looping(training: Training, contestant: type[Contestant], directory: Path, s
     looped = time.perf_counter() - begun
     one.finish()
     durable = time.perf_counter() - begun
+    one.close()
     return {
         "name": contestant.name,
         "step_s": looped / steps,
@@ -443,47 +454,53 @@ def verdict(reached: bool) -> str:
     return "reached" if reached else "MISSED"
 
 
+class Found(dict[str, Any]):
+    """The figures. Each is also printed when it is there: a long run that is ended early still
+    tells something."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        print(f"{time.strftime('%T')} {name}: {json.dumps(value)}", file=sys.stderr, flush=True)
+
+
 def run(machine: Machine, gigabytes: float, disk: Path) -> dict[str, Any]:
     nbytes = int(gigabytes * GB)
-    out_rate, in_rate = copy_rates(machine, min(nbytes, GB))
-    write, read = disk_rates(disk, min(nbytes, 4 * GB))
-    found: dict[str, Any] = {
-        "device": machine.named(),
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    found |= {
-        "d2h": out_rate,
-        "h2d": in_rate,
-        "disk_write": write,
-        "disk_read": read,
-        "engine": sw.engine_info(disk)["engine"],
-    }
+    found = Found()
+    found["device"] = machine.named()
+    found["python"] = platform.python_version()
+    found["date"] = time.strftime("%Y-%m-%d")
+    found["d2h"], found["h2d"] = copy_rates(machine, min(nbytes, GB))
+    found["disk_write"], found["disk_read"] = disk_rates(disk, min(nbytes, 4 * GB))
+    found["engine"] = sw.engine_info(disk)["engine"]
     weights = Weights(machine, nbytes)
     found["bytes"] = weights.nbytes
     found["save"] = saving(machine, weights, disk / "saves")
     found["restore"] = restoring(machine, weights, disk / "saves")
     shutil.rmtree(disk / "saves")
     small = Weights(machine, min(nbytes, 80_000_000), leaves=20_000 if machine.is_cuda else 200)
-    found["small"] = {"leaves": len(small.params) * 2, "bytes": small.nbytes} | saving(
-        machine, small, disk / "small"
-    )
     tensors = [*small.params, *(small.optimizer.state[one]["momentum_buffer"] for one in small.params)]
-    found["small"] |= small_copies(machine, tensors)
+    found["small"] = {
+        "leaves": len(tensors),
+        "bytes": small.nbytes,
+        **saving(machine, small, disk / "small"),
+        **small_copies(machine, tensors),
+    }
     shutil.rmtree(disk / "small")
     del weights, small, tensors
     training = Training(machine, *((1024, 8) if machine.is_cuda else (64, 1)))
     # So many passes that the disk, at 0.8 of its rate, takes what a step makes.
     seconds = training.step_seconds()
-    wanted = training.nbytes / (0.8 * write)
+    wanted = training.nbytes / (0.8 * found["disk_write"])
     training.passes = max(1, min(200, round(wanted / max(seconds, 1e-6)) + 1))
     steps = 10 if machine.is_cuda else 2
     contestants: list[type[Contestant]] = [Nobody, Stepwell, Staged, TorchSave, DcpAsync]
-    found["loop"] = []
-    for contestant in contestants:
-        found["loop"].append(looping(training, contestant, disk / contestant.__name__, steps))
-        shutil.rmtree(disk / contestant.__name__, ignore_errors=True)
     found["loop_bytes"] = training.nbytes
+    loop = []
+    for contestant in contestants:
+        loop.append(looping(training, contestant, disk / contestant.__name__, steps))
+        print(f"{time.strftime('%T')} {loop[-1]}", file=sys.stderr, flush=True)
+        shutil.rmtree(disk / contestant.__name__, ignore_errors=True)
+    found["loop"] = loop
     return found
 
 

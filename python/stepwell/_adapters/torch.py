@@ -442,6 +442,8 @@ def from_numpy(array: np.ndarray) -> Array:
     dtype = torch_dtype(array.dtype)
     if dtype is None:
         return array
+    if array.size == 0:
+        return torch.empty(array.shape, dtype=dtype)  # numpy's strides of 0 would stop `view(dtype)`
     if array.dtype.kind == "V" or array.dtype.type.__module__ != "numpy":
         carrier = _CARRIER[array.dtype.itemsize][1]
         return torch.from_numpy(array.view(carrier)).view(dtype)
