@@ -20,12 +20,8 @@ pub struct ArrayType {
     /// A function from an instance to its DLPack capsule, or to a tuple of the capsule and an
     /// object to keep alive. Used if there is no buffer.
     pub capsule: Py<PyAny>,
-    /// A function for instances on a device. Arguments: an instance, and the handle of the stream
-    /// that copies it. Returns a capsule ordered after the library's work for that stream, or
-    /// `None` if the memory cannot be exported. Without it, the library's current stream determines
-    /// the order.
-    pub on_device: Option<Py<PyAny>>,
-    /// True if its instances never change.
+    /// True if its instances never change. Those on a device are copied by Python: the library
+    /// refuses to donate them to a computation while somebody else holds them.
     pub immutable: bool,
     /// The test whether an instance is one piece of memory. Python describes the others.
     whole: Option<Whole>,
@@ -94,7 +90,7 @@ pub fn is_known(object: &Bound<'_, PyAny>) -> bool {
 /// Registers a class of arrays, without its subclasses. If the memory of an instance cannot be
 /// exported, Python describes the instance.
 #[pyfunction]
-#[pyo3(signature = (class_, library, buffer, capsule, immutable, whole = None, on_device = None))]
+#[pyo3(signature = (class_, library, buffer, capsule, immutable, whole = None))]
 pub fn array_type(
     class_: Bound<'_, PyType>,
     library: &str,
@@ -102,12 +98,11 @@ pub fn array_type(
     capsule: Py<PyAny>,
     immutable: bool,
     whole: Option<(String, Bound<'_, PyType>)>,
-    on_device: Option<Py<PyAny>>,
 ) {
     let at = class_.as_ptr() as usize;
     let library = Arc::from(library);
     let whole = whole.map(|(attribute, class)| Whole { attribute, class: class.unbind() });
-    let found = ArrayType { _class: class_.unbind(), library, buffer, capsule, on_device, immutable, whole };
+    let found = ArrayType { _class: class_.unbind(), library, buffer, capsule, immutable, whole };
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     Arc::make_mut(known.get_or_insert_default()).0.insert(at, Arc::new(found));
 }

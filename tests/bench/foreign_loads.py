@@ -2,7 +2,6 @@
 
     python tests/bench/foreign_loads.py                     # 4 GiB, five rounds: about 25 minutes
     python tests/bench/foreign_loads.py --gib 1 --rounds 2
-    python tests/bench/foreign_loads.py --device cuda       # into tensors on a device
 
 The model is written as sharded safetensors, as one file of torch.save and as DCP. Each contestant
 loads it into host memory, in a process of its own in every round, in shuffled order, from a cold
@@ -76,76 +75,64 @@ def write_all(folder: Path, layers: int) -> int:
     return sum(one.nbytes for one in state.values())
 
 
-def ours(path: Path, device: str) -> Any:
+def ours(path: Path) -> Any:
     import stepwell as sw
 
-    if device == "cpu":
-        return lambda: sw.restore(path)
-    return lambda: sw.restore(path, to="torch", device=device)
+    return lambda: sw.restore(path)
 
 
-def safetensors(path: Path, device: str) -> Callable[[], Any]:
+def safetensors(path: Path) -> Callable[[], Any]:
     from safetensors.torch import load_file
 
     return lambda: {
-        name: one
-        for file in sorted(path.glob("*.safetensors"))
-        for name, one in load_file(file, device=device).items()
+        name: one for file in sorted(path.glob("*.safetensors")) for name, one in load_file(file).items()
     }
 
 
-def transformers(path: Path, device: str) -> Callable[[], Any]:
+def transformers(path: Path) -> Callable[[], Any]:
     import torch
     from transformers import LlamaForCausalLM
 
-    chosen: Any = {"dtype": torch.float32}
-    if device != "cpu":
-        chosen["device_map"] = device  # asks for accelerate
-    return lambda: LlamaForCausalLM.from_pretrained(path, **chosen).state_dict()
+    return lambda: LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
 
 
-def torch_load(path: Path, device: str) -> Callable[[], Any]:
+def torch_load(path: Path) -> Callable[[], Any]:
     import torch
 
-    return lambda: torch.load(path, weights_only=True, map_location=device)
+    return lambda: torch.load(path, weights_only=True)
 
 
-def torch_mmap(path: Path, device: str) -> Callable[[], Any]:
+def torch_mmap(path: Path) -> Callable[[], Any]:
     import torch
 
-    return lambda: torch.load(path, weights_only=True, mmap=True, map_location=device)
+    return lambda: torch.load(path, weights_only=True, mmap=True)
 
 
-def dcp_load(path: Path, device: str) -> Callable[[], Any]:
+def dcp_load(path: Path) -> Callable[[], Any]:
     import torch
     import torch.distributed.checkpoint as dcp
 
     sizes = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
 
     def load() -> Any:
-        state = {
-            name: torch.empty(one.size, dtype=torch.float32, device=device) for name, one in sizes.items()
-        }
+        state = {name: torch.empty(one.size, dtype=torch.float32) for name, one in sizes.items()}
         dcp.load(state, checkpoint_id=path, no_dist=True)
         return state
 
     return load
 
 
-Loader = Callable[[Path, str], Callable[[], Any]]
-
-
-def copied(load: Loader) -> Loader:
+def copied(load: Callable[[Path], Callable[[], Any]]) -> Callable[[Path], Callable[[], Any]]:
     """A loader that maps the file, with a copy of each tensor."""
 
-    def of(path: Path, device: str) -> Callable[[], Any]:
-        mapped = load(path, device)
+    def of(path: Path) -> Callable[[], Any]:
+        mapped = load(path)
         return lambda: {name: one.clone() for name, one in mapped().items()}
 
     return of
 
 
-CONTESTANTS: dict[str, dict[str, Loader]] = {
+CONTESTANTS: dict[str, dict[str, Callable[[Path], Callable[[], Any]]]] = {
     "safetensors": {
         "stepwell": ours,
         "safetensors, mapped": safetensors,
@@ -161,41 +148,25 @@ CONTESTANTS: dict[str, dict[str, Loader]] = {
     },
     "dcp": {"stepwell": ours, "dcp.load": dcp_load},
 }
-#: Nothing stays mapped on a device, so no copy is needed to compare.
-ON_DEVICE: dict[str, dict[str, Loader]] = {
-    "safetensors": {"stepwell": ours, "safetensors": safetensors, "transformers": transformers},
-    "torch": {"stepwell": ours, "torch.load": torch_load, "torch.load of a map": torch_mmap},
-    "dcp": {"stepwell": ours, "dcp.load": dcp_load},
-}
-
-
-def contestants(device: str) -> dict[str, dict[str, Loader]]:
-    return CONTESTANTS if device == "cpu" else ON_DEVICE
 
 
 def touched(result: Any) -> int:
-    """Reads a byte of every page, or waits for the device, and returns the bytes in all."""
+    """Reads a byte of every page, and returns the bytes in all."""
     import numpy as np
-    import torch
 
     nbytes = 0
     for one in result.values():
-        if isinstance(one, torch.Tensor) and one.is_cuda:
-            torch.cuda.synchronize()
-            nbytes += one.nbytes
-            continue
         array = np.asarray(one.detach() if hasattr(one, "detach") else one).reshape(-1).view(np.uint8)
         int(array[::4096].sum())
         nbytes += array.nbytes
     return nbytes
 
 
-def child(kind: str, name: str, path: Path, device: str) -> None:
+def child(kind: str, name: str, path: Path) -> None:
     """Loads once, and prints seconds and bytes."""
-    import torch
+    import torch  # noqa: F401  (imports are not measured)
 
-    torch.zeros(1, device=device).cpu()  # neither imports nor the start of a device are measured
-    load = contestants(device)[kind][name](path, device)
+    load = CONTESTANTS[kind][name](path)
     begun = time.perf_counter()
     nbytes = touched(load())
     print(json.dumps([time.perf_counter() - begun, nbytes]))
@@ -203,29 +174,26 @@ def child(kind: str, name: str, path: Path, device: str) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], sys.argv[3], Path(sys.argv[4]), sys.argv[5])
+        child(sys.argv[2], sys.argv[3], Path(sys.argv[4]))
         return
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--gib", type=float, default=4)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--directory", type=Path)
-    arguments.add_argument("--device", default="cpu")
-    arguments.add_argument("--formats", nargs="+", default=list(PLACES), choices=list(PLACES))
     given = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-loads-", dir=given.directory))
     try:
         nbytes = write_all(folder, max(1, round(given.gib * LAYERS_PER_GIB)))
-        chosen = {kind: all for kind, all in contestants(given.device).items() if kind in given.formats}
-        measure(folder, nbytes, given.rounds, chosen, given.device)
+        measure(folder, nbytes, given.rounds)
     finally:
         shutil.rmtree(folder)
 
 
-def measure(
-    folder: Path, nbytes: int, rounds: int, chosen: dict[str, dict[str, Loader]], device: str
-) -> None:
+def measure(folder: Path, nbytes: int, rounds: int) -> None:
     """Runs all rounds, and prints a table."""
-    jobs = [(kind, name, heat) for kind, all in chosen.items() for name in all for heat in ("cold", "warm")]
+    jobs = [
+        (kind, name, heat) for kind, all in CONTESTANTS.items() for name in all for heat in ("cold", "warm")
+    ]
     seconds: dict[tuple[str, str, str], list[float]] = {job: [] for job in jobs}
     spare = Spare(2 * nbytes)
     for number in range(rounds):
@@ -236,14 +204,14 @@ def measure(
             settle(0.2)
             spare.hold()
             spare.release()
-            command = [sys.executable, __file__, "--child", kind, name, str(folder / PLACES[kind]), device]
+            command = [sys.executable, __file__, "--child", kind, name, str(folder / PLACES[kind])]
             said = subprocess.run(command, capture_output=True, text=True, check=False)
             if said.returncode != 0:
                 raise SystemExit(f"{kind}, {name}: {said.stderr[-2000:]}")
             taken, loaded = json.loads(said.stdout.splitlines()[-1])
             assert loaded == nbytes, (kind, name, loaded, nbytes)
             seconds[kind, name, heat].append(taken)
-    print(f"{nbytes / 2**30:.2f} GiB into {device}, {rounds} rounds; median (least to most)")
+    print(f"{nbytes / 2**30:.2f} GiB, {rounds} rounds; median (least to most)")
     for (kind, name, heat), times in seconds.items():
         line = f"{kind:12} {heat} {name:22} {statistics.median(times):6.3f} s ({min(times):.3f} to {max(times):.3f})"
         if name != "stepwell":

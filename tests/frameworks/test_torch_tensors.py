@@ -353,3 +353,9 @@ def test_a_long_list_of_tensors_is_flattened_uncopied(root: Path) -> None:
     assert [a.data_ptr() for a in back["list"]] == [a.data_ptr() for a in back["tuple"]] or len(
         back["tuple"]
     ) == 8
+
+
+def test_an_empty_tensor_comes_back_viewable(tmp_path: Path) -> None:
+    sw.save(tmp_path / "x", {"none": torch.zeros(0, 5, 4)})
+    found = sw.restore(tmp_path / "x", to="torch")["none"]
+    assert found.view(torch.uint8).shape == (0, 5, 16)

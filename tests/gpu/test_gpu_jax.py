@@ -20,15 +20,6 @@ def device() -> Any:
         pytest.skip("skipped: JAX has no CUDA device")
 
 
-def test_whether_a_hold_protects_an_array_is_told(device: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    from stepwell._adapters.jax import _hold_protects
-
-    with capsys.disabled():
-        print(
-            f"\n{device}: a hold protects a donated array: {_hold_protects(device)} (jax {jax.__version__})"
-        )
-
-
 def test_a_donating_loop_reads_back_every_step(device: Any, root: Path) -> None:
     update = jax.jit(lambda state: jax.tree.map(lambda one: one + 1, state), donate_argnums=0)
     state = jax.device_put({f"w{n}": np.zeros(1 << 20, np.float32) for n in range(8)}, device)

@@ -77,18 +77,12 @@ impl<'py> Walk<'_, 'py> {
             // An interrupt, for example.
             Err(error) => return Err(error),
         };
-        let Ok((dtype, mut buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
+        let Ok((dtype, buffer)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
         // Without a CUDA driver, or with a layout that needs copies element by element, the package
         // copies the array.
         let Ok(device) = device_of(&buffer) else { return Ok(None) };
-        if device.is_some() && buffer.is_broadcast() {
+        if device.is_some() && (known.immutable || buffer.is_broadcast()) {
             return Ok(None);
-        }
-        if let Some((device, on_device)) = device.zip(known.on_device.as_ref()) {
-            let Ok(stream) = device.copy_stream() else { return Ok(None) };
-            let capsule = on_device.bind(object.py()).call1((object, stream))?;
-            let Ok((_, ordered)) = HeldBuffer::of_capsule(capsule) else { return Ok(None) };
-            buffer = ordered;
         }
         self.library = Some(Arc::clone(&known.library));
         Ok(Some((dtype, buffer, known.immutable)))

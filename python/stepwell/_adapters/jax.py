@@ -1,10 +1,10 @@
 """The JAX adapter: arrays in and out, their shardings, and registered pytrees. Imported only if jax
 is.
 
-An array is never changed, so it is captured after a save has returned: it is held by an export of
-its buffer, under which a donating call leaves it as it is. (A bare pointer would see the values of
-the next step.) That is so on the CPU; on a CUDA device it is tried, once for each, and where it is
-not so, arrays are copied before a save returns. An array over several devices of this process is
+An array is never changed, so one in host memory is captured after a save has returned: it is held
+by an export of its buffer, under which a donating call leaves it as it is. (A bare pointer would
+see the values of the next step.) On a CUDA device a donating call of a held array fails instead, so
+arrays on devices are copied before a save returns. An array over several devices of this process is
 stored shard by shard, each byte once. A registered pytree node is taken apart as JAX does it; what
 it does not hand out (static fields), and functions, come from the target.
 """
@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import jax
 import numpy as np
 
 from .. import _core
-from .. import _lifecycle as lifecycle
 from .._paths import extend, starts_with
 from .._state.specs import AS_STORED, ArraySpec
 from .._types import Array, Read
@@ -40,9 +38,6 @@ _Described: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 #: An array never changes, and on the CPU it is made without a copy.
 TAKES_OVER = True
 
-#: DLPack's number of a CUDA device.
-_CUDA = 2
-
 #: The stored name of a typed PRNG key.
 KEY = "jax.random.key"
 
@@ -58,45 +53,6 @@ def _capsule() -> Callable[[jax.Array], object]:
     return lambda array: array.__dlpack__()
 
 
-def _on_device(array: jax.Array, stream: int) -> object:
-    """A capsule of an array on a CUDA device, for which that stream waits; ``None`` where holding
-    it would not keep it as it is."""
-    device = next(iter(array.devices()))
-    capsule: Any = array.__dlpack__  # jax declares it without its arguments
-    return capsule(stream=stream) if _hold_protects(device) else None
-
-
-@cache
-def _hold_protects(device: object) -> bool:
-    """True if a donating call leaves an array alone that is held, on that device. Tried: where it
-    gets the memory of the array, or something else does that is made later, it does not."""
-    try:
-        array = jax.device_put(np.zeros(4096, np.float32), device)
-        held = array.__dlpack__()
-        address = array.unsafe_buffer_pointer()
-        donate = jax.jit(lambda one: one + 1, donate_argnums=0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "could not be donated" is the hoped-for answer
-            made = [donate(array)]
-            made += [jax.device_put(np.ones(4096, np.float32), device) for _ in range(8)]
-        protects = all(one.block_until_ready().unsafe_buffer_pointer() != address for one in made)
-        del held
-    except Exception as failure:
-        lifecycle.log(
-            30,
-            "stepwell.jax",
-            f"{device}: whether arrays can be held there cannot be told ({failure}); they are copied before save() returns",
-        )
-        return False
-    if not protects:
-        lifecycle.log(
-            30,
-            "stepwell.jax",
-            f"{device}: a donated array does not stay as it is while it is held; arrays are copied before save() returns",
-        )
-    return protects
-
-
 with contextlib.suppress(ImportError):
     # Asking an array for its class would make one, and with it start the backend.
     from jax._src.array import ArrayImpl
@@ -109,7 +65,6 @@ with contextlib.suppress(ImportError):
         _capsule(),
         True,
         ("sharding", jax.sharding.SingleDeviceSharding),
-        _on_device,
     )
 
 
@@ -199,9 +154,7 @@ def _process_of(device: jax.Device) -> int:
 
 def _can_be_held(array: jax.Array) -> bool:
     if any(device.platform != "cpu" for device in array.devices()):
-        kind: tuple[int, int] = getattr(array, "__dlpack_device__")()  # noqa: B009  (not declared)
-        is_cuda = kind[0] == _CUDA and _core.cuda()[1] is None
-        return is_cuda and all(_hold_protects(device) for device in array.devices())
+        return False
     try:
         memoryview(array)
     except (BufferError, TypeError):

@@ -443,7 +443,8 @@ def from_numpy(array: np.ndarray) -> Array:
     if dtype is None:
         return array
     if array.size == 0:
-        return torch.empty(array.shape, dtype=dtype)  # numpy's strides of 0 would stop `view(dtype)`
+        # The strides of an empty numpy array are 0, which `view(dtype)` refuses.
+        return torch.empty(array.shape, dtype=dtype)
     if array.dtype.kind == "V" or array.dtype.type.__module__ != "numpy":
         carrier = _CARRIER[array.dtype.itemsize][1]
         return torch.from_numpy(array.view(carrier)).view(dtype)

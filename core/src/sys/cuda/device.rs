@@ -245,12 +245,6 @@ fn failed(api: &Api, device: &dyn std::fmt::Display, call: &'static str, code: C
 }
 
 impl Device {
-    /// Returns the handle of the stream of copies from the device, for libraries that order their
-    /// arrays with a stream.
-    pub fn copy_stream(&self) -> Result<u64> {
-        Ok(self.to_host()?.0 as u64)
-    }
-
     /// Makes future copies to the device wait for the current work on the caller's stream.
     pub fn receive_after(&self, stream: UserStream) -> Result<()> {
         self.order(stream.stream(), stream.stream(), self.to_device()?)
