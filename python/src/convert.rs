@@ -12,13 +12,14 @@ use pyo3::types::PyBytes;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::LeafRecord;
 use stepwell_core::io::{Engine, Purpose};
-use stepwell_core::provider::StateProvider;
+use stepwell_core::region::Region;
 use stepwell_core::sys::lower_priority;
 use stepwell_manager::convert::{
     self, Complete, Conversion as Engined, ConversionOptions, ConversionPlan, OutputKind, PieceContent,
     PlannedFile, PlannedPiece, Sharing as Shared, StoredProvider, TensorPair, compare,
 };
-use stepwell_manager::{Environment, Error, Manager as EngineManager, Options, Reader};
+use stepwell_manager::state::{Holders, Part};
+use stepwell_manager::{Environment, Error, LeafSource, Manager as EngineManager, Options, Reader};
 
 use crate::board::Agreeing;
 use crate::checkpoint::{Checkpoint, Opened, telling};
@@ -162,27 +163,6 @@ impl Conversion {
         Ok(())
     }
 
-    /// Compares the complete output with the source, as `compare_tensors`. The ranks share it.
-    #[pyo3(signature = (source, made, pairs, beside = None))]
-    fn compare(
-        &self,
-        py: Python<'_>,
-        source: &Checkpoint,
-        made: &Checkpoint,
-        pairs: Vec<(u32, u32, String)>,
-        beside: Option<&Manager>,
-    ) -> PyResult<Vec<usize>> {
-        let (source, made, pairs) = (source.get(py)?, made.get(py)?, pairs_of(pairs)?);
-        let (complete, mut beside) = (self.complete(py)?, beside.map(Beside::new));
-        let (complete, different) = telling(py, None, move |seen| {
-            let mut go_on = yielding(beside.as_mut(), seen);
-            let different = complete.compare(&source, &made, &pairs, &mut go_on)?;
-            Ok((complete, different))
-        })?;
-        self.put(Phase::Complete(complete));
-        Ok(different)
-    }
-
     /// Gives the complete output its name.
     fn publish(&self, py: Python<'_>) -> PyResult<()> {
         let complete = self.complete(py)?;
@@ -304,6 +284,30 @@ impl Sharing {
         call(py, move || shared.ask(&what, || Ok(text)))
     }
 
+    /// Refuses, on all ranks, a rank with another digest of its source and plan.
+    fn check_equal(&self, py: Python<'_>, digest: String) -> PyResult<()> {
+        let shared = self.get(py)?;
+        call(py, move || shared.check_equal(&digest))
+    }
+
+    /// `compare_tensors` by all ranks, which make this call and get the same answer.
+    #[pyo3(signature = (source, made, pairs, beside = None))]
+    fn compare(
+        &self,
+        py: Python<'_>,
+        source: &Checkpoint,
+        made: &Checkpoint,
+        pairs: Vec<(u32, u32, String)>,
+        beside: Option<&Manager>,
+    ) -> PyResult<Vec<usize>> {
+        let (source, made, pairs) = (source.get(py)?, made.get(py)?, pairs_of(pairs)?);
+        let (shared, mut beside) = (self.get(py)?, beside.map(Beside::new));
+        telling(py, None, move |seen| {
+            let mut go_on = yielding(beside.as_mut(), seen);
+            shared.compare(&source, &made, &pairs, &mut go_on)
+        })
+    }
+
     /// Ends the session on all ranks, because this one has failed.
     fn fail(&self, py: Python<'_>, cause: &str) -> PyResult<()> {
         let shared = self.get(py)?;
@@ -348,12 +352,15 @@ pub fn remove_conversion(py: Python<'_>, path: PathBuf, only_rest: bool) -> PyRe
     })
 }
 
-/// A stored tensor in the place of an array in a state. A save reads it when it captures it.
+/// A stored tensor in the place of an array in a state. A save reads it when it captures it. All
+/// ranks that share the save can read it, and each writes a part.
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct StoredTensor {
     source: Arc<Opened>,
     leaf: u32,
     stop: Arc<AtomicBool>,
+    /// The rank, and the number of ranks.
+    ranks: (u32, u32),
 }
 
 impl StoredTensor {
@@ -370,9 +377,13 @@ impl StoredTensor {
         Arc::as_ptr(&self.source) as usize
     }
 
-    /// The source of its bytes.
-    pub fn provider(&self) -> Arc<dyn StateProvider> {
-        Arc::new(StoredProvider::new(Arc::clone(&self.source), self.leaf, Arc::clone(&self.stop)))
+    /// The leaf of a save with its dtype and shape.
+    pub fn leaf_source(&self, dtype: Dtype, shape: Vec<u64>) -> LeafSource {
+        let (index, count) = self.ranks;
+        let holders = Holders::Replicas { index, count };
+        let parts = vec![Part { region: Region::whole(&shape), holders }];
+        let provider = StoredProvider::new(Arc::clone(&self.source), self.leaf, Arc::clone(&self.stop));
+        LeafSource::Tensor { dtype, shape, parts, provider: Arc::new(provider) }
     }
 }
 
@@ -397,8 +408,8 @@ impl Stop {
 #[pymethods]
 impl StoredTensor {
     #[new]
-    fn new(py: Python<'_>, source: &Checkpoint, leaf: u32, stop: &Stop) -> PyResult<Self> {
-        let this = Self { source: source.get(py)?, leaf, stop: Arc::clone(&stop.0) };
+    fn new(py: Python<'_>, source: &Checkpoint, leaf: u32, stop: &Stop, ranks: (u32, u32)) -> PyResult<Self> {
+        let this = Self { source: source.get(py)?, leaf, stop: Arc::clone(&stop.0), ranks };
         this.describe(py)?;
         Ok(this)
     }

@@ -86,9 +86,7 @@ fn source(
                 });
                 LeafSource::sharded(*dtype, shape.clone(), shards.collect::<Result<_, Error>>()?)
             }
-            Leaf::Stored { dtype, shape, tensor } => {
-                LeafSource::whole(*dtype, shape.clone(), tensor.get().provider())
-            }
+            Leaf::Stored { dtype, shape, tensor } => tensor.get().leaf_source(*dtype, shape.clone()),
             Leaf::Object(value) if drifts => LeafSource::Drifting(value.clone()),
             Leaf::Object(value) => LeafSource::Object(value.clone()),
             Leaf::Alias(of) => LeafSource::Alias(*of),

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
@@ -165,12 +165,12 @@ def convert(
     found = coordinators.find(coordinator, what="converts")
     coordinators.check_meets_at_a_path(found, "a conversion")
     with opened(source, step, map) as checkpoint:
-        if to == "stepwell":
-            return _save(checkpoint, where, what, found, progress)
         ranks, service = coordinators.connected(None if dry_run else found)
         try:
             sharing = _core.Sharing(where, ranks)
             try:
+                if to == "stepwell":
+                    return _save(checkpoint, where, what, sharing, ranks, progress)
                 return write(checkpoint, where, what, sharing, progress=progress)
             finally:
                 sharing.leave()
@@ -251,30 +251,23 @@ def write(
     )
     if what.dry_run:
         return result
-    conversion = _core.Conversion(
-        core,
-        where,
-        options.shard_bytes is not None,
-        [(file.name, file.length, file.pieces) for file in files],
-        _digest(core, files, sharing.ranks()[1]),
-        (_BUDGET_BYTES, _WINDOW_BYTES, _JOURNAL_BYTES),
-        sharing,
-    )
-    resumed = conversion.resumed_bytes()
-    partial = conversion.partial()
-    try:
+    rows = [(file.name, file.length, file.pieces) for file in files]
+    digest = _digest(core, rows, sharing.ranks()[1])
+    with _together(sharing):
+        sharing.check_equal(digest.hex())
+        limits = _BUDGET_BYTES, _WINDOW_BYTES, _JOURNAL_BYTES
+        is_in_files = options.shard_bytes is not None
+        conversion = _core.Conversion(core, where, is_in_files, rows, digest, limits, sharing)
+        resumed = conversion.resumed_bytes()
+        partial = conversion.partial()
         try:
             conversion.write(core, progress, beside)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
             raise
         if what.verify:
-            _verify(core, conversion, content, beside)
+            _verify(core, conversion, content, sharing, beside)
         conversion.publish()
-    except BaseException as failure:
-        # The other ranks wait for this one.
-        sharing.fail(f"{type(failure).__name__}: {failure}")
-        raise
     seconds = time.monotonic() - begun
     return replace(result, resumed_nbytes=resumed, seconds=seconds, verified=what.verify)
 
@@ -322,14 +315,12 @@ def _save(
     checkpoint: Checkpoint,
     path: str,
     what: Conversion,
-    coordinator: Coordinator | None,
+    sharing: _core.Sharing,
+    ranks: coordinators.Meeting | None,
     progress: _Progress | None,
 ) -> ConversionResult:
-    """Saves leaves of a checkpoint as one of ours. The save reads them as it captures them."""
-    if coordinator is not None:
-        raise MisuseError(
-            'coordinator= is for the formats of other libraries. For to="stepwell", convert on one process'
-        )
+    """Saves leaves of a checkpoint as one of ours, with the ranks of ``sharing``. The save reads
+    them as it captures them. To it, they are replicated: all ranks write parts of them."""
     choice, subtree = what.choice, what.subtree
     core, begun, stop = checkpoint._open(), time.monotonic(), _core.Stop()
     leaves = selected(checkpoint, core, choice, subtree)
@@ -342,7 +333,8 @@ def _save(
         "arrays and values of known types",
     )
     arrays = [leaf for leaf in leaves if leaf.dtype is not None]
-    tensors = {leaf.number: _core.StoredTensor(core, leaf.number, stop) for leaf in arrays}
+    rank = sharing.ranks()
+    tensors = {leaf.number: _core.StoredTensor(core, leaf.number, stop, rank) for leaf in arrays}
     structure = checkpoint._tree()
     node = checkpoint._find(0, subtree) if subtree else 0
     plain = {number: one.value for number, one in values.items()}
@@ -356,39 +348,49 @@ def _save(
     nbytes = sum(prod(leaf.shape) * to_dtype(str(leaf.dtype)).itemsize for leaf in ours.values())
     if what.dry_run:
         return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
-    save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"])
-    try:
-        while not save.done():
-            if progress is not None and (stats := save.stats) is not None:
-                # The files are a little longer than the tensors.
-                progress(min(stats.written_bytes, stats.nbytes), stats.nbytes)
-            time.sleep(_POLL_SECONDS)
-    except BaseException:
-        stop.set()
-        with contextlib.suppress(StepwellError):
-            save.result()
-        raise
-    save.result()
-    with open_checkpoint(path) as made:
-        sizes = {file["path"]: file["length"] for file in made.manifest["files"]}
-        written = sum(sizes.values())
-        if progress is not None:
-            progress(written, written)
-        if what.verify:
-            _compare(core, made._open(), arrays, choice, path)
-        tied = {one.path: one.tied_to for one in made.contents() if one.tied_to is not None}
+    names = [(leaf.number, leaf.nested_name) for leaf in arrays]
+    with _together(sharing):
+        sharing.check_equal(_digest(core, [*names, *casts.items()], rank[1]).hex())
+        save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"], ranks)
+        try:
+            while not save.done():
+                if progress is not None and (stats := save.stats) is not None:
+                    # The files are a little longer than the tensors.
+                    progress(min(stats.written_bytes, stats.nbytes), stats.nbytes)
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            stop.set()
+            with contextlib.suppress(StepwellError):
+                save.result()
+            raise
+        save.result()
+        with open_checkpoint(path) as made:
+            sizes = {file["path"]: file["length"] for file in made.manifest["files"]}
+            written = sum(sizes.values())
+            if progress is not None:
+                progress(written, written)
+            if what.verify:
+                _compare(core, made._open(), arrays, choice, path, sharing)
+            tied = {one.path: one.tied_to for one in made.contents() if one.tied_to is not None}
     seconds = time.monotonic() - begun
     return ConversionResult(path, "stepwell", sizes, written, 0, tied, skipped, seconds, verified=what.verify)
 
 
 def _begin(
-    path: str, state: object, casts: Mapping[str, str], metrics: dict[str, float], metadata: object
+    path: str,
+    state: object,
+    casts: Mapping[str, str],
+    metrics: dict[str, float],
+    metadata: object,
+    ranks: coordinators.Meeting | None,
 ) -> Save:
     """Begins a save whose arrays are stored tensors."""
-    options = to_json(Options(), every_steps(1), keep_all(), None, _STAGING_BYTES, 1, False, "raise")
-    ticket = _core.PathTicket(path, "error", options, None)
+    # The ranks read one source, so their tensors need no comparison.
+    chosen = Options(compare_replicas=False)
+    options = to_json(chosen, every_steps(1), keep_all(), None, _STAGING_BYTES, 1, False, "raise")
+    ticket = _core.PathTicket(path, "error", options, ranks)
     try:
-        flat = _core.flatten(state, (None, [], list(casts.items())))
+        flat = _core.flatten(state, (None, [], list(casts.items())), ranks is None)
         text = metadata_json(metadata)
         handle = ticket.save(flat, metrics, text, "lazy", {}, lifecycle.notifier.events)
     except BaseException as error:
@@ -403,6 +405,7 @@ def _compare(
     arrays: list[SelectedLeaf],
     choice: _core._Choice,
     path: str,
+    sharing: _core.Sharing,
 ) -> None:
     """Compares a checkpoint of ours with its source."""
     numbers = {one: leaf for leaf, one in enumerate(made.leaf_paths())}
@@ -410,7 +413,7 @@ def _compare(
     pairs = [
         (leaf.number, numbers[leaf.nested_name], dtype) for leaf, dtype in zip(arrays, dtypes, strict=True)
     ]
-    if wrong := _core.compare_tensors(core, made, pairs):
+    if wrong := sharing.compare(core, made, pairs):
         raise CorruptCheckpoint(
             f"{listed(tuple(arrays[at].path for at in wrong))} of {path} differ from the source. Verify the disk, and convert again"
         )
@@ -482,17 +485,31 @@ def _bytes(size: object) -> int:
     return size
 
 
-def _digest(core: _core.Checkpoint, files: list[OutputFile], ranks: int) -> bytes:
-    """Names the plan and its source: a conversion is resumed only by the same."""
+@contextlib.contextmanager
+def _together(sharing: _core.Sharing) -> Iterator[None]:
+    """Ends the conversion on all ranks if it fails on this one: the others wait for it."""
+    try:
+        yield
+    except BaseException as failure:
+        sharing.fail(f"{type(failure).__name__}: {failure}")
+        raise
+
+
+def _digest(core: _core.Checkpoint, plan: Sequence[object], ranks: int) -> bytes:
+    """Names a plan and its source: a conversion is resumed only by the same."""
     digest = hashlib.sha256(repr((_WINDOW_BYTES, ranks, core.path(), core.manifest())).encode())
     digest.update(repr((core.places(), core.layouts(), core.computations())).encode())
-    for file in files:
-        digest.update(repr((file.name, file.length, file.pieces)).encode())
+    for part in plan:
+        digest.update(repr(part).encode())
     return digest.digest()
 
 
 def _verify(
-    core: _core.Checkpoint, conversion: _core.Conversion, content: Content, beside: _core.Manager | None
+    core: _core.Checkpoint,
+    conversion: _core.Conversion,
+    content: Content,
+    sharing: _core.Sharing,
+    beside: _core.Manager | None,
 ) -> None:
     """Reads the output back and compares it with the source."""
     partial = conversion.partial()
@@ -505,7 +522,7 @@ def _verify(
         missing = [tensor for tensor in content.tensors if tensor.path not in leaves]
         present = [tensor for tensor in content.tensors if tensor.path in leaves]
         pairs = [(tensor.leaf, leaves[tensor.path], tensor.dtype) for tensor in present]
-        different = [present[at] for at in conversion.compare(core, made, pairs, beside)]
+        different = [present[at] for at in sharing.compare(core, made, pairs, beside)]
     finally:
         made.close()
     if wrong := (*missing, *different):

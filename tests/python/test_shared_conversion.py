@@ -141,9 +141,54 @@ def test_files_that_a_rank_lost_are_written_again(source: Path, slow: None) -> N
     assert all(one.verified for one in made), made
 
 
-def test_conversions_to_stepwell_are_not_shared(source: Path) -> None:
-    failed = shared(source, 2, "job", destination=source.parent / "out", to="stepwell")
-    assert all("convert on one process" in str(one) for one in failed)
+def test_ranks_save_one_checkpoint_together(tmp_path: Path) -> None:
+    (tmp_path / "meet").mkdir()
+    tied = np.arange(3e5).reshape(3, -1).astype("float32")
+    state = {"a": tied, "b": {"tied": tied, "n": [1, "x"]}, "empty": np.zeros((0, 4)), "one": np.float32(2)}
+    sw.save(tmp_path / "saved", state, metrics={"loss": 0.5})
+    out = tmp_path / "out"
+    made = shared(tmp_path / "saved", 3, "job", destination=out, to="stepwell", cast="bfloat16", verify=True)
+    assert all(one.verified for one in made), made
+    # Each rank wrote a file.
+    assert {name.split("/")[-1] for name in made[0].files} == {f"{rank:05}.data" for rank in range(3)}
+    found = sw.restore(out)
+    assert same(found["a"], tied.astype("bfloat16"))
+    assert same(found["b"]["tied"], found["a"])
+    assert found["b"]["n"] == [1, "x"]
+    assert found["empty"].shape == (0, 4)
+    with sw.open(out) as checkpoint:
+        assert checkpoint.manifest["metrics"] == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_failed_rank_ends_a_shared_save(source: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_convert, "_POLL_SECONDS", 0.001)
+
+    def progress(rank: int) -> Any:
+        def stop(done: int, total: int) -> None:
+            if rank == at:
+                raise _Stop
+
+        return stop
+
+    out = source.parent / "out"
+    failed = shared(source, 2, "job", destination=out, to="stepwell", progress=progress)
+    assert isinstance(failed[at], _Stop)
+    assert isinstance(failed[1 - at], sw.StepwellError) or out.exists(), failed
+    assert partials(source.parent) == []
+
+
+@pytest.mark.parametrize("to", ["safetensors", "stepwell"])
+def test_ranks_with_other_sources_are_refused(source: Path, to: Any) -> None:
+    """Each rank takes the newest step of a root, and a step is committed meanwhile."""
+    root, out = source.parent / "root", source.parent / "out"
+    with sw.CheckpointManager(root) as mgr:
+        for step in range(2):
+            mgr.save(step, {"w": np.full(1000, step)})
+    failed = shared(root, 2, "job", destination=out, to=to, step=lambda rank: rank)
+    assert any("another source than rank 0" in str(one) for one in failed), failed
+    assert all(isinstance(one, sw.StepwellError) for one in failed), failed
+    assert not out.exists()
 
 
 def test_ranks_need_a_directory_to_meet_in(source: Path) -> None:

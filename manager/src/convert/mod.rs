@@ -351,27 +351,6 @@ impl Complete {
         self.output.path()
     }
 
-    /// [`compare`] by all ranks: each reads some of the pairs.
-    pub fn compare(
-        &self,
-        source: &Reader,
-        made: &Reader,
-        pairs: &[TensorPair],
-        go_on: &mut dyn FnMut(u64, u64) -> bool,
-    ) -> Result<Vec<usize>> {
-        let (rank, ranks) = self.sharing.ranks();
-        let mine: Vec<usize> =
-            (0..pairs.len()).filter(|number| number % ranks as usize == rank as usize).collect();
-        let chosen: Vec<TensorPair> = mine.iter().filter_map(|&number| pairs.get(number).copied()).collect();
-        let different = compare(source, made, &chosen, &mut |done, total| {
-            self.sharing.advance();
-            go_on(done, total)
-        });
-        let numbers = |found: Vec<usize>| found.into_iter().filter_map(|at| mine.get(at).copied()).collect();
-        let different: Result<Vec<usize>> = different.map(numbers);
-        self.sharing.agree("verify a conversion", different, |all| Ok(all.concat()))
-    }
-
     /// Gives the output its name.
     pub fn publish(self) -> Result<()> {
         let Self { sharing, output, lock } = self;

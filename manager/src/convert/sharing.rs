@@ -9,12 +9,14 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::compare::{TensorPair, compare};
 use super::file_plan::PlannedFile;
 use super::windows::windows;
 use crate::coordination::team::{RankHeartbeat, Team};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::periodic::Periodic;
+use crate::reader::Reader;
 
 /// The most time that the leader waits for other ranks to leave.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -91,6 +93,40 @@ impl Sharing {
         answer: impl FnOnce(Vec<S>) -> Result<T>,
     ) -> Result<T> {
         self.team.agree(what, mine, answer)
+    }
+
+    /// Refuses, on all ranks, ranks with another `digest` of source and plan: the output would be a
+    /// mixture.
+    pub fn check_equal(&self, digest: &str) -> Result<()> {
+        self.agree("compare the sources", Ok(digest.to_owned()), |all| {
+            match all.iter().position(|one| one != digest) {
+                None => Ok(()),
+                Some(rank) => Err(Error::Invalid(format!(
+                    "rank {rank} converts another source than rank 0, or with other arguments. Pass the same to all ranks, and step= for a root that is written to"
+                ))),
+            }
+        })
+    }
+
+    /// [`compare`] by all ranks: each reads some of the pairs.
+    pub fn compare(
+        &self,
+        source: &Reader,
+        made: &Reader,
+        pairs: &[TensorPair],
+        go_on: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Vec<usize>> {
+        let (rank, ranks) = self.ranks();
+        let mine: Vec<usize> =
+            (0..pairs.len()).filter(|number| number % ranks as usize == rank as usize).collect();
+        let chosen: Vec<TensorPair> = mine.iter().filter_map(|&number| pairs.get(number).copied()).collect();
+        let different = compare(source, made, &chosen, &mut |done, total| {
+            self.advance();
+            go_on(done, total)
+        });
+        let numbers = |found: Vec<usize>| found.into_iter().filter_map(|at| mine.get(at).copied()).collect();
+        let different: Result<Vec<usize>> = different.map(numbers);
+        self.agree("verify a conversion", different, |all| Ok(all.concat()))
     }
 
     /// Notes that this rank gets on.
