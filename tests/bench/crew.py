@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
-from measure import measured
+from measure import disk_bytes, measured
 from workloads import State
 
 #: A slower operation has failed.
@@ -67,11 +66,11 @@ class Rank:
 
 def timed(call: Callable[[], Any]) -> tuple[Done, Any]:
     """A call, measured, and what it returned."""
-    before = _disk_bytes()
+    before = disk_bytes()
     begin = time.perf_counter()
     timing = measured(call)
     end = begin + timing.seconds
-    read, written = (now - then for now, then in zip(_disk_bytes(), before, strict=True))
+    read, written = (now - then for now, then in zip(disk_bytes(), before, strict=True))
     return Done(begin, end, timing.cpu, timing.extra_peak, read, written), timing.result
 
 
@@ -92,11 +91,6 @@ def twice(
         # Free it before the next one is made.
         del found
     return done
-
-
-def _disk_bytes() -> tuple[int, int]:
-    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(found["read_bytes"]), int(found["write_bytes"])
 
 
 def wall(done: list[Done]) -> float:

@@ -1,16 +1,19 @@
 """Measure conversions against a raw concurrent copy of the same bytes.
 
-    python tests/bench/foreign.py                     # 2 GiB, five rounds: about 3 minutes
-    python tests/bench/foreign.py --gib 1 --rounds 2
+    python tests/bench/foreign.py                     # 2 GiB, five rounds: about 9 minutes
+    python tests/bench/foreign.py --gib 0.5 --rounds 2
 
-A round does every operation once, in shuffled order, from a cold page cache. The raw copy reads
-with one thread and writes with another, past the page cache, through windows of 16 MiB. It ends
-with an fsync. The ratio is the time of the raw copy over that of the conversion, in the same round.
+A round does every operation once, in a process of its own, in shuffled order, from a cold page
+cache. Each ends with a syncfs. The raw copy reads with one thread and writes with another, past the
+page cache, through windows of 16 MiB. The ratio is the time of the raw copy of a source over that
+of its conversion, in the same round. Memory is the peak beyond the imports.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import mmap
 import os
 import queue
@@ -21,17 +24,37 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import numpy as np
-import stepwell as sw
-from measure import Spare, drop_caches, huge_buffer, settle
+from children import answer, in_child
+from measure import Spare, drop_caches, huge_buffer, measured, settle, sync_file_system
+from tables import spread, table, verdict
 
 WINDOW = 16 << 20
 WINDOWS = 8
+
+SOURCES = {
+    "stepwell": "step",
+    "safetensors": "model.safetensors",
+    "DCP": "dcp",
+    "torch.save": "model.pt",
+}
+#: Conversions of stepwell: source and target.
+OURS = {
+    "safetensors → stepwell": ("safetensors", "stepwell"),
+    "stepwell → safetensors": ("stepwell", "safetensors"),
+    "DCP → safetensors": ("DCP", "safetensors"),
+    "torch.save → safetensors": ("torch.save", "safetensors"),
+}
+#: The least rate, as a share of the raw copy's, and the most memory: the budget and 64 MiB.
+LEAST_RATE = 0.8
+MOST_MIB = 256 + 64
+
+#: An operation: its imports are made before it converts a source to a target.
+Operation = Callable[[], Callable[[Path, Path], object]]
 
 
 def raw_copy(source: Path, destination: Path, ring: mmap.mmap) -> None:
@@ -72,7 +95,82 @@ def raw_copy(source: Path, destination: Path, ring: mmap.mmap) -> None:
         writer.join()
 
 
+def raw() -> Callable[[Path, Path], object]:
+    ring = huge_buffer(WINDOW * WINDOWS)
+
+    def copy(source: Path, target: Path) -> None:
+        files = [source] if source.is_file() else [one for one in source.rglob("*") if one.is_file()]
+        raw_copy(max(files, key=lambda one: one.stat().st_size), target, ring)
+
+    return copy
+
+
+def conversion(to: Any) -> Operation:
+    def prepared() -> Callable[[Path, Path], object]:
+        import stepwell as sw
+
+        return lambda source, target: sw.convert(source, target, to=to)
+
+    return prepared
+
+
+def dcp_to_torch_save() -> Callable[[Path, Path], object]:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    return dcp_to_torch_save
+
+
+def torch_to_safetensors() -> Callable[[Path, Path], object]:
+    import torch
+    from safetensors.torch import save_file
+
+    return lambda source, target: save_file(torch.load(source, weights_only=True), target)
+
+
+#: The source of each operation, and the operation.
+OPERATIONS: dict[str, tuple[str, Operation]] = {
+    **{f"raw copy: {source}": (source, raw) for source in SOURCES},
+    **{name: (source, conversion(to)) for name, (source, to) in OURS.items()},
+    "dcp_to_torch_save": ("DCP", dcp_to_torch_save),
+    "torch.load, save_file": ("torch.save", torch_to_safetensors),
+}
+
+
+def child(name: str, folder: Path) -> None:
+    """Does an operation once. Answers its seconds and peak memory."""
+    kind, operation = OPERATIONS[name]
+    convert, source, target = operation(), folder / SOURCES[kind], folder / "target"
+
+    def call() -> None:
+        convert(source, target)
+        sync_file_system(folder)
+
+    def measure() -> list[float]:
+        timing = measured(call)
+        return [timing.seconds, timing.extra_peak]
+
+    answer(measure)
+
+
+def write_all(folder: Path, gib: float) -> None:
+    """Writes a model in each format."""
+    import stepwell as sw
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import save_file
+
+    state = {f"layers.{n}": torch.randn(4096, 4096) for n in range(max(1, int(gib * 1024 / 64)))}
+    sw.save(folder / SOURCES["stepwell"], state)
+    save_file(state, folder / SOURCES["safetensors"])
+    torch.save(state, folder / SOURCES["torch.save"])
+    with contextlib.redirect_stderr(io.StringIO()):
+        dcp.save(state, checkpoint_id=folder / SOURCES["DCP"], no_dist=True)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], Path(sys.argv[3]))
+        return
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--gib", type=float, default=2)
     arguments.add_argument("--rounds", type=int, default=5)
@@ -80,49 +178,43 @@ def main() -> None:
     given = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-foreign-", dir=given.directory))
     try:
-        measure(folder, given.gib, given.rounds)
+        write_all(folder, given.gib)
+        measure(folder, given.rounds)
     finally:
         shutil.rmtree(folder)
 
 
-def measure(folder: Path, gib: float, rounds: int) -> None:
-    rng = np.random.default_rng(0)
-    layers = max(1, int(gib * 1024 / 64))
-    state = {f"layers.{n}": rng.standard_normal((4096, 4096), dtype=np.float32) for n in range(layers)}
-    ours, theirs = folder / "ours", folder / "theirs.safetensors"
-    sw.save(ours, state)
-    del state
-    sw.convert(ours, theirs, to="safetensors", verify=True)
-    (data,) = ours.rglob("*.data")
-    ring, spare = huge_buffer(WINDOW * WINDOWS), Spare(1 << 30)
-    operations: dict[str, Callable[[Path], object]] = {
-        "raw copy of the step": lambda to: raw_copy(data, to, ring),
-        "raw copy of the safetensors file": lambda to: raw_copy(theirs, to, ring),
-        "stepwell → safetensors": lambda to: sw.convert(ours, to, to="safetensors"),
-        "safetensors → stepwell": lambda to: sw.convert(theirs, to, to="stepwell"),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in operations}
+def measure(folder: Path, rounds: int) -> None:
+    """Runs all rounds, and prints a table."""
+    nbytes, target = (folder / SOURCES["safetensors"]).stat().st_size, folder / "target"
+    spare = Spare(max(1 << 30, 2 * nbytes))
+    seconds: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+    memory: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+
+    def prepare() -> None:
+        drop_caches()
+        settle()
+        spare.release()
+
     for number in range(rounds):
-        for name in random.Random(number).sample(list(operations), len(operations)):
-            target = folder / "target"
-            drop_caches()
-            settle()
+        for name in random.Random(number).sample(list(OPERATIONS), len(OPERATIONS)):
             spare.hold()
-            seconds[name].append(spare.measured(partial(operations[name], target)).seconds)
+            took, peak = in_child(__file__, [name, str(folder)], prepare)
+            seconds[name].append(took)
+            memory[name].append(peak / 2**20)
             shutil.rmtree(target) if target.is_dir() else target.unlink()
-    nbytes = theirs.stat().st_size
-    raw = {
-        "stepwell → safetensors": "raw copy of the step",
-        "safetensors → stepwell": "raw copy of the safetensors file",
-    }
-    print(f"{nbytes / 2**30:.2f} GiB, {rounds} rounds; median (least to most)")
+    rows = [["operation", "seconds", "GB/s", f"of the raw copy, at least {LEAST_RATE}", "",
+             f"peak MiB, at most {MOST_MIB}", ""]]  # fmt: skip
     for name, times in seconds.items():
-        rates = sorted(nbytes / 1e9 / one for one in times)
-        line = f"{name:34} {statistics.median(rates):5.2f} GB/s ({rates[0]:.2f} to {rates[-1]:.2f})"
-        if name in raw:
-            ratios = [one / other for one, other in zip(seconds[raw[name]], times, strict=True)]
-            line += f"   {statistics.median(ratios):.2f} of the raw copy"
-        print(line)
+        row = [name, spread(times), f"{nbytes / 1e9 / statistics.median(times):.2f}"]
+        copies = seconds[f"raw copy: {OPERATIONS[name][0]}"]
+        ratios = [one / other for one, other in zip(copies, times, strict=True)]
+        peak, is_ours = max(memory[name]), name in OURS
+        least, most = (LEAST_RATE, MOST_MIB) if is_ours else (None, None)
+        rate = "" if copies is times else spread(ratios)
+        row += [rate, verdict(statistics.median(ratios), least, at_least=True)]
+        rows.append([*row, f"{peak:.0f}", verdict(peak, most)])
+    print(f"Conversions of {nbytes / 2**30:.2f} GiB, {rounds} rounds; median (quartiles)\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":

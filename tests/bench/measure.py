@@ -105,6 +105,12 @@ def measured(call: Callable[[], Any]) -> Timing:
     return Timing(seconds, spent, max(0, _status("VmHWM") - before), result)
 
 
+def disk_bytes() -> tuple[int, int]:
+    """Bytes that this process has read from disks and written to them."""
+    found = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(found["read_bytes"]), int(found["write_bytes"])
+
+
 def sync_file_system(directory: Path) -> None:
     """The same explicit sync for every contestant, whatever it has synced itself."""
     import ctypes

@@ -27,8 +27,9 @@ def spread(values: Sequence[float]) -> str:
     return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
-def verdict(measured: float | None, limit: float | None) -> str:
-    """True if a figure is at most its target, as it is shown: to two places."""
+def verdict(measured: float | None, limit: float | None, *, at_least: bool = False) -> str:
+    """Compares a figure with its target, which is a maximum or a minimum. Both have two places."""
     if measured is None or limit is None:
         return ""
-    return "reached" if round(measured, 2) <= limit else "MISSED"
+    shown = round(measured, 2)
+    return "reached" if (shown >= limit if at_least else shown <= limit) else "MISSED"
