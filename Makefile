@@ -184,10 +184,10 @@ bench-reshard: build bench-tools ## saved by some ranks and restored by others, 
 	$(BIN)/python tests/bench/reshard.py $(ARGS)
 
 .PHONY: bench-foreign
-bench-foreign: build bench-tools ## conversions against a raw copy, loads against other loaders, exports beside a training (about 35 minutes)
-	$(BIN)/python tests/bench/foreign.py
-	$(BIN)/python tests/bench/foreign_loads.py
-	$(BIN)/python tests/bench/export_cost.py
+bench-foreign: build bench-tools ## conversions against a raw copy, loads against other loaders, exports beside a training (about 45 minutes; ARGS="--gib 0.5 --rounds 2" for a look)
+	$(BIN)/python tests/bench/foreign.py $(ARGS)
+	$(BIN)/python tests/bench/foreign_loads.py $(ARGS)
+	$(BIN)/python tests/bench/export_cost.py $(ARGS)
 
 .PHONY: bench-lazy
 bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)
@@ -200,6 +200,7 @@ bench-gpu: build ## lazy capture against the copy rate of the device, the raw di
 .PHONY: bench-tools
 bench-tools: build
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/bench/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --pre --no-deps --upgrade --target $(VENV)/newest-safetensors safetensors
 
 .PHONY: clean
 clean: ## remove what was built

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import stepwell as sw
 import torch
 from measure import settle
+from tables import spread, table, verdict
 
 SAVES, STEPS = 6, 25
 
@@ -70,13 +71,13 @@ def train(folder: Path, mib: int, is_exporting: bool) -> Run:
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("--mib", type=int, default=512)
+    arguments.add_argument("--gib", type=float, default=0.5)
     arguments.add_argument("--rounds", type=int, default=5)
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--directory", type=Path)
     given = arguments.parse_args()
     torch.set_num_threads(given.threads)
-    measure(given.directory, given.mib, given.rounds, given.threads)
+    measure(given.directory, max(16, int(given.gib * 1024)), given.rounds, given.threads)
 
 
 def measure(directory: Path | None, mib: int, rounds: int, threads: int) -> None:
@@ -96,17 +97,17 @@ def measure(directory: Path | None, mib: int, rounds: int, threads: int) -> None
     print(
         f"{mib} MiB, {rounds} rounds, {threads} thread(s) of the training, {exported:.0f} exports in {SAVES} saves"
     )
-    for name, value in (
-        ("seconds of the steps", lambda run: run.steps),
-        ("median call of save", lambda run: statistics.median(run.blocked)),
-        ("median save until durable", lambda run: statistics.median(run.durable)),
+    rows = [["seconds", "without", "with exports", "ratio", "at most", ""]]
+    for name, most, value in (
+        ("steps", 1.02, lambda run: run.steps),
+        ("call of save, median", 1.05, lambda run: statistics.median(run.blocked)),
+        ("save until durable, median", 1.05, lambda run: statistics.median(run.durable)),
     ):
         without, beside = ([value(run) for run in runs[kind]] for kind in (False, True))
-        ratios = sorted(one / other for one, other in zip(beside, without, strict=True))
-        print(
-            f"{name:28} {statistics.median(without):7.3f} s without, {statistics.median(beside):7.3f} s with exports;"
-            f" ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-        )
+        ratios = [one / other for one, other in zip(beside, without, strict=True)]
+        middles = (f"{statistics.median(one):.3f}" for one in (without, beside))
+        rows.append([name, *middles, spread(ratios), f"{most}", verdict(statistics.median(ratios), most)])
+    print(f"\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -1,92 +1,124 @@
 """Measure loads of other libraries' checkpoints against their own loaders.
 
-    python tests/bench/foreign_loads.py                     # 4 GiB, five rounds: about 25 minutes
-    python tests/bench/foreign_loads.py --gib 1 --rounds 2
+    python tests/bench/foreign_loads.py                       # 4 GiB, five rounds: about 30 minutes
+    python tests/bench/foreign_loads.py --gib 0.5 --rounds 2
 
-The model is written as sharded safetensors, as one file of torch.save and as DCP. Each contestant
-loads it into host memory, in a process of its own in every round, in shuffled order, from a cold
-and from a warm page cache. Loaders that map the file are measured twice: as they are, with every
-page touched, and with a copy into memory of the process, as the others give it. The ratio is the
-time of stepwell over that of the contestant, in the same round.
+The model is written as sharded safetensors, as one file of torch.save, and as DCP of one rank and
+of four. Each contestant loads it into host memory, in a process of its own in every round, in
+shuffled order, from a cold and from a warm page cache. Loaders that map the file are measured
+twice: as they are, with every page touched, and with a copy into memory of the process, as the
+others give it. The ratio is the time of stepwell over that of the contestant, in the same round.
+Then come reads of one tensor, and the opening: see :mod:`foreign_parts`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
+import importlib.util
+import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import Spare, drop_caches, settle, warm_cache
+import foreign_parts
+from children import answer, in_child
+from foreign_files import DCP, DCP_OF_RANKS, PLACES, SAFETENSORS, TINY, TORCH, write_models
+from measure import Spare, disk_bytes, drop_caches, huge_buffer, settle, warm_cache
+from tables import spread, table, verdict
 
-LAYERS_PER_GIB = 5
-PLACES = {"safetensors": "safetensors", "torch": "torch/model.pt", "dcp": "dcp"}
-SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "vocab_size": 32000}
+#: A contestant returns the load of a path.
+Contestant = Callable[[Path], Callable[[], Any]]
 
-
-def model_config(layers: int) -> Any:
-    import transformers
-
-    return transformers.LlamaConfig(
-        **SIZES, num_hidden_layers=layers, num_attention_heads=16, tie_word_embeddings=False, dtype="float32"
-    )
-
-
-def write_all(folder: Path, layers: int) -> int:
-    """Writes the model in each format. Returns its bytes."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    import transformers
-    from safetensors.torch import save_file
-
-    config = model_config(layers)
-    with torch.device("meta"):
-        shapes = transformers.LlamaForCausalLM(config).state_dict()
-    noise = torch.randn(max(one.numel() for one in shapes.values()))
-    state = {name: noise[: one.numel()].reshape(one.shape).clone() for name, one in shapes.items()}
-    hugging = folder / "safetensors"
-    hugging.mkdir()
-    (hugging / "config.json").write_text(json.dumps({**config.to_dict(), "dtype": "float32"}, default=str))
-    names = list(state)
-    shards = [names[at::4] for at in range(4)]
-    places = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05}-of-00004.safetensors"
-        save_file({name: state[name] for name in shard}, hugging / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(shard, file)
-    index = {"metadata": {}, "weight_map": places}
-    (hugging / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "torch").mkdir()
-    torch.save(state, folder / PLACES["torch"])
-    with contextlib.redirect_stderr(io.StringIO()):
-        dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
-    return sum(one.nbytes for one in state.values())
+#: The newest safetensors, release or not: see the target `bench-tools` of the Makefile.
+NEWEST_SAFETENSORS = Path(sys.prefix) / "newest-safetensors"
+#: The most time of stepwell over that of a loader, by format, and the most bytes over those needed.
+MOST_TIME = {SAFETENSORS: 0.9, TORCH: 0.5, DCP: 0.5, DCP_OF_RANKS: 0.5}
+MOST_BYTES = 1.05
+WINDOW = 16 << 20
+READS = 8
+HEATS = ("cold", "warm")
+HEAD = [
+    "format",
+    "loader",
+    "cold, s",
+    "warm, s",
+    "stepwell / it, cold",
+    "warm",
+    "at most",
+    "",
+    f"bytes read / needed, at most {MOST_BYTES}",
+    "",
+]
 
 
-def ours(path: Path) -> Any:
+def ours(path: Path) -> Callable[[], Any]:
     import stepwell as sw
 
     return lambda: sw.restore(path)
 
 
+def raw_disk(path: Path) -> Callable[[], Any]:
+    """Direct reads of all files into memory that was touched before."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    windows = [
+        (os.open(file, os.O_RDONLY | os.O_DIRECT), at)
+        for file in files
+        for at in range(0, file.stat().st_size, WINDOW)
+    ]
+    buffer = memoryview(huge_buffer(len(windows) * WINDOW))
+
+    def read(number: int) -> None:
+        file, at = windows[number]
+        os.preadv(file, [buffer[number * WINDOW :][:WINDOW]], at)
+
+    def load() -> None:
+        with ThreadPoolExecutor(READS) as pool:
+            list(pool.map(read, range(len(windows))))
+
+    return load
+
+
+def shards(path: Path) -> list[str]:
+    return [str(file) for file in sorted(path.glob("*.safetensors"))]
+
+
 def safetensors(path: Path) -> Callable[[], Any]:
     from safetensors.torch import load_file
 
+    return lambda: {name: one for file in shards(path) for name, one in load_file(file).items()}
+
+
+def safetensors_pread(path: Path) -> Callable[[], Any]:
+    sys.path.insert(0, str(NEWEST_SAFETENSORS))
+    from safetensors.torch import load_file
+
     return lambda: {
-        name: one for file in sorted(path.glob("*.safetensors")) for name, one in load_file(file).items()
+        name: one for file in shards(path) for name, one in load_file(file, backend="pread").items()
     }
+
+
+def fastsafetensors(path: Path) -> Callable[[], Any]:
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    loader = SafeTensorsFileLoader(SingleGroup(), "cpu", nogds=True)
+    held = []
+
+    def load() -> Any:
+        loader.add_filenames({0: shards(path)})
+        buffers = loader.copy_files_to_device()
+        held.append(buffers)  # the memory of the tensors
+        return {name: buffers.get_tensor(name) for name in buffers.key_to_rank_lidx}
+
+    return load
 
 
 def transformers(path: Path) -> Callable[[], Any]:
@@ -122,7 +154,7 @@ def dcp_load(path: Path) -> Callable[[], Any]:
     return load
 
 
-def copied(load: Callable[[Path], Callable[[], Any]]) -> Callable[[Path], Callable[[], Any]]:
+def copied(load: Contestant) -> Contestant:
     """A loader that maps the file, with a copy of each tensor."""
 
     def of(path: Path) -> Callable[[], Any]:
@@ -132,22 +164,32 @@ def copied(load: Callable[[Path], Callable[[], Any]]) -> Callable[[Path], Callab
     return of
 
 
-CONTESTANTS: dict[str, dict[str, Callable[[Path], Callable[[], Any]]]] = {
-    "safetensors": {
-        "stepwell": ours,
-        "safetensors, mapped": safetensors,
+OURS, RAW = "stepwell", "raw disk"
+#: Loaders that give tensors over the mapped file, and copy nothing.
+MAPPED = ("safetensors, mapped", "transformers, mapped", "torch.load, mapped")
+CONTESTANTS: dict[str, dict[str, Contestant]] = {
+    SAFETENSORS: {
+        OURS: ours,
         "safetensors": copied(safetensors),
-        "transformers, mapped": transformers,
+        "safetensors, mapped": safetensors,
         "transformers": copied(transformers),
+        "transformers, mapped": transformers,
     },
-    "torch": {
-        "stepwell": ours,
+    TORCH: {
+        OURS: ours,
         "torch.load": torch_load,
-        "torch.load, mapped": torch_mmap,
         "torch.load of a map": copied(torch_mmap),
+        "torch.load, mapped": torch_mmap,
     },
-    "dcp": {"stepwell": ours, "dcp.load": dcp_load},
+    DCP: {OURS: ours, "dcp.load": dcp_load},
+    DCP_OF_RANKS: {OURS: ours, "dcp.load": dcp_load},
 }
+if NEWEST_SAFETENSORS.is_dir():
+    CONTESTANTS[SAFETENSORS]["safetensors, pread"] = safetensors_pread
+if importlib.util.find_spec("fastsafetensors"):
+    CONTESTANTS[SAFETENSORS]["fastsafetensors"] = fastsafetensors
+for contestants in CONTESTANTS.values():
+    contestants[RAW] = raw_disk
 
 
 def touched(result: Any) -> int:
@@ -162,14 +204,19 @@ def touched(result: Any) -> int:
     return nbytes
 
 
-def child(kind: str, name: str, path: Path) -> None:
-    """Loads once, and prints seconds and bytes."""
-    import torch  # noqa: F401  (imports are not measured)
+def child(kind: str, name: str, folder: Path) -> None:
+    """Loads once. Answers seconds, bytes, and bytes read from the disk."""
+    contestant = CONTESTANTS[kind][name]
+    contestant(folder / TINY / PLACES[kind])()
+    load = contestant(folder / PLACES[kind])
 
-    load = CONTESTANTS[kind][name](path)
-    begun = time.perf_counter()
-    nbytes = touched(load())
-    print(json.dumps([time.perf_counter() - begun, nbytes]))
+    def measure() -> list[float]:
+        read, begun = disk_bytes()[0], time.perf_counter()
+        result = load()
+        nbytes = touched(result) if result is not None else 0
+        return [time.perf_counter() - begun, nbytes, disk_bytes()[0] - read]
+
+    answer(measure)
 
 
 def main() -> None:
@@ -183,8 +230,9 @@ def main() -> None:
     given = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-loads-", dir=given.directory))
     try:
-        nbytes = write_all(folder, max(1, round(given.gib * LAYERS_PER_GIB)))
+        nbytes = write_models(folder, given.gib)
         measure(folder, nbytes, given.rounds)
+        foreign_parts.measure(folder, given.rounds)
     finally:
         shutil.rmtree(folder)
 
@@ -192,33 +240,57 @@ def main() -> None:
 def measure(folder: Path, nbytes: int, rounds: int) -> None:
     """Runs all rounds, and prints a table."""
     jobs = [
-        (kind, name, heat) for kind, all in CONTESTANTS.items() for name in all for heat in ("cold", "warm")
+        (kind, name, heat)
+        for kind, all in CONTESTANTS.items()
+        for name in all
+        for heat in HEATS
+        if (name, heat) != (RAW, "warm")
     ]
     seconds: dict[tuple[str, str, str], list[float]] = {job: [] for job in jobs}
+    read: dict[tuple[str, str], list[float]] = {job[:2]: [] for job in jobs}
     spare = Spare(2 * nbytes)
     for number in range(rounds):
         for kind, name, heat in random.Random(number).sample(jobs, len(jobs)):
-            drop_caches()
-            if heat == "warm":
-                warm_cache(folder / kind)
-            settle(0.2)
+            path = folder / PLACES[kind]
+
+            def prepare(path: Path = path, heat: str = heat) -> None:
+                if heat == "cold":
+                    drop_caches()
+                else:
+                    warm_cache(path.parent if path.is_file() else path)
+                settle(0.2)
+                spare.release()
+
             spare.hold()
-            spare.release()
-            command = [sys.executable, __file__, "--child", kind, name, str(folder / PLACES[kind])]
-            said = subprocess.run(command, capture_output=True, text=True, check=False)
-            if said.returncode != 0:
-                raise SystemExit(f"{kind}, {name}: {said.stderr[-2000:]}")
-            taken, loaded = json.loads(said.stdout.splitlines()[-1])
-            assert loaded == nbytes, (kind, name, loaded, nbytes)
+            taken, loaded, from_disk = in_child(__file__, [kind, name, str(folder)], prepare)
+            assert name == RAW or loaded == nbytes, (kind, name, loaded, nbytes)
             seconds[kind, name, heat].append(taken)
-    print(f"{nbytes / 2**30:.2f} GiB, {rounds} rounds; median (least to most)")
-    for (kind, name, heat), times in seconds.items():
-        line = f"{kind:12} {heat} {name:22} {statistics.median(times):6.3f} s ({min(times):.3f} to {max(times):.3f})"
-        if name != "stepwell":
-            mine = seconds[kind, "stepwell", heat]
-            ratio = statistics.median(one / other for one, other in zip(mine, times, strict=True))
-            line += f"   stepwell takes {ratio:.2f} of it"
-        print(line)
+            if heat == "cold":
+                read[kind, name].append(from_disk / nbytes)
+    rows = [HEAD]
+    for kind, name in read:
+        times = {heat: seconds.get((kind, name, heat), []) for heat in HEATS}
+        ratios = {
+            heat: [one / other for one, other in zip(seconds[kind, OURS, heat], times[heat], strict=True)]
+            for heat in HEATS
+            if times[heat] and name != OURS
+        }
+        limit = None if name in (OURS, RAW, *MAPPED) else MOST_TIME[kind]
+        worst = max((statistics.median(one) for one in ratios.values()), default=None)
+        most = MOST_BYTES if name == OURS else None
+        rows.append(
+            [
+                kind,
+                name,
+                *(spread(times[heat]) for heat in HEATS),
+                *(spread(ratios.get(heat, [])) for heat in HEATS),
+                f"{limit or ''}",
+                verdict(worst, limit),
+                spread(read[kind, name]),
+                verdict(statistics.median(read[kind, name]), most),
+            ]
+        )
+    print(f"Loads of {nbytes / 2**30:.2f} GiB, {rounds} rounds; median (quartiles)\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":
