@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import collections
+import datetime
+import enum
 import io
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,7 @@ torch = pytest.importorskip("torch")
 zstandard = pytest.importorskip("zstandard")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
 from torch.distributed.checkpoint.filesystem import SerializationFormat  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: E402
 
@@ -281,6 +285,8 @@ def test_bombs_of_zstd_are_bounded(tmp_path: Path) -> None:
         Path("/proc/self/clear_refs").write_text("5")
         if stream is long_object:
             assert repr(sw.open(path)[name]).startswith("<opaque object of more than 256 times")
+        elif name == "n":
+            assert "that torch.save did not write" in repr(sw.open(path)[name])
         else:
             with pytest.raises(sw.CorruptCheckpoint, match=r"0 members data\.pkl"):
                 sw.open(path)
@@ -474,6 +480,64 @@ def test_unknown_classes_are_listed_by_name(tmp_path: Path) -> None:
     with sw.open(path) as checkpoint:
         assert "UserString" in repr(checkpoint["other"])
         np.testing.assert_array_equal(checkpoint["w"][...], np.ones(2))
+
+
+class _Colour(enum.Enum):
+    RED = 1
+
+
+class _Custom:
+    """A class that a reader does not have."""
+
+
+_Pair = collections.namedtuple("_Pair", "x y")
+
+
+def test_odd_objects_leave_the_rest_readable(tmp_path: Path) -> None:
+    odd: dict[str, object] = {
+        "bytes_io": io.BytesIO(b"x"),
+        "string_io": io.StringIO("x"),
+        "namedtuple": _Pair(1, 2),
+        "set": {1, 2},
+        "scalar": np.float32(1.5),
+        "enum": _Colour.RED,
+        "datetime": datetime.datetime(2026, 1, 2),
+        "size": torch.Size([1, 2]),
+        "device": torch.device("cpu"),
+        "ordered": collections.OrderedDict(a=1),
+        "custom": _Custom(),
+        "function": print,
+        "generator": np.random.default_rng(1),
+        "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    }
+    found = sw.restore(save({"w": torch.arange(4.0), "odd": odd}, tmp_path / "c"))
+    np.testing.assert_array_equal(found["w"], np.arange(4.0))
+    assert found["odd"].keys() == odd.keys()
+    assert (found["odd"]["set"], found["odd"]["size"]) == ({1, 2}, (1, 2))
+    assert repr(found["odd"]["bytes_io"]) == "<opaque _io.BytesIO>"
+
+
+class _RawPlanner(DefaultSavePlanner):
+    """Writes the content of a ``BytesIO`` as it is, as planners of libraries do."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)
+
+
+@pytest.mark.parametrize("options", [{}, {"_extensions": [ZStandard()]}], ids=["plain", "zstd"])
+def test_objects_that_are_no_archives_are_opaque(tmp_path: Path, options: dict[str, Any]) -> None:
+    archive = io.BytesIO()
+    np.savez(archive, x=np.ones(3))
+    raw = {"a": b"", "b": b"x", "c": b'{"json": 1}', "d": pickle.dumps(1), "e": archive.getvalue()}
+    state = {"w": torch.arange(4.0), "n": [3], **{name: io.BytesIO(one) for name, one in raw.items()}}
+    writer = dcp.FileSystemWriter(tmp_path / "c", **options)
+    dcp.save(state, storage_writer=writer, planner=_RawPlanner(), no_dist=True)
+    found = sw.restore(tmp_path / "c")
+    np.testing.assert_array_equal(found["w"], np.arange(4.0))
+    assert found["n"] == [3]
+    for name in raw:
+        assert re.match(r"<opaque object of \d+ bytes that torch.save did not write", repr(found[name]))
+    assert sw.verify(tmp_path / "c").ok
 
 
 def test_what_stepwell_wrote_as_dcp_is_verified(tmp_path: Path) -> None:

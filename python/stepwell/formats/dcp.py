@@ -21,7 +21,7 @@ from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
 from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor
 from .files import corrupt, read
 from .safetensors import Header, read_header
-from .torch_archive import Archive
+from .torch_archive import Archive, roots_of
 from .torch_save import archived
 
 FAMILY = "torch.distributed.checkpoint"
@@ -35,6 +35,8 @@ _MAX_OBJECT_BYTES = 64 << 20
 _HEAD_BYTES, _OBJECT_BYTES, _OBJECT_RATIO = 16 << 10, 1 << 20, 256
 #: The transform of ``torch.distributed.checkpoint._extension.ZStandard``.
 _ZSTD = re.compile(r"stream\.zstd/1(\.\w+)*")
+#: The first bytes of an archive.
+_ZIP = b"PK\x03\x04"
 #: The ends of the names of records that are read with an archive.
 _RECORDS = ("/data.pkl", "/byteorder")
 
@@ -58,7 +60,10 @@ class _Checkpoint:
     def __init__(self, path: str, metadata: Sequence[str]) -> None:
         self._path = path
         self._saved = _merged([read_metadata(file) for file in metadata], metadata)
-        self._objects = set(self._saved.objects.values())
+        objects = self._saved.objects
+        self._objects = {*objects.values(), *(two for name, _, two in self._saved.copies if name in objects)}
+        #: Places of objects that are no archives.
+        self._raw: set[Place] = set()
         self._layouts = Layouts()
         #: The headers of the files that are safetensors behind their objects.
         self._headers: dict[str, Header] = {}
@@ -93,28 +98,55 @@ class _Checkpoint:
             places = sorted(set(places), key=lambda one: one.offset)
             plain = [one for one in places if not one.transforms]
             last = plain[-1].offset if plain else 0
+            has_tensor = any(one.offset == last and one not in self._objects for one in plain)
             start, length = read(where, last, 9)
             end = max(one.offset + one.length for one in places)
             if end > length:
                 raise corrupt(where, f"the metadata name {end} bytes; the file has {length}")
-            found |= {one: self._decoded(where, one) for one in places if one.transforms}
-            if plain and start.endswith(b"{"):
+            found |= {
+                one: archive
+                for one in places
+                if one.transforms and (archive := self._decoded(where, one)) is not None
+            }
+            if has_tensor and start.endswith(b"{"):
                 self._headers[file] = read_header(where, last)
                 plain = [one for one in plain if one.offset < last]
-            elif plain and start and not start.startswith(b"PK\x03\x04"):
+            elif has_tensor and start and not start.startswith(_ZIP):
                 raise FormatError(f"{where}: archives of torch.save or a file of safetensors were expected")
-            rows = _core.zip_archives(
-                os.path.realpath(where), [(one.offset, one.length) for one in plain], _RECORDS
-            )
             guarded = self._guarded.setdefault(where, [])
-            for place, (members, records) in zip(plain, rows, strict=True):
+            for place, (members, records) in self._rows(where, plain):
+                if self._is_raw(place, members):
+                    continue
                 contents = {members[number][0]: data for number, data in records}
                 archive = Archive(where, members, contents)
                 guarded += archive.guarded()
                 found[place] = archive
         return found
 
-    def _decoded(self, where: str, place: Place) -> Archive:
+    def _rows(self, where: str, places: Sequence[Place]) -> Iterator[tuple[Place, _core._Archive]]:
+        """Reads the directories of the archives of a file."""
+        try:
+            return zip(places, _zip_archives(where, places), strict=True)
+        except CorruptCheckpoint:
+            # A planner of the user may have written an object without torch.save.
+            raw = {
+                one
+                for one in places
+                if one in self._objects and read(where, one.offset, min(one.length, len(_ZIP)))[0] != _ZIP
+            }
+            if not raw:
+                raise
+        self._raw |= raw
+        archives = [one for one in places if one not in raw]
+        return zip(archives, _zip_archives(where, archives), strict=True)
+
+    def _is_raw(self, place: Place, members: Sequence[_core._ZipMember]) -> bool:
+        """True for an object that is no archive of ``torch.save``."""
+        if place in self._objects and not roots_of(one[0] for one in members):
+            self._raw.add(place)
+        return place in self._raw
+
+    def _decoded(self, where: str, place: Place) -> Archive | None:
         """An archive in a stream of zstd, as far as its start shows it. An object is all there."""
         head = _HEAD_BYTES
         if place in self._objects:
@@ -122,6 +154,8 @@ class _Checkpoint:
         at = (place.offset, place.length)
         rows = _core.compressed_archives(os.path.realpath(where), [at], "zstd", _RECORDS, head)
         members, records = rows[0]
+        if self._is_raw(place, members):
+            return None
         contents = {members[number][0]: data for number, data in records}
         return Archive(where, members, contents, Compressed(where, *at, 0, None, "zstd"))
 
@@ -185,6 +219,8 @@ class _Checkpoint:
             return Opaque(f"object, by {', '.join(place.transforms)}")
         if place.length > _MAX_OBJECT_BYTES:
             return Opaque(f"object of {place.length} bytes")
+        if place in self._raw:
+            return Opaque(f"object of {place.length} bytes that torch.save did not write")
         if place not in archives:
             raise self._wrong(name, f"{place.file} has its tensors at byte {place.offset}")
         if archives[place].is_cut:
@@ -195,6 +231,10 @@ class _Checkpoint:
         error = corrupt(self._path, f"{named(printable(name))}: {what}")
         error.leaf = name
         return error
+
+
+def _zip_archives(where: str, places: Sequence[Place]) -> list[_core._Archive]:
+    return _core.zip_archives(os.path.realpath(where), [(one.offset, one.length) for one in places], _RECORDS)
 
 
 def _is_zstd(place: Place) -> bool:
