@@ -181,7 +181,7 @@ def explain(path: str, asked_for_step: bool = False) -> str:
     if not os.path.isdir(path):
         return f"it is {_no_directory(path)}, and a checkpoint of stepwell is a directory"
     if os.path.isfile(os.path.join(path, MANIFEST)):
-        return "it is a single checkpoint: leave step= out" if asked_for_step else ""
+        return "it is a single checkpoint: leave the step out" if asked_for_step else ""
     names = sorted(os.listdir(path))
     if CONTROL in names:
         return (

@@ -61,7 +61,7 @@ def open(
     if (found := _foreign(where)) is not None:
         if number is not None:
             raise StepNotFound(
-                f"{where} is a single checkpoint ({found.family}) without steps: leave step= out"
+                f"{where} is a single checkpoint ({found.family}) without steps: leave the step out"
             )
         return Checkpoint(RestoreOptions(map=map).mapped(found.open(engine)), where)
     with explaining(where):

@@ -243,7 +243,7 @@ def test_mistyped_paths_say_what_they_are_and_what_to_pass(tmp_path: Path) -> No
         with pytest.raises((sw.StepNotFound, sw.errors.FormatError)) as caught:
             sw.restore(path)
         assert words in str(caught.value), str(caught.value)
-    with pytest.raises(sw.StepNotFound, match="it is a single checkpoint: leave step= out"):
+    with pytest.raises(sw.StepNotFound, match="it is a single checkpoint: leave the step out"):
         sw.restore(single, step=7)
     with pytest.raises(sw.StepNotFound, match="has no step 7; the latest is 10"):
         sw.CheckpointManager(run, read_only=True).restore(7)

@@ -88,6 +88,16 @@ def test_ls_of_no_checkpoint_says_what_the_path_is(tmp_path: Path, weights: Path
     assert document("ls", weights, code=1)["error"]["kind"] == "corrupt_checkpoint"
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "cat"])
+def test_a_step_of_a_file_is_refused_in_plain_words(weights: Path, command: str) -> None:
+    sw.save(weights.parent / "own", {"w": np.ones(2)})
+    for path in (weights, weights.parent / "own"):
+        done = run(command, f"{path}@4", *(["w"] if command == "cat" else []))
+        assert done.exit_code == 1
+        assert "is a single checkpoint" in done.stderr
+        assert done.stderr.endswith("leave the step out\n")
+
+
 def test_opaque_values_are_named(opaque: Path) -> None:
     assert document("ls", opaque)["opaque"] == ["odd"]
     found = document("show", opaque)

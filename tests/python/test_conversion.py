@@ -169,7 +169,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"include": "params", "cast": "int8"}, "cast= of a save takes"),
     ({"include": "params", "objects": "drop"}, "objects is 'error' or 'skip'"),
     ({"include": "params", "to": "onnx"}, "to is 'safetensors' or"),
-    ({"include": "params", "step": 4}, "leave step= out"),
+    ({"include": "params", "step": 4}, "leave the step out"),
 ]
 
 

@@ -202,7 +202,7 @@ def test_foreign_files_are_not_copied_or_saved_over(model: Path, tmp_path: Path)
 def test_a_step_of_a_file_is_refused_and_explained(model: Path) -> None:
     for call in (sw.open, sw.restore, sw.metadata, sw.verify):
         with pytest.raises(
-            sw.StepNotFound, match=r"single checkpoint \(safetensors\) without steps: leave step= out"
+            sw.StepNotFound, match=r"single checkpoint \(safetensors\) without steps: leave the step out"
         ):
             call(model, 3)
 
