@@ -1,7 +1,10 @@
 """Measure what exports cost a training beside them.
 
-    python tests/bench/export_cost.py               # 512 MiB, five rounds: about 4 minutes
-    python tests/bench/export_cost.py --threads 2   # the training keeps every core busy
+    python tests/bench/export_cost.py                        # all three cases: about 12 minutes
+    python tests/bench/export_cost.py --threads 1 --keep 1   # one case
+
+The cases: a training on one core, one that keeps every core busy, and one whose older exports are
+deleted (`keep=1`).
 
 A round runs the same training twice in shuffled order: with an export of each saved step, and
 without. The training multiplies matrices and saves its state every 25 steps. An export of each save
@@ -11,6 +14,7 @@ is the worst case: a usual run exports one of many.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import statistics
@@ -41,7 +45,7 @@ class Run:
     exported: int = 0
 
 
-def train(folder: Path, mib: int, is_exporting: bool) -> Run:
+def train(folder: Path, mib: int, keep: int | None, is_exporting: bool) -> Run:
     """Trains, and saves every few steps."""
     found = Run()
     weights = {f"layers.{n}": torch.randn(1024, 4096) for n in range(mib // 16)}
@@ -50,7 +54,7 @@ def train(folder: Path, mib: int, is_exporting: bool) -> Run:
     def seen(event: object) -> None:
         found.exported += isinstance(event, sw.events.ExportEvent) and event.outcome == "exported"
 
-    exports = [sw.Export(folder / "hf" / "{step}")] if is_exporting else []
+    exports = [sw.Export(folder / "hf" / "{step}", keep=keep)] if is_exporting else []
     with sw.CheckpointManager(folder / "run", retention=2, exports=exports, on_event=seen) as manager:
         manager.prepare(weights)
         manager.save(0, weights).result()
@@ -73,29 +77,36 @@ def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--gib", type=float, default=0.5)
     arguments.add_argument("--rounds", type=int, default=5)
-    arguments.add_argument("--threads", type=int, default=1)
+    arguments.add_argument("--threads", type=int)
+    arguments.add_argument("--keep", type=int)
     arguments.add_argument("--directory", type=Path)
     given = arguments.parse_args()
-    torch.set_num_threads(given.threads)
-    measure(given.directory, max(16, int(given.gib * 1024)), given.rounds, given.threads)
+    cases = [(given.threads or 1, given.keep)]
+    if given.threads is None and given.keep is None:
+        cases = [(1, None), (os.cpu_count() or 1, None), (1, 1)]
+    for threads, keep in cases:
+        measure(given.directory, max(16, int(given.gib * 1024)), given.rounds, threads, keep)
 
 
-def measure(directory: Path | None, mib: int, rounds: int, threads: int) -> None:
-    """Runs all rounds, and prints medians of ratios."""
+def measure(directory: Path | None, mib: int, rounds: int, threads: int, keep: int | None) -> None:
+    """Runs all rounds of a case, and prints medians of ratios."""
+    torch.set_num_threads(threads)
     runs: dict[bool, list[Run]] = {False: [], True: []}
     for number in range(rounds + 1):
         for is_exporting in random.Random(number).sample([False, True], 2):
             folder = Path(tempfile.mkdtemp(prefix="bench-exports-", dir=directory))
             try:
                 settle()
-                found = train(folder, mib, is_exporting)
+                found = train(folder, mib, keep, is_exporting)
             finally:
                 shutil.rmtree(folder)
             if number > 0:  # the first round touches new memory
                 runs[is_exporting].append(found)
     exported = statistics.median(run.exported for run in runs[True])
     print(
-        f"{mib} MiB, {rounds} rounds, {threads} thread(s) of the training, {exported:.0f} exports in {SAVES} saves"
+        f"{mib} MiB, {rounds} rounds, {threads} thread(s) of the training, keep={keep},"
+        f" {exported:.0f} exports in {SAVES} saves",
+        flush=True,
     )
     rows = [["seconds", "without", "with exports", "ratio", "at most", ""]]
     for name, most, value in (
