@@ -113,7 +113,7 @@ def convert(
 
     The destination appears whole and durable, or not at all. Until then it has a temporary name
     beside its own: ``model.partial``. If a conversion is interrupted, the same call goes on where
-    it was.
+    it was. With ``to="stepwell"`` it begins again.
 
     Args:
         source: a checkpoint, a step's directory, a root, files of another library, or an open
