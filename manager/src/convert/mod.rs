@@ -47,7 +47,7 @@ use self::assembler::Assembler;
 use self::checksums::PieceSums;
 use self::journal::{Journal, Recorded};
 use self::partial_output::{PartialOutput, settle_lengths};
-use self::windows::{OutputWindow, WINDOW_ALIGNMENT, windows};
+use self::windows::{OutputWindow, WINDOW_ALIGNMENT, windows_in};
 use self::writer::{FilledWindow, WindowWriter};
 use crate::commit::aside;
 use crate::environment::Environment;
@@ -151,9 +151,10 @@ impl Conversion {
 
     /// Returns the bytes of this rank's part that an earlier process has written.
     pub fn resumed_bytes(&self) -> u64 {
-        let part = windows(&self.plan.files, self.options.window_bytes);
-        let part = part.filter(|window| self.part.contains(&window.number));
-        part.take_while(|window| window.number < self.recorded.finished).map(|window| window.len as u64).sum()
+        let finished = self.part.start..self.recorded.finished.min(self.part.end);
+        windows_in(&self.plan.files, self.options.window_bytes, finished)
+            .map(|window| window.len as u64)
+            .sum()
     }
 
     /// Writes all files below the temporary name, completely and durably, and waits for the other
@@ -246,10 +247,8 @@ impl Beginning<'_> {
 
     /// Returns the windows of this rank that are finished.
     fn finished(&self, finished: u64) -> impl Iterator<Item = OutputWindow> {
-        let part = self.part.start..finished.min(self.part.end);
-        windows(&self.plan.files, self.options.window_bytes)
-            .skip_while(move |window| window.number < part.start)
-            .take_while(move |window| window.number < part.end)
+        let finished = self.part.start..finished.min(self.part.end);
+        windows_in(&self.plan.files, self.options.window_bytes, finished)
     }
 }
 
@@ -272,11 +271,7 @@ impl WrittenPart<'_> {
         go_on: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<()> {
         let Self { plan, options, disk, dir, part } = self;
-        let all = || {
-            windows(&plan.files, options.window_bytes)
-                .skip_while(|window| window.number < part.start)
-                .take_while(|window| window.number < part.end)
-        };
+        let all = || windows_in(&plan.files, options.window_bytes, part.clone());
         let (total, written) = (all().map(|window| window.len as u64).sum(), Arc::new(AtomicU64::new(0)));
         let mut pending = all().peekable();
         while let Some(window) = pending.next_if(|window| window.number < recorded.finished) {

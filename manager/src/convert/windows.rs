@@ -1,5 +1,7 @@
 //! Windows: aligned ranges of the output files, in which a conversion reads and writes.
 
+use std::ops::Range;
+
 use super::file_plan::PlannedFile;
 
 /// The alignment of windows in their files, and of writes.
@@ -40,6 +42,16 @@ pub(super) fn windows(files: &[PlannedFile], window_bytes: u64) -> impl Iterator
         })
     });
     (0..).zip(of_files).map(|(number, (file, offset, len))| OutputWindow { number, file, offset, len })
+}
+
+/// Returns the windows of all files whose numbers are in a range, in order.
+pub(super) fn windows_in(
+    files: &[PlannedFile],
+    window_bytes: u64,
+    range: Range<u64>,
+) -> impl Iterator<Item = OutputWindow> + '_ {
+    let after = windows(files, window_bytes).skip_while(move |window| window.number < range.start);
+    after.take_while(move |window| window.number < range.end)
 }
 
 /// Returns the parts of a window, in order. Empty pieces have none.
@@ -94,6 +106,12 @@ mod tests {
                 }
             }
             assert_eq!(end, 1000);
+            let all = 0..end.div_ceil(window_bytes);
+            for start in all.clone() {
+                let range = start..(start + 3).min(all.end);
+                let numbers = windows_in(&files, window_bytes, range.clone()).map(|window| window.number);
+                assert!(numbers.eq(range));
+            }
             let lengths: Vec<u64> = pieces.iter().map(|piece| piece.length).collect();
             assert_eq!(found, lengths, "windows of {window_bytes}");
         }
