@@ -16,7 +16,7 @@ import pytest
 import stepwell as sw
 from conftest import partials, same
 from ranks import start
-from stepwell import _convert
+from stepwell import _convert, _core
 
 LONG = "STEPWELL_LONG" in os.environ
 
@@ -120,6 +120,31 @@ def test_a_failed_rank_ends_the_others_and_is_resumed(source: Path, at: int, slo
     assert partials(source.parent) == []
 
 
+def test_a_late_rank_does_not_recreate_the_output(
+    source: Path, slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, begin, deadline = source.parent / "out", _core.Conversion, time.monotonic() + 60
+
+    def late(*given: Any) -> Any:
+        begun = begin(*given)
+        if given[-1].ranks()[0] == 1:
+            # The leader has failed once it does not lock its journal any more.
+            while partials(source.parent):
+                assert time.monotonic() < deadline
+                _core.discard_conversion(str(out), True)
+        return begun
+
+    given: dict[str, Any] = {"destination": out, "to": "safetensors"}
+    with monkeypatch.context() as patched:
+        patched.setattr(_core, "Conversion", late)
+        failed = shared(source, 2, "first", progress=_stopping(0), **given)
+    assert isinstance(failed[0], _Stop), failed
+    assert "out.partial is gone" in str(failed[1])
+    assert "out.partial" not in partials(source.parent)
+    made = shared(source, 2, "second", verify=True, **given)
+    assert all(one.verified for one in made), made
+
+
 def test_another_number_of_ranks_starts_anew(source: Path, slow: None) -> None:
     out = source.parent / "out"
     given: dict[str, Any] = {"destination": out, "to": "safetensors"}
@@ -199,7 +224,7 @@ def test_ranks_need_a_directory_to_meet_in(source: Path) -> None:
 
 
 _RANK = """
-from stepwell import _convert
+from stepwell import _convert, _core
 _convert._WINDOW_BYTES, _convert._JOURNAL_BYTES = 4096, 16 << 10
 source, meet = sys.argv[5:7]
 print("ready", flush=True)

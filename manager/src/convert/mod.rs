@@ -50,6 +50,7 @@ use self::partial_output::{PartialOutput, settle_lengths};
 use self::windows::{OutputWindow, WINDOW_ALIGNMENT, windows_in};
 use self::writer::{FilledWindow, WindowWriter};
 use crate::commit::aside;
+use crate::delete_tree::ignore_missing;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::reader::Reader;
@@ -171,6 +172,8 @@ impl Conversion {
                 go_on(done, total)
             })
         });
+        // A removed output is the cause of other errors.
+        let wrote = wrote.or_else(|error| output.check_there().and(Err(error)));
         // A later try would fail at the same place.
         let is_final = wrote.as_ref().err().is_some_and(|error| {
             let core = error.core().map(CoreError::inner);
@@ -205,7 +208,8 @@ struct Beginning<'a> {
 type Begun = (PartialOutput, Journal, Recorded, Option<Box<dyn Lock>>);
 
 impl Beginning<'_> {
-    /// Prepares the output: locks it, and removes what another plan has left.
+    /// Prepares the output: locks it, removes what another plan has left, and creates it. No other
+    /// rank creates it: one that is late would do so after the leader has given up.
     fn lead(&self, output: PartialOutput) -> Result<Begun> {
         output.check_free()?;
         let is_there = output.is_there()?;
@@ -225,6 +229,7 @@ impl Beginning<'_> {
         output.remove()?;
         let journal = Journal::start(disk, file, digest, self.environment.rng.next_u128())?;
         output.parent.sync()?;
+        output.create()?;
         Ok((output, journal, Recorded::default(), lock))
     }
 
@@ -233,6 +238,11 @@ impl Beginning<'_> {
     fn follow(&self, output: PartialOutput, rank: u32, generation: u128) -> Result<Begun> {
         let name = output.journal_of(rank);
         let (file, recorded) = output.open_journal(&name)?;
+        // The leader removes the output before the journals, so one of both finds this journal.
+        if let Err(gone) = output.check_there() {
+            ignore_missing(output.parent.remove_file(&name))?;
+            return Err(gone);
+        }
         let (disk, digest) = (Arc::clone(&self.environment.disk), self.plan.digest);
         let recorded = recorded.filter(|found| found.digest == digest && found.generation == generation);
         if let Some(found) = recorded
@@ -289,6 +299,7 @@ impl WrittenPart<'_> {
             disk: Arc::clone(disk),
             dir,
             files: output.files(plan),
+            creates: output.kind == OutputKind::Directory,
             journal,
             journal_bytes: options.journal_bytes,
             written: Arc::clone(&written),

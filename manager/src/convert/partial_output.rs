@@ -119,19 +119,33 @@ impl PartialOutput {
         ))
     }
 
-    /// Opens the directory of the files, which is created if it is missing.
+    /// Creates the directory, or the empty file. Its journal is durable already: with it, the
+    /// output can be told from a stranger's file.
+    pub(super) fn create(&self) -> Result<()> {
+        match self.kind {
+            OutputKind::Directory => drop(self.parent.create_dir(&self.partial)?),
+            OutputKind::File => drop(self.parent.create_file(&self.partial, 0)?),
+        }
+        Ok(self.parent.sync()?)
+    }
+
+    /// Opens the directory of the files.
     pub(super) fn dir(&self) -> Result<Arc<dyn Dir>> {
-        if self.kind == OutputKind::File {
-            return Ok(Arc::clone(&self.parent));
+        match self.kind {
+            OutputKind::File => Ok(Arc::clone(&self.parent)),
+            OutputKind::Directory => Ok(self.parent.open_dir(&self.partial)?),
         }
-        match self.parent.create_dir(&self.partial) {
-            Err(error) if error.already_exists() => Ok(self.parent.open_dir(&self.partial)?),
-            made => {
-                let made = made?;
-                self.parent.sync()?;
-                Ok(made)
-            }
+    }
+
+    /// Fails if the output was removed after the leader had created it.
+    pub(super) fn check_there(&self) -> Result<()> {
+        if self.is_there()? {
+            return Ok(());
         }
+        Err(Error::Invalid(format!(
+            "{} is gone: another rank or process has removed it. Convert again",
+            self.path().display()
+        )))
     }
 
     /// Returns the files to write, by their names in [`Self::dir`].

@@ -39,6 +39,8 @@ pub(super) struct WindowWriter {
     pub disk: Arc<dyn Disk>,
     pub dir: Arc<dyn Dir>,
     pub files: Vec<OutputFile>,
+    /// True if missing files are created.
+    pub creates: bool,
     pub journal: Journal,
     /// Bytes between two records of the journal.
     pub journal_bytes: u64,
@@ -121,7 +123,7 @@ impl WindowWriter {
         };
         let length = planned.length.next_multiple_of(WINDOW_ALIGNMENT);
         let file = match self.dir.overwrite_file(&planned.name, length) {
-            Err(error) if error.is_not_found() => {
+            Err(error) if self.creates && error.is_not_found() => {
                 at.created = true;
                 self.dir.create_file(&planned.name, length)?
             }

@@ -53,14 +53,23 @@ fn plan() -> ConversionPlan {
     ConversionPlan { files, digest: [3; 32] }
 }
 
-/// Converts. Returns the bytes that an earlier process had written.
-fn convert(disk: &SimDisk, seed: u64) -> Result<u64, Error> {
+fn begin(
+    disk: &SimDisk,
+    seed: u64,
+    plan: ConversionPlan,
+    kind: OutputKind,
+) -> Result<(Checkpoint, Conversion), Error> {
     let environment = world::environment(disk, seed);
     let source = Checkpoint::open(Path::new(SOURCE), &environment)?;
     let limits = ConversionOptions { budget_bytes: 1 << 20, window_bytes: 4096, journal_bytes: 8192 };
     let (output, alone) = (Path::new(OUTPUT), Arc::new(Sharing::alone(&environment)));
-    let begun =
-        Conversion::begin(&source, plan(), output, OutputKind::Directory, &alone, &environment, limits)?;
+    let begun = Conversion::begin(&source, plan, output, kind, &alone, &environment, limits)?;
+    Ok((source, begun))
+}
+
+/// Converts. Returns the bytes that an earlier process had written.
+fn convert(disk: &SimDisk, seed: u64) -> Result<u64, Error> {
+    let (source, begun) = begin(disk, seed, plan(), OutputKind::Directory)?;
     let resumed = begun.resumed_bytes();
     begun.write(&source, &mut |_, _| true)?.publish()?;
     Ok(resumed)
@@ -133,6 +142,26 @@ fn a_conversion_killed_at_any_operation_is_finished_by_the_next() {
     assert!(kills > 50, "{kills} kills");
     let total: u64 = plan().files.iter().map(|file| file.length).sum();
     assert!(most > total * 2 / 3, "{most} of {total} bytes were resumed at most");
+}
+
+#[test]
+fn a_removed_output_is_not_created_again() {
+    for kind in [OutputKind::Directory, OutputKind::File] {
+        let disk = SimDisk::from_image(&source());
+        let mut plan = plan();
+        plan.files.truncate(if kind == OutputKind::File { 1 } else { 2 });
+        let (source, begun) = begin(&disk, 2, plan, kind).unwrap();
+        assert_eq!(names(&disk), ["b.partial", "b.partial.journal"]);
+        let parent = disk.open_dir(Path::new("out")).unwrap();
+        match kind {
+            OutputKind::Directory => parent.remove_dir("b.partial").unwrap(),
+            OutputKind::File => parent.remove_file("b.partial").unwrap(),
+        }
+        let failed = begun.write(&source, &mut |_, _| true).map(drop).unwrap_err();
+        assert!(failed.to_string().contains("b.partial is gone"), "{failed}");
+        assert_eq!(names(&disk), ["b.partial.journal"]);
+        assert_eq!(convert(&disk, 3).unwrap(), 0);
+    }
 }
 
 /// The entries beside the output.
