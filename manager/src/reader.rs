@@ -25,6 +25,7 @@ use stepwell_reshard::mapping::{self, MappedLeaf};
 use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, Request};
 
+use self::operands::{SHARED_BYTES, SharedOperands};
 use crate::directory_layout::MANIFEST;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -32,6 +33,7 @@ use crate::options::Options;
 use crate::stored_index::StoredIndex;
 
 mod compute;
+mod operands;
 
 /// The plan of a read uses one thread for so many requests.
 const REQUESTS_PER_THREAD: usize = 4096;
@@ -217,7 +219,7 @@ impl Reader {
 
     /// Returns the bytes of memory that reads use beside their buffers.
     pub fn computing_bytes(&self) -> u64 {
-        if self.computations.is_some() { 2 * compute::BATCH_BYTES } else { 0 }
+        if self.computations.is_some() { 2 * compute::BATCH_BYTES + SHARED_BYTES } else { 0 }
     }
 
     /// Returns the leaves, for matching.
@@ -308,14 +310,18 @@ impl Reader {
             );
         };
         let cells = compute::cells(self, computations, &computed)?;
+        let mut shared = SharedOperands::of(computations, &cells)?;
         // The error of this crate, and what the operands took.
         let (mut failed, mut operands) = (None, LoadStats::default());
         let mut next = |first: usize, go_on: &mut dyn FnMut(u64) -> bool| {
             let rest = cells.get(first..).unwrap_or_default();
-            compute::compute(self, computations, rest, options, &mut operands, go_on).map_err(|error| {
-                failed = Some(error);
-                stepwell_core::Error::Cancelled("a leaf cannot be computed".to_owned())
-            })
+            shared.free(first);
+            compute::compute(self, computations, rest, &mut shared, options, &mut operands, go_on).map_err(
+                |error| {
+                    failed = Some(error);
+                    stepwell_core::Error::Cancelled("a leaf cannot be computed".to_owned())
+                },
+            )
         };
         let copies_of_cells = cells.iter().map(compute::ComputedCell::copy).collect();
         let cells = ComputedCells { copies: copies_of_cells, compute: &mut next };

@@ -220,6 +220,8 @@ impl Computations {
                 pending.extend([second, first]);
             }
         }
+        // Neighbours in a row are read together: they share blocks of the file.
+        cells.sort_unstable_by(|one, other| one.offset.cmp(&other.offset));
         cells
     }
 

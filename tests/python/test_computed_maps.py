@@ -14,6 +14,7 @@ import stepwell as sw
 from command_line import flip_a_bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepwell._restore.array_reads import ArrayReads
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -339,6 +340,17 @@ def test_conversions_that_compute_keep_to_their_memory(tmp_path: Path) -> None:
         sw.restore(tmp_path / "out")["w"][::512, ::512],
         merged(w[::512, ::512], a[:, ::512], b[::512], 1 / 256),
     )
+
+
+def test_adapters_of_a_large_merge_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, a, b = normal(1024, 1024), normal(1024, 1024, seed=1), normal(1024, 1024, seed=2)
+    path = saved(tmp_path / "c", w=w, a=a, b=b)
+    read, nbytes = ArrayReads._read, []
+    monkeypatch.setattr(ArrayReads, "_read", lambda *given: nbytes.append(read(*given)))
+    found = sw.restore(path, map=[{"merge": "w", "a": "a", "b": "b", "scale": 0.5}])["w"]
+    same(found[::64], merged(w[::64], a, b[::64], 0.5))
+    # Cells of one block are not always read together.
+    assert sum(nbytes) < 2 * (w.nbytes + a.nbytes + b.nbytes)
 
 
 def test_a_value_that_overflows_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ use stepwell_reshard::computed::{Assembly, Computations};
 use stepwell_reshard::read_plan::{self, Request};
 
 use super::Reader;
+use super::operands::SharedOperands;
 use crate::error::{Error, Result};
 
 /// Bytes in memory for a cell.
@@ -56,6 +57,12 @@ pub(super) fn cells(
 }
 
 impl ComputedCell {
+    /// What it is made of.
+    pub(super) fn assembly<'c>(&self, computations: &'c Computations) -> Result<Assembly<'c>> {
+        let assembly = computations.assembly(self.holder, self.request.region.clone());
+        assembly.ok_or_else(|| Error::internal("a computed leaf", self.holder.to_string()))
+    }
+
     /// The place of its bytes.
     pub(super) fn copy(&self) -> BoxCopy {
         let Request { leaf, region, dst, dst_offset, dst_strides } = &self.request;
@@ -80,21 +87,21 @@ pub(super) fn compute(
     reader: &Reader,
     computations: &Computations,
     cells: &[ComputedCell],
+    shared: &mut SharedOperands,
     options: &LoadOptions,
     stats: &mut LoadStats,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<Vec<Vec<u8>>> {
     let (mut batch, mut bytes) = (Vec::new(), 0);
     for cell in cells {
-        let assembly = computations.assembly(cell.holder, cell.request.region.clone());
-        let assembly = assembly.ok_or_else(|| Error::internal("a computed leaf", cell.holder.to_string()))?;
+        let assembly = cell.assembly(computations)?;
         bytes += assembly.bytes_needed();
         if bytes > BATCH_BYTES && !batch.is_empty() {
             break;
         }
         batch.push(assembly);
     }
-    read(reader, computations, &mut batch, options, stats, go_on)?;
+    read(reader, computations, &mut batch, shared, options, stats, go_on)?;
     let computed = each("stepwell-compute", options.threads, &batch, |assembly| {
         assembly.bytes().map(std::borrow::Cow::into_owned)
     });
@@ -113,23 +120,58 @@ fn read(
     reader: &Reader,
     computations: &Computations,
     batch: &mut [Assembly<'_>],
+    shared: &mut SharedOperands,
     options: &LoadOptions,
     stats: &mut LoadStats,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<()> {
-    let (mut requests, mut targets) = (Vec::new(), Vec::new());
+    let (mut requests, mut bytes) = (Vec::new(), Vec::new());
+    for read in batch.iter().flat_map(Assembly::all_reads) {
+        if let Some((request, length)) = shared.reserve(read.leaf, bytes.len() as u32) {
+            requests.push(request);
+            bytes.push(vec![0; length]);
+        }
+    }
+    let targets = bytes.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice())).collect();
+    execute(reader, computations, &requests, targets, options, stats, go_on)?;
+    for (request, bytes) in requests.iter().zip(bytes) {
+        shared.keep(request.leaf, bytes)?;
+    }
+    let (mut requests, mut targets, mut copied) = (Vec::new(), Vec::new(), Ok(()));
     for assembly in batch {
         assembly.for_each_read(&mut |reads, target| {
+            match shared.copy(reads, target) {
+                Ok(true) => return,
+                Ok(false) => {}
+                Err(error) => copied = Err(error),
+            }
             let dst = targets.len() as u32;
             requests.extend(reads.iter().map(|read| Request { dst, ..read.clone() }));
             targets.push(HostTarget::from(target.as_mut_slice()));
         });
     }
-    let copies = read_plan::copies(&computations.index, &requests)?;
-    let disk = &*reader.environment.disk;
+    copied?;
+    execute(reader, computations, &requests, targets, options, stats, go_on)
+}
+
+/// Reads stored parts. Adds what it read to `stats`.
+fn execute(
+    reader: &Reader,
+    computations: &Computations,
+    requests: &[Request],
+    targets: Vec<HostTarget<'_>>,
+    options: &LoadOptions,
+    stats: &mut LoadStats,
+    go_on: &mut dyn FnMut(u64) -> bool,
+) -> Result<()> {
+    if requests.is_empty() {
+        return Ok(());
+    }
+    let index = &computations.index;
+    let copies = read_plan::copies(index, requests)?;
     let done = stats.bytes_read + stats.bytes_cached;
     let mut go_on = |bytes| go_on(done + bytes);
-    let index = &computations.index;
+    let disk = &*reader.environment.disk;
     let read = load::execute_while(disk, &reader.files, index, &copies, targets, options, &mut go_on);
     let read = read.map_err(|failure| reader.gone_or(failure.error))?;
     stats.bytes_read += read.bytes_read;
