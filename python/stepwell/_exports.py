@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, final
 
 from . import _core
 from . import _lifecycle as lifecycle
@@ -168,8 +168,14 @@ def checked(exports: Sequence[Export], root: str) -> Sequence[Export]:
     return found
 
 
-#: One export of one step: the number of the export, and the step.
-_Job: TypeAlias = tuple[int, int]
+class _Job(NamedTuple):
+    """One export of one step."""
+
+    #: The number of the export.
+    number: int
+    step: int
+    #: False if the save failed here. It may be committed all the same: other ranks may know.
+    is_committed: bool = True
 
 
 class Exporter:
@@ -202,16 +208,23 @@ class Exporter:
             self._saves += 1
         save.add_done_callback(self._is_over)
 
-    def _due(self, step: int) -> list[_Job]:
-        return [(number, step) for number, one in enumerate(self._exports) if step % one.every == 0]
+    def add_failed(self, step: int) -> None:
+        """Exports what is due of a save that failed here at once, if it is committed all the
+        same."""
+        with self._changed:
+            self._queue += self._due(step, is_committed=False)
+            self._changed.notify_all()
+
+    def _due(self, step: int, is_committed: bool = True) -> list[_Job]:
+        due = [number for number, one in enumerate(self._exports) if step % one.every == 0]
+        return [_Job(number, step, is_committed) for number in due]
 
     def _is_over(self, save: Save) -> None:
         handle = save._handle
         is_committed = handle is not None and handle.outcome()[0] == "committed"
         with self._changed:
             self._saves -= 1
-            if is_committed:
-                self._queue += [job for job in self._due(save.step) if job not in self._queue]
+            self._queue += self._due(save.step, is_committed)
             self._changed.notify_all()
 
     def wait(self, limit: float | None) -> bool:
@@ -248,16 +261,22 @@ class Exporter:
     # ---- one export ----
 
     def _export(self, job: _Job) -> None:
-        number, step = job
-        export, begun = self._exports[number], time.monotonic()
+        begun, step = time.monotonic(), job.step
+        export = self._exports[job.number]
         path = export._path(step)
         outcome: Literal["exported", "skipped", "failed"] = "exported"
         failure: BaseException | None = None
         made = None
         try:
+            # All ranks see the same on the disk, whatever they know of the save.
+            if not job.is_committed and step not in self._core.all_steps():
+                return
             sharing = self._core.sharing()
             try:
-                decision = sharing.ask(f"export step {step}", self._decide(job) if self._leads else "")
+                word = json.dumps([job.number, step, self._decide(job)]) if self._leads else ""
+                number, step, decision = json.loads(sharing.ask("export a step", word))
+                export = self._exports[number]
+                path = export._path(step)
                 if decision == "done":
                     return
                 if decision == "skip":
@@ -293,10 +312,12 @@ class Exporter:
 
     def _decide(self, job: _Job) -> _Decision:
         """The leader's decision. A step is skipped if a newer one waits."""
-        number, step = job
+        number, step = job.number, job.step
+        committed = self._core.all_steps()
         with self._changed:
-            if any(other == number for other, _ in self._queue):
-                return "skip"
+            newer = [one.step for one in self._queue if one.number == number and one.step in committed]
+        if newer:
+            return "done" if step in newer else "skip"
         path = self._exports[number]._path(step)
         if not os.path.lexists(path):
             return "write"
@@ -371,14 +392,14 @@ class Exporter:
         try:
             sharing = self._core.sharing()
             try:
-                found = json.dumps(self._left()) if self._leads else ""
+                found = json.dumps([[job.number, job.step] for job in self._left()]) if self._leads else ""
                 found = sharing.ask("resume exports", found)
             except (StepwellError, OSError) as error:
                 sharing.fail(_said(error))
                 raise
             finally:
                 sharing.leave()
-            return [(number, step) for number, step in json.loads(found)]
+            return [_Job(number, step) for number, step in json.loads(found)]
         except (StepwellError, OSError) as error:
             lifecycle.log(_ERROR, "stepwell", f"finding interrupted exports failed: {_said(error)}")
             return []
@@ -403,7 +424,7 @@ class Exporter:
                     wanted.add(partial)
                 elif partial is not None:
                     _core.discard_conversion(template.path(partial), export._is_directory())
-            jobs += [(number, step) for step in sorted(step for step in wanted if step is not None)]
+            jobs += [_Job(number, step) for step in sorted(step for step in wanted if step is not None)]
         return jobs
 
 

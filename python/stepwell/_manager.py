@@ -300,6 +300,8 @@ class CheckpointManager(Reading):
                 if isinstance(ticket, _core.Ticket):
                     # The other ranks may have begun this save, and wait for this one.
                     ticket.fail(f"{type(error).__name__}: {error}")
+                    if self._ending.exporter is not None:
+                        self._ending.exporter.add_failed(step)
                 raise
             save = Save(step, handle)
             self._saves[:] = [*(one for one in self._saves if not one.done()), save]

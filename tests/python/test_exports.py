@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -249,6 +250,62 @@ print([event.outcome for event in events if isinstance(event, sw.events.ExportEv
     assert exported(tmp_path) == ["2"]
     found = sw.restore(tmp_path / "hf" / "2")
     assert all((np.asarray(found[f"w{n}"]) == 2 * n + 0.5).all() for n in range(10))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_export_what_is_committed(tmp_path: Path, root: Path, rank: int) -> None:
+    script = """
+from types import SimpleNamespace
+from stepwell import _exports
+folder, doubter, is_over = sys.argv[5], int(sys.argv[6]), _exports.Exporter._is_over
+def doubting(exporter, save):
+    if RANK == doubter and save.step == 1:
+        handle = SimpleNamespace(outcome=lambda: ("failed", "no answer", "session_lost"))
+        save = SimpleNamespace(step=1, _handle=handle)
+    is_over(exporter, save)
+_exports.Exporter._is_over = doubting
+events = []
+with open_manager(exports=[sw.Export(folder + "/{step}")], on_event=events.append) as manager:
+    for step in (1, 2, 3):
+        try:
+            manager.save(step, {"w": object() if step == 2 and RANK == doubter else np.full(9, step)}).result()
+        except sw.StepwellError:
+            assert step == 2
+        manager.wait_for_exports()
+print([(event.step, event.outcome) for event in events if isinstance(event, sw.events.ExportEvent)])
+"""
+    told = run(tmp_path, script, 2, root, tmp_path / "hf", rank)
+    assert [line.strip() for line in told] == [str([(1, "exported"), (3, "exported")])] * 2
+    assert exported(tmp_path) == ["1", "3"]
+
+
+def test_only_exports_have_a_low_priority(tmp_path: Path, root: Path) -> None:
+    """A conversion of the user has the priority of its caller."""
+
+    def lowered() -> set[str]:
+        found = set()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):
+                name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+                found.update({name} if int(rest.split()[16]) == 19 else ())
+        return found
+
+    seen: list[set[str]] = []
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+        manager.save(1, state_of(1, 400_000)).result()
+        while not manager._ending.exporter.wait(0):  # type: ignore[union-attr]
+            seen.append(lowered())
+        assert set().union(*seen) >= {"stepwell-read"}
+        assert lowered() == set()
+        seen.clear()
+        manager.restore(1)
+        sw.convert(
+            *(root, tmp_path / "out"),
+            to="safetensors",
+            subtree="model",
+            progress=lambda done, total: seen.append(lowered()),
+        )
+        assert set().union(*seen) == set()
 
 
 def test_an_export_that_fails_on_one_rank_fails_on_all(tmp_path: Path, root: Path) -> None:
