@@ -264,6 +264,36 @@ def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
         assert int(told.stdout) << 10 < (128 + 64) << 20
 
 
+@pytest.mark.skipif(not LONG, reason="writes 25 GB: STEPWELL_LONG=1 runs it")
+def test_memory_is_the_same_for_100_gb(tmp_path: Path) -> None:
+    """The source is a file with holes, which reads as zeros."""
+    nbytes = 1 << 30
+    tensors = {
+        f"layers.{n}": {
+            "dtype": "F64",
+            "shape": [nbytes // 8],
+            "data_offsets": [n * nbytes, (n + 1) * nbytes],
+        }
+        for n in range(94)
+    }
+    header = json.dumps(tensors).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + len(tensors) * nbytes)
+    script = (
+        "import resource, sys, stepwell as sw\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        "sw.convert(sys.argv[1], sys.argv[2], to='safetensors', cast='bfloat16')\n"
+        "print(peak() - before)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "model.safetensors", tmp_path / "out"],
+        capture_output=True, text=True, timeout=900, check=True,
+    )  # fmt: skip
+    assert int(told.stdout) << 10 < _convert._BUDGET_BYTES + (64 << 20)
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_numpy_reads_the_output_bit_for_bit(
     saved: Path, small_windows: None, monkeypatch: pytest.MonkeyPatch, long: bool
