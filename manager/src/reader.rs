@@ -26,6 +26,7 @@ use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, Request};
 
 use self::operands::{SHARED_BYTES, SharedOperands};
+use crate::convert::Bands;
 use crate::directory_layout::MANIFEST;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -50,6 +51,7 @@ pub struct Reader {
     files: Arc<FileSet>,
     environment: Environment,
     load_options: LoadOptions,
+    bands: Bands,
     birth: Birth,
 }
 
@@ -134,6 +136,7 @@ impl Reader {
             files: Arc::clone(&self.files),
             environment: self.environment.clone(),
             load_options: self.load_options.clone(),
+            bands: Bands::default(),
             birth: self.birth,
         })
     }
@@ -155,6 +158,7 @@ impl Reader {
             files: Arc::new(files),
             environment: environment.clone(),
             load_options,
+            bands: Bands::default(),
             birth: Birth::now(),
         }
     }
@@ -178,6 +182,11 @@ impl Reader {
     /// [`Options`].
     pub fn load_options(&self) -> &LoadOptions {
         &self.load_options
+    }
+
+    /// Returns what conversions have read ahead of the captures.
+    pub(crate) fn bands(&self) -> &Bands {
+        &self.bands
     }
 
     /// Returns all items merged: one tree, one numbering of leaves, file names relative to the

@@ -60,7 +60,7 @@ _BUDGET_BYTES = 256 << 20
 _WINDOW_BYTES = 16 << 20
 _JOURNAL_BYTES = 512 << 20
 #: Bytes of the staging ring, if checkpoints of ours are written; seconds between looks at a save.
-_STAGING_BYTES = 192 << 20
+_STAGING_BYTES = 128 << 20
 _POLL_SECONDS = 0.05
 
 

@@ -389,3 +389,14 @@ def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
     assert found["list"][0] is None
     assert found["list"][2] == 3
     assert (found["none"], found["empty"], found["zero"]) == (None, (), 0)
+
+
+def test_chunks_of_a_large_matrix_are_read_in_pieces(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"matrix": (2100, 2048), "stack": (5, 700, 1501), "vector": (3_000_001,)}
+    sw.save(tmp_path / "c", {name: rng.standard_normal(shape) for name, shape in shapes.items()})
+    sw.convert(tmp_path / "c", tmp_path / "m.safetensors", to="safetensors")
+    for number, cast in enumerate([None, "float32"]):
+        made = tmp_path / f"made-{number}"
+        assert sw.convert(tmp_path / "m.safetensors", made, to="stepwell", cast=cast, verify=True).verified
+        assert sw.verify(made).ok

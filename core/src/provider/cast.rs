@@ -80,6 +80,10 @@ impl StateProvider for CastProvider {
         self.inner.timing()
     }
 
+    fn is_in_leaf_order(&self) -> bool {
+        self.inner.is_in_leaf_order()
+    }
+
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
         if itemsize != self.to.size() {
             return Err(format!("its elements are cast to {} bytes, not to {itemsize}", self.to.size()));

@@ -39,6 +39,12 @@ pub trait StateProvider: Send + Sync {
         CaptureTiming::Copied
     }
 
+    /// True if its chunks are best captured one after the other. Files have them among those of
+    /// other leaves.
+    fn is_in_leaf_order(&self) -> bool {
+        false
+    }
+
     /// Returns the devices that its bytes come from, each once.
     fn devices(&self) -> &[Arc<Device>] {
         &[]

@@ -32,7 +32,7 @@ fn position(devices: &[Arc<Device>], device: &Device) -> Option<usize> {
     devices.iter().position(|known| known.ordinal() == device.ordinal())
 }
 
-/// Returns all windows in file order.
+/// Returns all windows in file order, or in the order of leaves if one asks for it.
 pub(super) fn schedule(all: &Windows, devices: &[Arc<Device>]) -> Vec<ScheduledWindow> {
     let is_copied = |leaf: &Leaf| leaf.provider.timing() == CaptureTiming::Copied;
     if devices.is_empty() && all.leaves.iter().all(is_copied) {
@@ -52,7 +52,8 @@ pub(super) fn schedule(all: &Windows, devices: &[Arc<Device>]) -> Vec<ScheduledW
         .collect();
     // Windows that contain only objects may be captured as late as the last leaf.
     let latest = leaves.iter().map(|&(timing, _)| timing).min().unwrap_or(CaptureTiming::Copied);
-    all.list
+    let mut windows: Vec<_> = all
+        .list
         .iter()
         .zip(0_u32..)
         .map(|(window, number)| {
@@ -76,7 +77,20 @@ pub(super) fn schedule(all: &Windows, devices: &[Arc<Device>]) -> Vec<ScheduledW
                 device: first.unwrap_or(0) as u32,
             }
         })
-        .collect()
+        .collect();
+    if all.leaves.iter().any(|leaf| leaf.provider.is_in_leaf_order()) {
+        windows.sort_by(|one, other| place(all, one).cmp(&place(all, other)));
+    }
+    windows
+}
+
+/// Returns the leaf of a window's longest part, and the place of that part in the leaf.
+fn place<'a>(all: &'a Windows, window: &ScheduledWindow) -> Option<(u32, &'a [u64], u64)> {
+    let window = all.list.get(window.window as usize)?;
+    let longest = all.parts.get(window.parts.clone())?.iter().max_by_key(|part| part.len)?;
+    let PartSource::Chunk(chunk) = longest.source else { return None };
+    let chunk = all.chunks.get(chunk as usize)?;
+    Some((chunk.leaf, &chunk.local.offset, longest.from))
 }
 
 /// The windows of one device, in order. Each lane has a thread of its own, if there are enough.

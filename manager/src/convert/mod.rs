@@ -13,13 +13,14 @@
 //! | `writer` `journal` | windows to disk, and how far they are durable |
 //! | `partial_output` | the output until it has its name |
 //! | [`Sharing`] | ranks that write parts of one output |
-//! | [`StoredProvider`] | tensors of a checkpoint as leaves of a save |
+//! | [`StoredProvider`] `bands` | tensors of a checkpoint as leaves of a save |
 //! | [`compare`] | the source and the output, read and compared |
 //!
 //! The output has a temporary name beside its own until it is complete and durable. A conversion
 //! that was killed is resumed by one with the same plan: finished windows are not written again.
 
 mod assembler;
+mod bands;
 mod checksums;
 mod compare;
 pub mod file_plan;
@@ -56,6 +57,7 @@ use crate::error::{Error, Result};
 use crate::reader::Reader;
 use crate::singular;
 
+pub(crate) use bands::Bands;
 pub use compare::{TensorPair, compare};
 pub use file_plan::{ConversionPlan, PieceContent, PlannedFile, PlannedPiece};
 pub use partial_output::{discard, end_removal, remove};

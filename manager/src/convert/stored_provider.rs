@@ -13,12 +13,13 @@ use stepwell_reshard::layout::Place;
 use stepwell_reshard::read_plan::Request;
 use stepwell_reshard::subchunk::run_to_boxes;
 
+use super::bands::band_of;
 use super::file_plan::tensor_of;
 use crate::error::Error;
 use crate::reader::Reader;
 
 /// See the module documentation.
-pub struct StoredProvider<R> {
+pub struct StoredProvider<R: Deref<Target = Reader>> {
     source: Arc<R>,
     leaf: u32,
     stop: Arc<AtomicBool>,
@@ -27,7 +28,22 @@ pub struct StoredProvider<R> {
 impl<R: Deref<Target = Reader>> StoredProvider<R> {
     /// A provider of a tensor leaf. Its reads fail once `stop` is set.
     pub fn new(source: Arc<R>, leaf: u32, stop: Arc<AtomicBool>) -> Self {
+        source.bands().enter();
         Self { source, leaf, stop }
+    }
+
+    /// Copies some of the row-major bytes of a region, from `from` on. `peeks`: small pieces of it
+    /// are wanted.
+    fn copy(&self, local: &Region, from: u64, into: &mut [u8], peeks: bool) -> stepwell_core::Result<()> {
+        let tensor = tensor_of(&self.source, self.leaf).map_err(core_error)?;
+        let (size, band) = (tensor.dtype.size() as u64, band_of(&tensor.shape, local));
+        let (len, all) = (into.len() as u64, local.volume().unwrap_or(0) * size);
+        // Most of a chunk is worth its band. A window also has the ends of other chunks.
+        let reads = (peeks || len >= all / 2)
+            .then_some(|region: &Region, into: &mut [u8]| self.read(region, 0, into));
+        let is_kept = (band != *local || (peeks && len < all))
+            && self.source.bands().copy(self.leaf, size, (band, local), (from, &mut *into), reads)?;
+        if is_kept { Ok(()) } else { self.read(local, from, into) }
     }
 
     /// Reads some of the row-major bytes of a region, from `from` on.
@@ -54,20 +70,30 @@ impl<R: Deref<Target = Reader>> StoredProvider<R> {
     }
 }
 
+impl<R: Deref<Target = Reader>> Drop for StoredProvider<R> {
+    fn drop(&mut self) {
+        self.source.bands().leave();
+    }
+}
+
 impl<R: Deref<Target = Reader> + Send + Sync> StateProvider for StoredProvider<R> {
     fn capture(&self, fills: &[Fill<'_>], slot: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         for fill in fills {
-            self.read(fill.local, fill.from, slot.part(fill.at, fill.len)?)?;
+            self.copy(fill.local, fill.from, slot.part(fill.at, fill.len)?, false)?;
         }
         Ok(())
     }
 
     fn peek(&self, local: &Region, from: u64, into: &mut [u8]) -> stepwell_core::Result<bool> {
-        self.read(local, from, into).map(|()| true)
+        self.copy(local, from, into, true).map(|()| true)
     }
 
     fn timing(&self) -> CaptureTiming {
         CaptureTiming::Deferred
+    }
+
+    fn is_in_leaf_order(&self) -> bool {
+        true
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
