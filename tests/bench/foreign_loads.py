@@ -1,6 +1,6 @@
 """Measure loads of other libraries' checkpoints against their own loaders.
 
-    python tests/bench/foreign_loads.py                       # 4 GiB, five rounds: about 30 minutes
+    python tests/bench/foreign_loads.py                       # 4 GiB, four rounds: about 25 minutes
     python tests/bench/foreign_loads.py --gib 0.5 --rounds 2
 
 The model is written as sharded safetensors, as one file of torch.save, and as DCP of one rank and
@@ -225,7 +225,7 @@ def main() -> None:
         return
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--gib", type=float, default=4)
-    arguments.add_argument("--rounds", type=int, default=5)
+    arguments.add_argument("--rounds", type=int, default=4)
     arguments.add_argument("--directory", type=Path)
     given = arguments.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="bench-loads-", dir=given.directory))
