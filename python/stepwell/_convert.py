@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
@@ -137,7 +138,7 @@ def convert(
         files: files to copy into the destination, which is a directory: of a model's directory, all
             that are not weights, such as its configuration and its tokenizer.
         verify: read the output back and compare every tensor with the source, before the output
-            gets its name.
+            gets its name. A checkpoint of this library has its name by then.
         dry_run: return what would be written, and write nothing.
         coordinator: shares the work among the processes of a job, as of :class:`CheckpointManager`.
             All of them make this call, and see the same source and destination. A file with
@@ -241,7 +242,8 @@ def write(
     leaves = selected(checkpoint, core, what.choice, what.subtree)
     values, skipped = held_objects(core, leaves, what.to, what.objects, writer.holds, writer.held)
     content = _content(checkpoint, leaves, values, what.choice, writer, what.subtree)
-    files = [*writer.plan(content, options), *as_output(what.files), *extra]
+    passed = as_output(what.files)
+    files = [*writer.plan(content, options), *passed, *extra]
     sizes = {file.name: file.length for file in files}
     if len(sizes) < len(files):
         twice = next(file.name for file in files if [one.name for one in files].count(file.name) > 1)
@@ -252,12 +254,16 @@ def write(
     if what.dry_run:
         return result
     rows = [(file.name, file.length, file.pieces) for file in files]
-    digest = _digest(core, rows, sharing.ranks()[1])
+    digest = _digest(core, [_hashed(file) for file in files], sharing.ranks()[1])
     with _together(sharing):
         sharing.check_equal(digest.hex())
-        limits = _BUDGET_BYTES, _WINDOW_BYTES, _JOURNAL_BYTES
+        # Python and the engine hold what is passed along.
+        budget = _BUDGET_BYTES - 2 * sum(file.length for file in passed)
+        limits = budget, _WINDOW_BYTES, _JOURNAL_BYTES
         is_in_files = options.shard_bytes is not None
-        conversion = _core.Conversion(core, where, is_in_files, rows, digest, limits, sharing)
+        conversion = _core.Conversion(
+            core, where, is_in_files, rows, _resume_digest(core, digest), limits, sharing
+        )
         resumed = conversion.resumed_bytes()
         partial = conversion.partial()
         try:
@@ -344,9 +350,13 @@ def _save(
         for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True)
         if dtype != leaf.dtype
     }
-    ours = {leaf.holder: leaf for leaf in arrays}
-    nbytes = sum(prod(leaf.shape) * to_dtype(str(leaf.dtype)).itemsize for leaf in ours.values())
     if what.dry_run:
+        # Tied leaves are stored once.
+        sizes = {
+            leaf.holder: prod(leaf.shape) * to_dtype(dtype).itemsize
+            for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True)
+        }
+        nbytes = sum(sizes.values())
         return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
     names = [(leaf.number, leaf.nested_name) for leaf in arrays]
     with _together(sharing):
@@ -415,7 +425,7 @@ def _compare(
     ]
     if wrong := sharing.compare(core, made, pairs):
         raise CorruptCheckpoint(
-            f"{listed(tuple(arrays[at].path for at in wrong))} of {path} differ from the source. Verify the disk, and convert again"
+            f"{listed(tuple(arrays[at].path for at in wrong))} of {path} differ from the source. Verify the disk, remove {path}, and convert again"
         )
 
 
@@ -495,13 +505,35 @@ def _together(sharing: _core.Sharing) -> Iterator[None]:
         raise
 
 
-def _digest(core: _core.Checkpoint, plan: Sequence[object], ranks: int) -> bytes:
-    """Names a plan and its source: a conversion is resumed only by the same."""
+def _hashed(file: OutputFile) -> object:
+    """A planned file, with hashes in the place of its bytes, which may be many."""
+    pieces = [
+        (offset, length, None if data is None else hashlib.sha256(data).digest(), tensor, checked)
+        for offset, length, data, tensor, checked in file.pieces
+    ]
+    return file.name, file.length, pieces
+
+
+def _digest(core: _core.Checkpoint, plan: Iterable[object], ranks: int) -> bytes:
+    """Names a plan and its source. All ranks of a conversion have the same."""
     digest = hashlib.sha256(repr((_WINDOW_BYTES, ranks, core.path(), core.manifest())).encode())
     digest.update(repr((core.places(), core.layouts(), core.computations())).encode())
     for part in plan:
         digest.update(repr(part).encode())
     return digest.digest()
+
+
+def _resume_digest(core: _core.Checkpoint, digest: bytes) -> bytes:
+    """Names a plan and the files of its source as they are: a conversion is resumed only by the
+    same. A file that was replaced may have the length and the time of the old one, so its inode
+    counts, too."""
+    whole = hashlib.sha256(digest)
+    directory, files = core.path(), json.loads(core.manifest())["files"]
+    for file in files:
+        with contextlib.suppress(OSError):
+            stat = os.stat(os.path.join(directory, file["path"]))
+            whole.update(repr((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)).encode())
+    return whole.digest()
 
 
 def _verify(

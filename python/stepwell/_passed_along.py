@@ -28,10 +28,13 @@ _WEIGHTS = (
     ".h5",
     ".msgpack",
     ".npz",
+    ".npy",
+    ".pkl",
+    ".tflite",
     ".distcp",
 )
-#: The longest file that is passed along.
-_MAX_BYTES = 256 << 20
+#: Limit on the bytes of all files that are passed along. A conversion holds them in memory, twice.
+MAX_BYTES = 64 << 20
 
 
 def passed_along(files: Files | None) -> dict[str, str]:
@@ -72,11 +75,15 @@ def _of_directory(path: str) -> list[str]:
 def as_output(paths: Mapping[str, str]) -> list[OutputFile]:
     """Reads the files, to be written beside those of the format."""
     made = []
+    left = MAX_BYTES
     for name, path in paths.items():
         length = read(path, 0, 0)[1]
-        if not 0 < length <= _MAX_BYTES:
+        if length == 0:
+            raise MisuseError(f"{path} of files= is empty. Leave it out")
+        left -= length
+        if left < 0:
             raise MisuseError(
-                f"{path} of files= has {length} bytes; a file of 1 to {_MAX_BYTES} bytes can be passed along"
+                f"with {path} ({length} bytes), files= has more than {MAX_BYTES >> 20} MiB. Copy it yourself after the conversion"
             )
         file = OutputFile(name)
         file.add_bytes(read(path, 0, length)[0])

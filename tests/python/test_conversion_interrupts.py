@@ -86,6 +86,19 @@ def test_another_plan_or_source_starts_anew(larger: Path, change: str, small_win
     assert partials(larger.parent) == []
 
 
+def test_a_replaced_shard_starts_anew(tmp_path: Path, small_windows: None) -> None:
+    """The new file has the length of the old one and is older, as a copy that keeps times."""
+    source, out = tmp_path / "model.safetensors", tmp_path / "out"
+    save_file({"w": np.zeros(50_000)}, source)
+    interrupted(source, out, 0.5)
+    save_file({"w": np.ones(50_000)}, tmp_path / "new")
+    os.utime(tmp_path / "new", ns=(source.stat().st_mtime_ns,) * 2)
+    os.replace(tmp_path / "new", source)
+    made = sw.convert(source, out, to="safetensors", verify=True)
+    assert made.resumed_nbytes == 0
+    assert (load_file(out / "model.safetensors")["w"] == 1).all()
+
+
 def test_two_conversions_to_one_path_exclude_each_other(larger: Path, small_windows: None) -> None:
     out = larger.parent / "out"
     refused: list[str] = []

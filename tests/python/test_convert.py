@@ -141,7 +141,7 @@ def test_files_of_a_model_are_passed_along(tmp_path: Path) -> None:
     [
         ("none.json", "out", "does not exist"),
         (["a.json", "b/a.json"], "out", "have the same name"),
-        ("empty.json", "out", "has 0 bytes"),
+        ("empty.json", "out", "is empty. Leave it out"),
         ("model.safetensors", "out", "has the name of a file that is written"),
         ("a.json", "out.safetensors", "out.safetensors is one file"),
         (7, "out", "is a path or a list of paths"),
