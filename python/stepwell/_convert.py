@@ -345,18 +345,12 @@ def _save(
     node = checkpoint._find(0, subtree) if subtree else 0
     plain = {number: one.value for number, one in values.items()}
     state = nested(structure, node or 0, {**tensors, **plain})
-    casts = {
-        glob_escape(leaf.nested_name): dtype
-        for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True)
-        if dtype != leaf.dtype
-    }
+    dtypes = list(zip(arrays, output_dtypes(arrays, choice), strict=True))
+    casts = {glob_escape(leaf.nested_name): dtype for leaf, dtype in dtypes if dtype != leaf.dtype}
     if what.dry_run:
         # Tied leaves are stored once.
-        sizes = {
-            leaf.holder: prod(leaf.shape) * to_dtype(dtype).itemsize
-            for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True)
-        }
-        nbytes = sum(sizes.values())
+        stored = {leaf.holder: prod(leaf.shape) * to_dtype(dtype).itemsize for leaf, dtype in dtypes}
+        nbytes = sum(stored.values())
         return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
     names = [(leaf.number, leaf.nested_name) for leaf in arrays]
     with _together(sharing):
