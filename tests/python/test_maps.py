@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +237,79 @@ def test_a_file_that_is_no_map_is_refused(qkv: Path, tmp_path: Path, text: str |
 def test_a_rule_that_does_not_fit_is_named(qkv: Path, rule: dict[str, object], says: str) -> None:
     with pytest.raises(sw.MisuseError, match=re.escape(says)):
         restored(qkv, rule)
+
+
+def without_elements(path: Path, name: str, *shape: int) -> Path:
+    """A file of safetensors with one tensor."""
+    header = json.dumps({name: {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rule", "says"),
+    [
+        (
+            "layers.50000000.q",
+            (0,),
+            {"stack": "layers.{i}.q", "to": "q", "over": "i"},
+            "leaf `q`: of {i}, 0, 1, 2, 3, 4, 5, 6, 7 is missing (rule 1",
+        ),
+        (
+            f"layers.{'9' * 5000}.q",
+            (0,),
+            {"stack": "layers.{i}.q", "to": "q", "over": "i"},
+            "{i} has 5000 digits, more than 9 (rule 1",
+        ),
+        (
+            "w",
+            (3_000_000, 0),
+            {"unstack": "w", "to": "w.{i}", "over": "i"},
+            "leaf `w`: the rule makes 3000000 leaves",
+        ),
+        (
+            "w",
+            (1 << 40, 0),
+            {"rotary": "w", "heads": 2, "to": "pairs"},
+            "leaf `w`: the rule makes 549755813888 pieces",
+        ),
+    ],
+    ids=["gap", "digits", "unstack", "rotary"],
+)
+def test_numbers_of_a_file_cost_neither_time_nor_memory(
+    tmp_path: Path, name: str, shape: tuple[int, ...], rule: dict[str, object], says: str
+) -> None:
+    path = without_elements(tmp_path / "x.safetensors", name, *shape)
+    begun = time.process_time()
+    tracemalloc.start()
+    with pytest.raises(sw.MisuseError, match=re.escape(says)):
+        restored(path, rule)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+    assert time.process_time() - begun < 1
+
+
+def test_a_rule_has_a_limit_for_all_of_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.maps.rules._MAX_LEAVES", 8)
+    monkeypatch.setattr("stepwell.maps.rules._MAX_PIECES", 8)
+    sw.save(tmp_path / "c", {"a": arange(4, 2), "b": arange(4, 2)})
+    rules: list[dict[str, object]] = [
+        {"unstack": "{n}", "to": "{n}.{i}", "over": "i"},
+        {"rotary": "{n}", "heads": 2, "to": "halves"},
+    ]
+    for rule in rules:
+        restored(tmp_path / "c", rule)
+    sw.save(tmp_path / "d", {"a": arange(4, 2), "b": arange(4, 2), "c": arange(2, 2)})
+    with pytest.raises(sw.MisuseError, match=r"leaf `c`: the rule makes 10 leaves .*, more than 8"):
+        restored(tmp_path / "d", rules[0])
+    sw.save(tmp_path / "e", {"a": arange(4, 2), "b": arange(4, 2), "c": arange(4, 2)})
+    with pytest.raises(sw.MisuseError, match=r"leaf `c`: the rule makes 12 pieces .*, more than 8"):
+        restored(tmp_path / "e", rules[1])
+
+
+def test_rotary_keeps_a_tensor_without_rows(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"w": arange(0, 3)})
+    assert restored(tmp_path / "c", {"rotary": "w", "heads": 2, "to": "pairs"})["w"].shape == (0, 3)
 
 
 def test_rules_without_a_way_back_say_so() -> None:

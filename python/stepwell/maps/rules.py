@@ -5,12 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NoReturn, TypeAlias
 
 from .._paths import named
 from ..errors import MisuseError
 from .arrangement import Arrangement, concat
 from .patterns import Match, Pattern
+
+#: The most leaves and pieces that a rule makes by sizes in a file.
+_MAX_LEAVES, _MAX_PIECES = 1 << 17, 1 << 20
+#: The same if the matched tensors have no elements. Each element allows one more.
+_FREE_LEAVES, _FREE_PIECES = 1 << 12, 1 << 15
+#: The most digits of a number in a path, and the missing numbers that an error lists.
+_MAX_DIGITS, _LISTED = 9, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +214,13 @@ class Stack(Rule):
             number = match.captures[self.over]
             if not number.isdecimal():
                 refuse(path, f"{{{self.over}}} is {number!r}, not a number")
+            if len(number) > _MAX_DIGITS:
+                refuse(path, f"{{{self.over}}} has {len(number)} digits, more than {_MAX_DIGITS}")
             sets.setdefault(whole, {})[int(number)] = path
         made: Made = {}
         for whole, numbered in sets.items():
-            if set(numbered) != set(range(len(numbered))):
-                missing = sorted(set(range(max(numbered) + 1)) - set(numbered))
-                refuse(whole, f"of {{{self.over}}}, {', '.join(map(str, missing[:8]))} is missing")
+            if missing := _first_gaps(numbered):
+                refuse(whole, f"of {{{self.over}}}, {', '.join(map(str, missing))} is missing")
             parts = [untied(values, numbered[number]) for number in range(len(numbered))]
             if not all(isinstance(part, Arrangement) for part in parts):
                 refuse(whole, "objects cannot be stacked")
@@ -237,10 +246,14 @@ class Unstack(Rule):
     def apply(self, values: Values) -> Values:
         made: Made = {}
         gone: set[str] = set()
+        leaves = _Bound("leaves", _MAX_LEAVES, _FREE_LEAVES)
+        pieces = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
         for path, match in self._found(self.pattern, values):
             whole = untied(values, path)
             if not isinstance(whole, Arrangement) or self.axis >= len(whole.shape):
                 refuse(path, f"it has no axis {self.axis} to be unstacked")
+            leaves.add(path, whole, whole.shape[self.axis])
+            pieces.add(path, whole, whole.shape[self.axis] * len(whole.pieces))
             names = [
                 match.around(self.to.fill({**match.captures, self.over: str(number)}))
                 for number in range(whole.shape[self.axis])
@@ -309,13 +322,17 @@ class Rotary(Rule):
     axis: int = 0
 
     def apply(self, values: Values) -> Values:
+        pieces = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
+
         def moved(path: str, tensor: Arrangement) -> Arrangement:
-            if self.axis >= len(tensor.shape):
+            if self.axis >= len(tensor.shape) or not tensor.shape[self.axis]:
                 return tensor
             rows, rest = divmod(tensor.shape[self.axis], self.heads)
             if rest or rows % 2:
                 refuse(path, f"{tensor.shape[self.axis]} rows are not {self.heads} heads of an even size")
             half = rows // 2
+            count = self.heads * (2 if self.to == "halves" else half)
+            pieces.add(path, tensor, count * len(tensor.pieces))
             parts = []
             for head in range(0, self.heads * rows, rows):
                 if self.to == "halves":
@@ -366,6 +383,37 @@ class Drop(Rule):
 
     def inverse(self) -> Rule:
         raise MisuseError(f"the map's drop of `{self.pattern.text}` has no way back")
+
+
+class _Bound:
+    """What a rule makes, and the most that it may make of the tensors so far."""
+
+    def __init__(self, what: str, most: int, free: int) -> None:
+        self._what = what
+        self._most = most
+        self._count, self._allowed = 0, free
+
+    def add(self, path: str, tensor: Arrangement, count: int) -> None:
+        """Counts what is made of a tensor. Raises if it is too much."""
+        self._count += count
+        self._allowed += prod(tensor.shape)
+        most = min(self._most, self._allowed)
+        if self._count > most:
+            refuse(
+                path,
+                f"the rule makes {self._count} {self._what} up to this leaf, more than {most}. "
+                "Match fewer leaves, or correct the axis",
+            )
+
+
+def _first_gaps(numbers: Iterable[int]) -> list[int]:
+    """The first numbers that are missing below the largest one."""
+    missing: list[int] = []
+    expected = 0
+    for number in sorted(numbers):
+        missing += range(expected, min(number, expected + _LISTED - len(missing)))
+        expected = number + 1
+    return missing
 
 
 def _add(made: Made, path: str, value: Value, source: str) -> None:
