@@ -97,6 +97,22 @@ def test_a_value_that_is_not_plain_is_named_or_left_out(tmp_path: Path) -> None:
     assert found["more"][0] == 1
 
 
+def test_text_with_lone_surrogates_reaches_torch(tmp_path: Path) -> None:
+    state = {"text": "x\ud800", "names": {"\udc01": 1}}
+    torch.save(state, tmp_path / "c.pt")
+    sw.convert(tmp_path / "c.pt", tmp_path / "out.pt", to="torch", verify=True)
+    assert torch.load(tmp_path / "out.pt", weights_only=True) == state
+
+
+def test_dcp_loads_an_export_without_tensors(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    sw.save(tmp_path / "c", {"step": 3})
+    made = sw.export(tmp_path / "c", tmp_path / "out", to="dcp", objects="skip")
+    assert (made.skipped, list(made.files)) == (("step",), [".metadata"])
+    dcp.load({}, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert sw.restore(tmp_path / "out") == {}
+
+
 def test_a_part_and_a_cast_reach_torch(tmp_path: Path) -> None:
     w = tensor("float32", 40, 50)
     state = {"params": {"layers": [{"w": w}, {"w": w + 1}, {"w": w + 2}]}, "step": 3}

@@ -339,6 +339,13 @@ def test_numpy_reads_the_output_bit_for_bit(
         same(found["half"], PARAMS["half"].astype(np.float32))
 
 
+def test_a_name_that_no_archive_holds_is_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"n" * 40_000: {"m" * 40_000: np.ones(2)}})
+    with pytest.raises(sw.MisuseError, match=r"leaf `n+\.\.\.`: its name in the archive has 80005 bytes"):
+        sw.convert(tmp_path / "c", tmp_path / "out.npz", to="npz")
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_safetensors_files_become_a_checkpoint_of_ours(saved: Path) -> None:
     sw.export(saved, saved.parent / "out.safetensors", subtree="params")
     back = saved.parent / "back"

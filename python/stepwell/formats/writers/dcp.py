@@ -23,7 +23,8 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     check_dtypes(content.tensors)
     files: list[OutputFile] = []
     places: dict[str, tuple[str, int, int]] = {}
-    for number, shard in enumerate(shards(content.tensors, options.shard_bytes or 1)):
+    parts = shards(content.tensors, options.shard_bytes or 1) if content.tensors else []
+    for number, shard in enumerate(parts):
         file = OutputFile(f"__0_{number}.distcp")
         for tensor in shard:
             file.add_bytes(bytes(-file.length % _ALIGNMENT))

@@ -15,6 +15,8 @@ from .output import OutputFile
 
 _MAGIC = b"\x93NUMPY"
 _ALIGNMENT = 64
+#: The longest name of a member of a zip archive.
+_MAX_NAME_BYTES = 0xFFFF
 
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
@@ -27,7 +29,12 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
             raise MisuseError(
                 f"{named(tensor.path)} is {tensor.dtype}, which numpy cannot read from its files. Pass cast=, or leave it out with exclude="
             )
-        archive.add(f"{tensor.name}.npy", _header(dtype, tensor.shape), tensor)
+        name = f"{tensor.name}.npy"
+        if len(name.encode()) > _MAX_NAME_BYTES:
+            raise MisuseError(
+                f"{named(tensor.path[:100] + '...')}: its name in the archive has {len(name.encode())} bytes, more than {_MAX_NAME_BYTES}. Rename it with map=, or leave it out with exclude="
+            )
+        archive.add(name, _header(dtype, tensor.shape), tensor)
     archive.finish()
     return [file]
 

@@ -141,5 +141,5 @@ class Pickle:
         self._bytes += b"\x8a" + bytes([length]) + value.to_bytes(length, "little", signed=True)
 
     def _add_text(self, value: str) -> None:
-        text = value.encode()
+        text = value.encode(errors="surrogatepass")
         self._bytes += b"X" + struct.pack("<L", len(text)) + text
