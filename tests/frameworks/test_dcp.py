@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
+from stepwell.formats.dcp import _merged
+from stepwell.formats.dcp_metadata import Part, Place, Saved, SavedTensor
 
 torch = pytest.importorskip("torch")
 zstandard = pytest.importorskip("zstandard")
@@ -158,11 +160,14 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LOCAL = """
     import sys
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
     import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     path, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=world)
     state = {"same": torch.ones(3), "other": torch.full((2,), float(rank)), f"own{rank}": torch.ones(rank + 1)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path), use_collectives=False)
+    writer = dcp.FileSystemWriter(path + "/as_safetensors", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state, storage_writer=writer, use_collectives=False)
     dist.destroy_process_group()
 """
 
@@ -178,6 +183,26 @@ def test_ranks_that_saved_for_themselves_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint["same"][...], np.ones(3))
         assert checkpoint["own1"].shape == (2,)
         assert "differs between ranks" in repr(checkpoint["other"])
+    with sw.open(path / "as_safetensors") as checkpoint:
+        assert "of several ranks, without checksums to compare" in repr(checkpoint["same"])
+        np.testing.assert_array_equal(checkpoint["own1"][...], np.ones(2))
+
+
+def test_metadata_of_many_ranks_are_merged_in_linear_time() -> None:
+    def of_rank(rank: int) -> Saved:
+        places = [Place(f"__{rank}_0.distcp", 9 * at, 9, ()) for at in range(20)]
+        parts = [[Part((rank,), (1,), place), Part((1000,), (1,), place)] for place in places]
+        return Saved({f"w{at}": SavedTensor("bool", "bool", (1001,), one) for at, one in enumerate(parts)})
+
+    ranks = [of_rank(rank) for rank in range(1000)]
+    begun = time.process_time()
+    merged = _merged(ranks, [f"__{rank}.metadata" for rank in range(1000)])
+    assert time.process_time() - begun < 1
+    assert {len(one.parts) for one in merged.tensors.values()} == {1001}
+    assert len(merged.copies) == 20 * 999
+    assert {(name, one.file) for name, one, _ in merged.copies} == {
+        (f"w{at}", "__0_0.distcp") for at in range(20)
+    }
 
 
 def whole(*shape: int) -> np.ndarray:
@@ -423,6 +448,12 @@ def test_it_is_read_without_torch(sharded: Path) -> None:
         assert not any(name.split(".")[0] == "torch" for name in sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_names_that_are_no_utf_8_are_refused(tmp_path: Path) -> None:
+    path = save({"a\ud800": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(sw.CorruptCheckpoint, match=r"`a\\ud800` is no valid UTF-8"):
+        sw.open(path)
 
 
 def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:

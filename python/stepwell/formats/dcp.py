@@ -78,7 +78,11 @@ class _Checkpoint:
         for name, place in self._saved.objects.items():
             leaves[name] = self._object(name, place, archives)
         for name, one, other in self._saved.copies:
-            if one not in archives or other not in archives or not archives[one].is_copy_of(archives[other]):
+            is_known = one in archives and other in archives
+            is_copy = archives[one].is_copy_of(archives[other]) if is_known else None
+            if is_copy is None:
+                leaves[name] = Opaque("value of several ranks, without checksums to compare")
+            elif not is_copy:
                 leaves[name] = Opaque("value that differs between ranks")
         state = _nested(leaves, self._saved.paths)
         return Description(FAMILY, self._path, state, guarded=self._guarded)
@@ -244,6 +248,8 @@ def _is_zstd(place: Place) -> bool:
 def _merged(saved: Sequence[Saved], files: Sequence[str]) -> Saved:
     """The metadata of all ranks as one. The first rank's copy of a part counts."""
     whole = saved[0]
+    #: The places of the known parts of each tensor that several ranks have.
+    known_places: dict[str, dict[tuple[int, ...], Place]] = {}
     for one, file in zip(saved[1:], files[1:], strict=True):
         for name, tensor in one.tensors.items():
             known = whole.tensors.setdefault(name, tensor)
@@ -253,12 +259,15 @@ def _merged(saved: Sequence[Saved], files: Sequence[str]) -> Saved:
                 raise corrupt(
                     file, f"{named(name)} has another dtype or shape in the metadata of another rank"
                 )
-            places = {part.offsets for part in known.parts}
-            known.parts.extend(part for part in tensor.parts if part.offsets not in places)
-            first = {part.offsets: part.place for part in known.parts}
-            whole.copies += [
-                (name, first[part.offsets], part.place) for part in tensor.parts if part.offsets in places
-            ]
+            if name not in known_places:
+                known_places[name] = {part.offsets: part.place for part in known.parts}
+            places = known_places[name]
+            for part in tensor.parts:
+                if part.offsets in places:
+                    whole.copies.append((name, places[part.offsets], part.place))
+                else:
+                    places[part.offsets] = part.place
+                    known.parts.append(part)
         for name, place in one.objects.items():
             if whole.objects.setdefault(name, place) is not place:
                 whole.copies.append((name, whole.objects[name], place))

@@ -211,6 +211,10 @@ class _Reader:
     def _text(self, value: object) -> str:
         if type(value) is not str:
             self._wrong("text was expected")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self._wrong(f"`{printable(value[:200])}` is no valid UTF-8")
         return value
 
     def _texts(self, value: object) -> tuple[str, ...]:
@@ -237,7 +241,9 @@ class _Reader:
         if not isinstance(value, tuple) or not 0 < len(value) <= _MAX_PATH:
             self._wrong("a path in a state was expected")
         for part in value:
-            if type(part) is not str and (type(part) is not int or part < 0):
+            if type(part) is str:
+                self._text(part)
+            elif type(part) is not int or part < 0:
                 self._wrong("a path in a state has parts of other types")
         return value
 

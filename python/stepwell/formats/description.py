@@ -234,8 +234,9 @@ def _path_of(file: str | Compressed) -> str:
 
 
 def row_major(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours along each dimension of a row-major array."""
+    """Distances between neighbours along each dimension of a row-major array: bytes, or elements
+    with an ``itemsize`` of 1."""
     strides = [itemsize] * len(extent)
     for axis in range(len(extent) - 1, 0, -1):
-        strides[axis - 1] = strides[axis] * extent[axis]
+        strides[axis - 1] = strides[axis] * max(extent[axis], 1)
     return tuple(strides)

@@ -1,13 +1,16 @@
-"""Bytes of other libraries' files, and the index of a sharded checkpoint of Hugging Face."""
+"""Bytes, errors and checksums of other libraries' files, and the index of a sharded checkpoint of
+Hugging Face."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 
 from .. import _core
 from .._checks import shown
 from ..errors import CorruptCheckpoint
+from .description import Guarded
 
 #: The longest index that is read.
 _MAX_INDEX_BYTES = 256 << 20
@@ -23,6 +26,15 @@ def corrupt(path: str, what: str) -> CorruptCheckpoint:
     error = CorruptCheckpoint(f"{path}: {what}")
     error.file = path
     return error
+
+
+def guarded(members: Iterable[_core._ZipMember]) -> list[Guarded]:
+    """The ranges of a zip archive that have checksums."""
+    return [
+        (offset, length, crc)
+        for _, method, crc, offset, _, length in members
+        if crc is not None and method == "stored"
+    ]
 
 
 def weight_map(index: str) -> list[tuple[str, str]]:

@@ -11,10 +11,11 @@ import os
 import re
 
 from .. import _core
-from .._paths import extend
+from .._paths import extend, named
 from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint
 from .description import Chunk, Description, Opaque, Tensor
+from .files import corrupt, read
 
 FAMILY = "flax"
 #: The file's name in directories of Hugging Face.
@@ -39,7 +40,7 @@ def describe(path: str) -> Description | None:
         path = os.path.join(path, _MODEL)
     if not os.path.isfile(path):
         return None
-    start, _ = _core.read_foreign(os.path.realpath(path), 0, _START_BYTES)
+    start, _ = read(path, 0, _START_BYTES)
     if not _START.match(start):
         return None
     value = _core.msgpack(os.path.realpath(path), (_ARRAY, _COMPLEX, _SCALAR))
@@ -123,9 +124,7 @@ class _Reader:
         return Tensor(dtype, shape, tuple(one for one in chunks if one.nbytes))
 
     def corrupt(self, place: str, what: str) -> CorruptCheckpoint:
-        error = CorruptCheckpoint(f"{self.path}: leaf `{place}`: {what}")
-        error.file = self.path
-        return error
+        return corrupt(self.path, f"{named(place)}: {what}")
 
 
 def _below(place: str, key: object) -> str:

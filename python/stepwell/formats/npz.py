@@ -11,8 +11,8 @@ import os
 import re
 
 from .. import _core
-from ..errors import CorruptCheckpoint
 from .description import Chunk, Compressed, Description, Opaque, Tensor
+from .files import corrupt, guarded, read
 
 FAMILY = "numpy"
 _SUFFIX = ".npy"
@@ -49,7 +49,7 @@ def describe(path: str) -> Description | None:
     """Describes an array, or an archive with an array."""
     if not os.path.isfile(path):
         return None
-    start, length = _core.read_foreign(os.path.realpath(path), 0, _START_BYTES)
+    start, length = read(path, 0, _START_BYTES)
     if start == _MAGIC:
         (array,) = _arrays(path, [("", path, 0, length)])
         return Description(FAMILY, path, array)
@@ -65,18 +65,13 @@ def _archive(path: str) -> Description | None:
     for member, method, crc, offset, stored, length in members:
         name = member.removesuffix(_SUFFIX)
         if name in state:
-            raise _corrupt(path, f"array `{name}` occurs twice, as `{name}` and `{name}{_SUFFIX}`")
+            raise corrupt(path, f"array `{name}` occurs twice, as `{name}` and `{name}{_SUFFIX}`")
         state[name] = Opaque(f"file of {length} bytes")
         if member.endswith(_SUFFIX):
             stream = Compressed(path, offset, stored, length, crc)
             arrays.append((name, path, offset, length) if method == "stored" else (name, stream, 0, length))
     state.update(zip((name for name, *_ in arrays), _arrays(path, arrays), strict=True))
-    guarded = [
-        (offset, length, crc)
-        for _, method, crc, offset, _, length in members
-        if crc is not None and method == "stored"
-    ]
-    return Description(FAMILY, path, state, guarded={path: guarded})
+    return Description(FAMILY, path, state, guarded={path: guarded(members)})
 
 
 def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> list[Tensor | Opaque]:
@@ -98,7 +93,7 @@ def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> 
         nbytes = math.prod(shape) * itemsize
         if nbytes != length - header:
             where = f"array `{name}`: " if name else ""
-            raise _corrupt(
+            raise corrupt(
                 path, f"{where}{length - header} bytes are not those of {descr} of shape {list(shape)}"
             )
         strides = None
@@ -129,9 +124,3 @@ def _what(descr: str | None) -> str:
     if re.fullmatch(r"[<>|][VW]\d+", descr):
         return f"array of {descr}, a dtype without its name,"
     return f"array of {descr}"
-
-
-def _corrupt(path: str, what: str) -> CorruptCheckpoint:
-    error = CorruptCheckpoint(f"{path}: {what}")
-    error.file = path
-    return error

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .. import _core
 from ..errors import FormatError
 from .description import Compressed, Guarded, Place
-from .files import corrupt, read
+from .files import corrupt, guarded, read
 from .old_torch_stream import MAX_PICKLE_BYTES
 from .pickle_values import Found, Malformed, Stream, opaque
 from .torch_symbols import Storage, StorageId, found_storage, storage_id
@@ -85,19 +85,17 @@ class Archive:
 
     def guarded(self) -> list[Guarded]:
         """The ranges that have checksums."""
-        return [
-            (offset, length, crc)
-            for _, method, crc, offset, _, length in self._members.values()
-            if crc is not None and method == "stored" and self._stream is None
-        ]
+        return guarded(self._members.values()) if self._stream is None else []
 
-    def is_copy_of(self, other: Archive) -> bool:
-        """True if its checksums say that it has the same content."""
+    def is_copy_of(self, other: Archive) -> bool | None:
+        """True if its checksums say that it has the same content. ``None`` if one is missing."""
         mine, theirs = (
             {name.removeprefix(one.root): row[2] for name, row in one._members.items() if "/data" in name}
             for one in (self, other)
         )
-        return None not in mine.values() and mine == theirs
+        if None in mine.values() or None in theirs.values():
+            return None
+        return mine == theirs
 
     def data(self) -> bytes:
         """The bytes of the pickle of the object."""

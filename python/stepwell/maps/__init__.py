@@ -26,6 +26,7 @@ from typing import TypeAlias, final
 from .. import _core
 from .._checks import shown
 from ..errors import MisuseError
+from ..formats.files import read
 from . import layout, parsing
 from .rules import Rule
 
@@ -106,10 +107,10 @@ def _naming(where: str) -> Iterator[None]:
 def _read(path: str) -> Iterable[Mapping[str, object]]:
     if not os.path.isfile(path):
         raise MisuseError(f"the map {path} is no file; pass a TOML file, rules or a sw.maps.Map")
-    length = _core.read_foreign(os.path.realpath(path), 0, 0)[1]
+    length = read(path, 0, 0)[1]
     if length > _MAX_FILE_BYTES:
         raise MisuseError(f"the map {path} has {length} bytes; a map has at most {_MAX_FILE_BYTES}")
-    text = _core.read_foreign(os.path.realpath(path), 0, length)[0]
+    text = read(path, 0, length)[0]
     try:
         content = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..._paths import named
 from ...errors import MisuseError
+from ..description import row_major
 from .archive import Archive
 from .content import Content, FileOptions, PlainValue
 from .output import OutputFile, OutputTensor
@@ -126,18 +127,10 @@ def _add_tensor(out: Pickle, tensor: OutputTensor, key: str) -> None:
         out.add(value)
     out.tuple()
     out.persistent()
-    for part in (0, tensor.shape, _strides(tensor.shape), False):
+    for part in (0, tensor.shape, row_major(tensor.shape, 1), False):
         out.add(part)
     out.empty_ordered_dict()
     if not storage:
         add_dtype(out, tensor.dtype)
     out.tuple()
     out.call()
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbours along each dimension."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 1, 0, -1):
-        strides[axis - 1] = strides[axis] * max(shape[axis], 1)
-    return tuple(strides)
