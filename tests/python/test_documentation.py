@@ -96,6 +96,14 @@ def test_the_killed_first_page_program_ends_with_equal_bits(
     assert np.array_equal(first, second)
 
 
+def test_the_modules_of_the_manager_have_a_row() -> None:
+    text = (pages.PROJECT / "docs/decisions/007-modules-of-the-manager.md").read_text()
+    described = {name for code in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\w+", code)}
+    library = (pages.PROJECT / "manager/src/lib.rs").read_text()
+    modules = re.findall(r"^(?:pub )?mod (\w+);", library, re.MULTILINE)
+    assert set(modules) - described == {"scale_tests"}
+
+
 def slug(heading: str) -> str:
     """Returns a heading's name in links, as forges and the site derive it."""
     return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).lower()).strip().replace(" ", "-")
