@@ -583,6 +583,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
 
         Raises:
             CorruptCheckpoint: one of the two is damaged.
+            MismatchError: a pattern matches no leaf.
         """
         from ._comparison import compare
         from ._opening import opened

@@ -17,6 +17,7 @@ from . import _core
 from ._contents import StoredNode
 from ._state.specs import ArraySpec
 from ._value_difference import alike, difference
+from .errors import MismatchError
 
 if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
@@ -176,7 +177,29 @@ class _Comparison:
             for name, number in self._a.dotted_names(self._partners).items():
                 if name in names:
                     self._partners[number] = names[name]
+        self._check_choice(choice)
         self._changes: dict[int, Change] = {}
+
+    def _check_choice(self, choice: _core._Choice) -> None:
+        """Refuses a pattern that matches no leaf, and a choice of no leaf."""
+        include, exclude, _ = choice
+        if include is None and not exclude:
+            return
+        partners = {other for one, other in self._partners.items() if self._a.nodes[one].leaf is not None}
+        only_b = [number for number in self._b.leaves if number not in partners]
+        paths = [self._a.nodes[number].path for number in self._a.leaves]
+        paths += [self._b.nodes[number].path for number in only_b]
+        sides = f"{self._a.checkpoint.path} or {self._b.checkpoint.path}"
+        for globs, option in ((include or (), "include="), (exclude, "exclude=")):
+            for glob in globs:
+                if all(found is None for found in _core.first_globs([glob], paths)):
+                    raise MismatchError(
+                        f"{glob!r} of {option} matches no leaf of {sides}. Correct it, or leave it out. "
+                        "Patterns are matched against paths of the first checkpoint, or of the second for "
+                        "leaves that only it has; `stepwell show` lists them"
+                    )
+        if not (self._a.chosen or self._b.chosen.intersection(only_b)):
+            raise MismatchError(f"no leaf of {sides} is selected. Change include= or exclude=")
 
     def run(self, values: bool, progress: _Progress | None) -> Difference:
         """Compares them."""

@@ -403,3 +403,29 @@ def test_a_tied_leaf_that_an_export_left_out_is_named(tmp_path: Path) -> None:
     sw.export(tmp_path / "ours", tmp_path / "theirs")
     text = run("diff", tmp_path / "ours", tmp_path / "theirs").stdout
     assert "- head: only in a, 1 leaf, tied to embed" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--include", "nope*"], "'nope*' of --include matches no leaf"),
+        (["--include", "a", "--include", "nope*"], "'nope*' of --include matches no leaf"),
+        (["--exclude", "nope*"], "'nope*' of --exclude matches no leaf"),
+        (["--exclude", "**"], "is selected. Change --include or --exclude"),
+    ],
+)
+def test_a_pattern_that_matches_no_leaf_is_refused(tmp_path: Path, options: list[str], words: str) -> None:
+    one, other = both(tmp_path, {"a": np.ones(2)}, {"a": np.ones(2), "b": 1})
+    for sides in ((one, other), (other, one)):
+        error = document("diff", *sides, *options, code=1)["error"]
+        assert error["kind"] == "mismatch"
+        assert words in error["message"]
+        assert document("diff", *sides, "--include", "b", code=1)["common_leaves"] == 0
+
+
+def test_a_pattern_of_a_partner_alone_is_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path / "own", {"layers": [{"w": np.ones(2)}]})
+    save_file({"layers.0.w": np.ones(2)}, tmp_path / "flat.safetensors")
+    sides = tmp_path / "own", tmp_path / "flat.safetensors"
+    assert document("diff", *sides, "--include", "layers[0]/w")["common_leaves"] == 1
+    assert document("diff", *sides, "--include", "layers.0.w", code=1)["error"]["kind"] == "mismatch"

@@ -176,3 +176,23 @@ def test_commands_for_steps_refuse_foreign_files(weights: Path, tmp_path: Path) 
         assert words in done.stderr
         assert done.stderr.count("a checkpoint of stepwell is a directory") <= 1
     assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["verify", "--all"],
+        ["gc"],
+        ["gc", "--dry-run"],
+        ["prune", "--keep-latest", 1, "--yes"],
+        ["rm", 1, "--yes"],
+        ["rewind", 3, "--yes"],
+    ],
+)
+def test_commands_for_roots_refuse_foreign_directories(weights: Path, command: list[Any]) -> None:
+    name, *rest = command
+    error = document(name, weights.parent, *rest, code=2)["error"]
+    assert error["kind"] == "invalid"
+    assert "another library" in error["message"]
+    assert "step" in error["message"]
+    assert [file.name for file in weights.parent.iterdir()] == [weights.name]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
@@ -83,6 +84,7 @@ def _report(out: Output, error: Exception) -> int:
     """Prints an error: a sentence on standard error; with ``--json`` also a document."""
     known = isinstance(error, (StepwellError, OSError))
     text = " ".join(str(error).split("\n")) if isinstance(error, StepwellError) else str(error)
+    text = _in_options(text)
     if not known:
         text = f"{type(error).__name__}: {text} (a bug in stepwell, or a fault of this machine: --traceback shows where)"
     out.note(f"stepwell {out.command}: {safe(text)}")
@@ -90,6 +92,18 @@ def _report(out: Output, error: Exception) -> int:
     found = {name: getattr(error, name, None) for name in ("leaf", "file", "block")}
     out.document({"error": {"kind": kind, "message": text, **found}})
     return MISUSE if isinstance(error, MisuseError) else PROBLEMS
+
+
+def _in_options(text: str) -> str:
+    """Returns a message with keywords as the options of the command: ``include=`` is
+    ``--include``, and ``objects="skip"`` is ``--objects skip``."""
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return text
+    options = [name for one in context.command.params for name in one.opts if name.startswith("--")]
+    by_keyword = {name[2:].replace("-", "_"): name for name in options}
+    keyword = rf"(?<![\w/.-])({'|'.join(by_keyword)})=(?:\"([^\"]*)\"|(?=[\s,.;:)]|$))"
+    return re.sub(keyword, lambda found: " ".join(filter(None, (by_keyword[found[1]], found[2]))), text)
 
 
 class _Warnings(logging.Handler):

@@ -10,7 +10,7 @@ import click
 
 import stepwell as sw
 
-from ..errors import CorruptCheckpoint, StepNotFound, StepwellError
+from ..errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
 
 
 @final
@@ -72,10 +72,15 @@ def manager_of(
     if not (os.path.isdir(os.path.join(path, ".stepwell")) or manager.all_steps()):
         manager.close()
         try:
-            sw.open(path).close()
+            with sw.open(path) as checkpoint:
+                found = format_of(checkpoint)
         except StepwellError as error:
             # It says what the path is instead.
             raise StepNotFound(f"{path} is no root of a run: {error}") from error
+        raise MisuseError(
+            f"{path} is a checkpoint of another library ({found}) and has no steps. Pass the root of a run. "
+            "`ls`, `show`, `verify` (without --all), `convert` and `export` read this one"
+        )
     if read_only and retention is None:
         return manager
     manager.close()
