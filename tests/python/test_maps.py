@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepwell import _convert
 from stepwell.maps.arrangement import Arrangement, concat
+from stepwell.maps.patterns import Pattern
+from stepwell.maps.rules import Rename, Stored
 
 
 def arange(*shape: int, dtype: str = "float32") -> np.ndarray:
@@ -305,6 +307,15 @@ def test_a_rule_has_a_limit_for_all_of_its_leaves(tmp_path: Path, monkeypatch: p
     sw.save(tmp_path / "e", {"a": arange(4, 2), "b": arange(4, 2), "c": arange(4, 2)})
     with pytest.raises(sw.MisuseError, match=r"leaf `c`: the rule makes 12 pieces .*, more than 8"):
         restored(tmp_path / "e", rules[1])
+
+
+def test_a_pattern_without_matches_is_refused_at_once() -> None:
+    paths = [f"model.layers.{i}.mlp.experts.{i % 7}.weight" for i in range(100_000)]
+    rename = Rename(Pattern("model.layer.{i}.mlp.experts.{n}.weight"), Pattern("x"))
+    begun = time.process_time()
+    with pytest.raises(sw.MisuseError, match=r"near it are model\.layers\."):
+        rename.apply({path: Stored(leaf) for leaf, path in enumerate(paths)})
+    assert time.process_time() - begun < 2
 
 
 def test_rotary_keeps_a_tensor_without_rows(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +20,8 @@ _MAX_LEAVES, _MAX_PIECES = 1 << 17, 1 << 20
 _FREE_LEAVES, _FREE_PIECES = 1 << 12, 1 << 15
 #: The most digits of a number in a path, and the missing numbers that an error lists.
 _MAX_DIGITS, _LISTED = 9, 8
+#: The most paths that are compared with a pattern that matches none.
+_MAX_COMPARED = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ class Rule:
                 none = False
                 yield path, match
         if none and not self.optional:
-            near = difflib.get_close_matches(pattern.text, values, 3, 0.4)
+            compared = itertools.islice(values, _MAX_COMPARED)
+            near = difflib.get_close_matches(pattern.text, compared, 3, 0.4)
             hint = f"; near it are {', '.join(near)}" if near else ""
             raise MisuseError(
                 f"the map's pattern `{pattern.text}` matches no leaf{hint}; correct it, or set optional = true"
