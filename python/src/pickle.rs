@@ -134,6 +134,10 @@ impl<'py> PickleObjects<'_, 'py> {
     /// The bytes that protocol 2 writes as text: `_codecs.encode(text, "latin1")`.
     fn bytes_of_text(&mut self, call: &Call, nodes: &[PickleNode]) -> PyResult<Option<Bound<'py, PyAny>>> {
         let node = |id: NodeId| nodes.get(id as usize);
+        let has_more = call.keywords.is_some() || call.state.is_some();
+        if has_more || !call.items.is_empty() || !call.entries.is_empty() {
+            return Ok(None);
+        }
         let (Some(PickleNode::Global(name)), Some(PickleNode::Tuple(args))) =
             (node(call.callable), node(call.args))
         else {

@@ -155,6 +155,12 @@ OPAQUE: dict[str, tuple[bytes, str]] = {
     "no storage": (tensor(0, [1], [1], b"N"), "torch tensor of an unknown storage"),
     "repeated": (tensor(0, [2**40, 2**10], [0, 0]), "which repeats 4 bytes"),
     "bytes of a storage": (call("torch.storage", "_load_from_bytes", b"N"), ""),
+    "keywords": (name("collections", "OrderedDict") + b")}" + text("a") + b"K\x01s\x92", "OrderedDict"),
+    "bytes with a state": (call("_codecs", "encode", text("x"), text("latin1")) + b"Nb", "_codecs.encode"),
+    "bytes with keywords": (
+        name("_codecs", "encode") + tuple_(text("x"), text("latin1")) + b"}\x92",
+        "_codecs.encode",
+    ),
     "escape": (name("a\x1b[31m", "b"), "a\\x1b[31m.b"),
 }
 

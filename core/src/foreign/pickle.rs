@@ -80,8 +80,6 @@ pub struct Global {
 /// A call, and what is done with its result.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Call {
-    /// How it is called.
-    pub how: How,
     /// The callable or class.
     pub callable: NodeId,
     /// The arguments: mostly a tuple.
@@ -94,15 +92,6 @@ pub struct Call {
     pub items: Vec<NodeId>,
     /// Entries that are set in the object.
     pub entries: Vec<(NodeId, NodeId)>,
-}
-
-/// How a call is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
-    /// `callable(*args)`.
-    Reduce,
-    /// `class.__new__(class, *args, **keywords)`.
-    New,
 }
 
 /// A parsed pickle.
@@ -261,17 +250,13 @@ impl Machine<'_> {
                 let [module, name] = self.pop_array()?;
                 global(self.name(module)?, self.name(name)?)
             }
-            b'R' => {
+            b'R' | 0x81 => {
                 let [callable, args] = self.pop_array()?;
-                call(How::Reduce, callable, args, None)
-            }
-            0x81 => {
-                let [class, args] = self.pop_array()?;
-                call(How::New, class, args, None)
+                call(callable, args, None)
             }
             0x92 => {
                 let [class, args, keywords] = self.pop_array()?;
-                call(How::New, class, args, Some(keywords))
+                call(class, args, Some(keywords))
             }
             b'Q' => PickleNode::Persistent(self.pop()?),
             other => return Err(self.refused(other)),
@@ -515,9 +500,9 @@ impl Machine<'_> {
     }
 }
 
-fn call(how: How, callable: NodeId, args: NodeId, keywords: Option<NodeId>) -> PickleNode {
+fn call(callable: NodeId, args: NodeId, keywords: Option<NodeId>) -> PickleNode {
     let (items, entries) = (Vec::new(), Vec::new());
-    PickleNode::Call(Box::new(Call { how, callable, args, keywords, state: None, items, entries }))
+    PickleNode::Call(Box::new(Call { callable, args, keywords, state: None, items, entries }))
 }
 
 fn global(module: String, name: String) -> PickleNode {

@@ -228,7 +228,8 @@ class Converter:
             if not isinstance(callable_, Name):
                 return opaque("the result of a call")
             is_known = (callable_.module, callable_.name) in self._symbols
-            if not is_known or not isinstance(node.args, tuple):
+            # No symbol takes keyword arguments.
+            if not is_known or not isinstance(node.args, tuple) or node.keywords is not None:
                 return opaque(name_of(callable_))
         return None
 
