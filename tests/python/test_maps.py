@@ -323,6 +323,79 @@ def test_rotary_keeps_a_tensor_without_rows(tmp_path: Path) -> None:
     assert restored(tmp_path / "c", {"rotary": "w", "heads": 2, "to": "pairs"})["w"].shape == (0, 3)
 
 
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ({"concat": ["a", "b"], "to": "c", "axis": 2}, "`a`: its shape [2, 3] has no axis 2"),
+        ({"concat": ["a", "b"], "to": "c", "axis": -3}, "`a`: its shape [2, 3] has no axis -3"),
+        ({"concat": ["a", "row"], "to": "c", "axis": 1}, "`row`: its shape [3] has no axis 1"),
+        ({"concat": ["text", "a"], "to": "c"}, "`text`: it is no tensor"),
+        ({"split": "a", "to": ["x", "y"], "axis": 2}, "`a`: its shape [2, 3] has no axis 2"),
+        ({"permute": "a", "axes": [0]}, "`a`: its shape [2, 3] does not fit axes [0]"),
+        ({"permute": "a", "axes": [2, 1, 0]}, "`a`: its shape [2, 3] does not fit axes [2, 1, 0]"),
+        ({"permute": "row", "axes": [1, 0]}, "`row`: its shape [3] does not fit axes [1, 0]"),
+        ({"crop": "a", "size": 1, "axis": 2}, "`a`: its shape [2, 3] has no axis 2"),
+        ({"pad": "a", "size": 9, "axis": 2}, "`a`: its shape [2, 3] has no axis 2"),
+        ({"rotary": "a", "heads": 1, "to": "pairs", "axis": 2}, "`a`: its shape [2, 3] has no axis 2"),
+        ({"permute": "layer", "axes": [1, 0]}, "`layer/bias`: its shape [3] does not fit axes [1, 0]"),
+    ],
+)
+def test_a_tensor_without_the_axis_is_refused(tmp_path: Path, rule: dict[str, object], says: str) -> None:
+    layer = {"weight": arange(2, 3), "bias": arange(3)}
+    state = {"a": arange(2, 3), "b": arange(2, 3), "row": arange(3), "text": "x", "layer": layer}
+    sw.save(tmp_path / "c", state)
+    with pytest.raises(sw.MisuseError, match=re.escape(says)) as caught:
+        restored(tmp_path / "c", rule)
+    assert "Correct the rule" in str(caught.value)
+    assert "rule 1 of the map" in str(caught.value)
+
+
+def with_slots(path: Path, layout: str, name: str, a: object, b: object) -> Path:
+    """Two parameters, each with a moment and one more slot."""
+    moment = "exp_avg" if layout == "torch" else "mu"
+    slots: dict = {moment: {"a": arange(2, 3), "b": arange(2, 3)}, name: {"a": a, "b": b}}
+    if layout == "torch":
+        slots = {key: {slot: one[key] for slot, one in slots.items()} for key in "ab"}
+    sw.save(path, {"a": arange(2, 3), "b": arange(2, 3), "state": slots})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "value"),
+    [
+        ("torch", "step", np.array(7.0)),
+        ("torch", "step", 7),
+        ("optax", "v_row", np.zeros(1, np.float32)),
+        ("optax", "v", np.zeros(1, np.float32)),
+    ],
+)
+def test_equal_slots_without_the_axis_become_one(
+    tmp_path: Path, layout: str, name: str, value: object
+) -> None:
+    path = with_slots(tmp_path / "c", layout, name, value, value)
+    found = restored(path, {"concat": ["a", "b"], "to": "c", "axis": 1})["state"]
+    assert (found["c"][name] if layout == "torch" else found[name]["c"]) == value
+    parts = restored(path, {"split": "b", "to": ["x", "y"], "axis": 1, "sizes": [1, 2]})["state"]
+    assert (parts["y"][name] if layout == "torch" else parts[name]["y"]) == value
+    restored(path, {"permute": "a", "axes": [1, 0]}, {"pad": "b", "size": 9, "axis": 1})
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "a", "b"),
+    [
+        ("torch", "step", np.array(7.0), np.array(8.0)),
+        ("torch", "step", 7, 8),
+        ("torch", "step", 7, np.array(7)),
+        ("torch", "exp_avg_sq_row", arange(2), arange(2) + 1),
+        ("optax", "v_row", np.zeros(1, np.float32), np.ones(1, np.float32)),
+    ],
+)
+def test_slots_that_differ_are_not_lost(tmp_path: Path, layout: str, name: str, a: object, b: object) -> None:
+    path = with_slots(tmp_path / "c", layout, name, a, b)
+    with pytest.raises(sw.MisuseError, match=f"lacks the axis, and `state/.*{name}.*differ"):
+        restored(path, {"concat": ["a", "b"], "to": "c", "axis": 1})
+
+
 def test_rules_without_a_way_back_say_so() -> None:
     for rule in (
         {"concat": ["a", "b"], "to": "c"},

@@ -28,7 +28,7 @@ from .._checks import shown
 from ..errors import MisuseError
 from ..formats.files import read
 from . import layout, parsing
-from .rules import Rule
+from .rules import Concat, Rule
 
 #: A map, the path of its TOML file, or a list of its rules.
 MapLike: TypeAlias = "Map | str | os.PathLike[str] | Iterable[Mapping[str, object]]"
@@ -90,6 +90,8 @@ class Map:
         values = stored.values
         for number, one in self._rules:
             with _naming(f"rule {number} of {self._name}"):
+                if isinstance(one, Concat):
+                    stored.check_alike(one.alike(values), values)
                 values = one.apply(values)
         return core.mapped(*stored.rows(values))
 

@@ -11,35 +11,12 @@ from ..errors import MisuseError
 from .arrangement import Arrangement, Computed, concat
 from .patterns import Match, Pattern
 from .rules import Crop, Made, Rule, Values, changed, consumed, refuse, untied
+from .slots import SLOTS, slot_name
 
 #: The dtypes that operations compute, and those that they also read, with the bits of exponent and
 #: fraction.
 FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
 READ = {**FLOATS, "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2), "float8_e8m0fnu": (8, 0)}
-
-#: Slots of optimizers, and the power of ``s`` that they follow if the parameter is scaled by ``s``:
-#: first moments are gradients, second moments their squares. Then copies of the parameter, and
-#: counts.
-_SLOTS = {
-    **dict.fromkeys(("exp_avg", "mu", "m", "momentum_buffer", "trace", "grad_avg"), -1),
-    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "nu", "nu_max", "v", "square_avg", "sum"), -2),
-    **dict.fromkeys(("exp_avg_sq_row", "exp_avg_sq_col", "v_row", "v_col"), -2),
-    **dict.fromkeys(("master_param", "fp32_param"), 1),
-    **dict.fromkeys(("step", "count"), 0),
-}
-
-
-def _slot(match: Match) -> str | None:
-    """The name of a slot: behind that of its parameter, or before it. ``None`` for a parameter."""
-    if match.after:
-        return next(reversed(_names(match.after)), "")
-    names = _names(match.before)
-    # A short name is more likely one of a module.
-    return next((name for name in reversed(names) if len(name) > 1 and _SLOTS.get(name)), None)
-
-
-def _names(path: str) -> list[str]:
-    return [name for name in re.split(r"[/\[\]]", path) if name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +27,8 @@ class _Elementwise(Rule):
     _takes_tensors_only: ClassVar[bool] = False
 
     def apply(self, values: Values) -> Values:
-        found = list(self._found(self.pattern, values))
-        slots = {path: _slot(match) for path, match in found}
+        found = self._leaves(values)
+        slots = {path: slot_name(match) for path, match in found}
         for path, slot in slots.items():
             if (
                 self._takes_tensors_only
@@ -60,6 +37,10 @@ class _Elementwise(Rule):
             ):
                 refuse(path, "it is an object, which a map does not compute")
         return changed(values, found, lambda path, tensor: self._change(path, tensor, slots[path]))
+
+    def _leaves(self, values: Values) -> list[tuple[str, Match]]:
+        """The leaves that it changes."""
+        return list(self._found(self.pattern, values))
 
     def _change(self, path: str, tensor: Arrangement, slot: str | None) -> Arrangement:
         """The tensor after it. Slots without elements of a parameter's gradient, such as step
@@ -76,7 +57,7 @@ class Cast(_Elementwise):
     source: str | None = None
 
     def _change(self, path: str, tensor: Arrangement, slot: str | None) -> Arrangement:
-        if slot in _SLOTS or not re.match("b?float", tensor.dtype):
+        if slot in SLOTS or not re.match("b?float", tensor.dtype):
             return tensor
         if self.source is not None and tensor.dtype != self.source:
             refuse(path, f"the map casts it from {self.source}, and it is {tensor.dtype}")
@@ -142,12 +123,13 @@ class Pad(_Elementwise):
     #: The number of elements before it, for the way back.
     source: int | None = None
 
+    def _leaves(self, values: Values) -> list[tuple[str, Match]]:
+        return self._along(self.axis, self.pattern, values)
+
     def _change(self, path: str, tensor: Arrangement, slot: str | None) -> Arrangement:
-        if self.axis >= len(tensor.shape):
-            return tensor
         count = tensor.shape[self.axis]
         if self.source is not None and count != self.source:
-            if slot in _SLOTS:
+            if slot in SLOTS:
                 return tensor
             refuse(path, f"it has {count} elements along axis {self.axis}, not {self.source}")
         if count > self.size:
@@ -182,7 +164,7 @@ class Dequantise(Rule):
         made: Made = {}
         gone: set[str] = set()
         for path, match in self._found(self.pattern, values):
-            if _slot(match) in _SLOTS:
+            if slot_name(match) in SLOTS:
                 continue
             weight, other = untied(values, path), match.around(self.scale.fill(match.captures))
             if other not in values:
@@ -235,7 +217,7 @@ class Merge(Rule):
         made: Made = {}
         gone: set[str] = set()
         for path, match in self._found(self.pattern, values):
-            if _slot(match) in _SLOTS:
+            if slot_name(match) in SLOTS:
                 continue
             names = [match.around(one.fill(match.captures)) for one in (self.b, self.a)]
             missing = [name for name in names if name not in values]
@@ -285,7 +267,7 @@ def _computed(tensor: Arrangement, operation: str, constant: float, dtype: str |
 
 def _known_slot(operation: str, path: str, slot: str, tensor: Arrangement) -> int:
     """The power that a slot follows; zero for a count. Raises for an unknown one."""
-    power = _SLOTS.get(slot, 0)
+    power = SLOTS.get(slot, 0)
     if not power and tensor.shape:
         refuse(
             path,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NoReturn
 
+import numpy as np
+
 from .. import _core
-from .._paths import Component, extend, named, split
+from .._paths import Component, extend, split
 from .._restore.structure import Structure, kind_of
-from ..errors import MisuseError
+from .._state.leaves import Reviver
+from .._state.specs import to_dtype
 from .arrangement import Arrangement, Computed, EngineRows
-from .rules import Stored, Tied, Value, Values
+from .rules import Stored, Tied, Value, Values, refuse, untied
 
 _LISTS = ("list", "tuple", "deque")
 _FIELDS = ("namedtuple", "dataclass")
+#: Objects that are compared by value.
+_COMPARED = (bool, int, float, str, bytes)
 
 
 @dataclass(slots=True)
@@ -31,6 +37,7 @@ class StoredLeaves:
     """The leaves of a checkpoint by path, and its containers."""
 
     def __init__(self, core: _core.Checkpoint) -> None:
+        self._core = core
         self._structure = structure = Structure(core.nodes)
         rows, paths = core.leaves(), core.leaf_paths()
         #: The leaves, as a map takes them.
@@ -67,6 +74,40 @@ class StoredLeaves:
             pending.extend((child, number, key) for key, child in reversed(one.children.items()))
         return nodes, leaves, tensors.computed
 
+    def check_alike(self, sets: Mapping[str, Sequence[str]], values: Values) -> None:
+        """Raises for leaves that differ. A map keeps one of each set, under the path of the set."""
+        pairs: list[tuple[str, str, str]] = []
+        read: list[Arrangement | Stored] = []
+        for whole, paths in sets.items():
+            first = untied(values, paths[0])
+            for path in paths[1:]:
+                other = untied(values, path)
+                if first == other:
+                    continue
+                for one in (first, other):
+                    if isinstance(one, Arrangement) and prod(one.shape) > 1:
+                        _refuse_loss(whole, paths[0], path, "may differ")
+                pairs.append((whole, paths[0], path))
+                read += (first, other)
+        found = self._read(read) if read else []
+        for number, pair in enumerate(pairs):
+            if found[2 * number] != found[2 * number + 1]:
+                _refuse_loss(*pair, "differ")
+
+    def _read(self, values: Sequence[Arrangement | Stored]) -> list[object]:
+        """What these leaves hold, to be compared."""
+        tensors = [one for one in values if isinstance(one, Arrangement)]
+        rows = EngineRows()
+        nodes: list[_core._ForeignNode] = [(0, None, "dict")]
+        nodes += [(0, ("k", str(number)), None) for number in range(len(tensors))]
+        core = self._core.mapped(nodes, [(None, None, rows.tensor(one)) for one in tensors], rows.computed)
+        arrays = [np.empty(one.shape, to_dtype(one.dtype)) for one in tensors]
+        core.read([(leaf, [0] * array.ndim, array) for leaf, array in enumerate(arrays) if array.size])
+        held = iter([(array.dtype, array.shape, array.tobytes()) for array in arrays])
+        leaves = [one.leaf for one in values if isinstance(one, Stored)]
+        objects = iter(self._core.objects(leaves, Reviver()))
+        return [next(held) if isinstance(one, Arrangement) else _comparable(next(objects)) for one in values]
+
     def _tree(self, values: Values) -> _Container | str:
         if list(values) == [""]:
             return ""
@@ -90,7 +131,7 @@ class StoredLeaves:
                 is_leaf = below == 0 and path in values
                 if is_leaf:
                     if component in at.children:
-                        _refuse(path, "the map makes it both a leaf and a container")
+                        refuse(path, "the map makes it both a leaf and a container")
                     at.children[component] = path
                     break
                 child = at.children.get(component)
@@ -100,7 +141,7 @@ class StoredLeaves:
                         node = came_from if came_from is not None else self._list_above(origin, below)
                     child = at.children[component] = _Container(prefix, node)
                 if isinstance(child, str):
-                    _refuse(path, f"the map makes `{child}` both a leaf and a container")
+                    refuse(path, f"the map makes `{child}` both a leaf and a container")
                 at = child
         self._check_lists(root)
         return root
@@ -162,7 +203,7 @@ class StoredLeaves:
             if one.node is not None and self._kind(one.node) in _LISTS:
                 one.children = dict(sorted(one.children.items(), key=lambda child: int(child[0][1])))
                 if [key[1] for key in one.children] != list(range(len(one.children))):
-                    _refuse(one.path, "the map leaves holes in this list; map all of its entries")
+                    refuse(one.path, "the map leaves holes in this list; map all of its entries")
             pending.extend(child for child in one.children.values() if isinstance(child, _Container))
 
 
@@ -176,7 +217,7 @@ def _row(values: Values, path: str, numbers: Mapping[str, int], tensors: EngineR
     while isinstance(value, Tied):
         target = value.to
         if target in seen or target not in values:
-            _refuse(path, f"it is tied to `{target}`, which the map does not have")
+            refuse(path, f"it is tied to `{target}`, which the map does not have")
         seen.add(target)
         value = values[target]
     number = numbers.get(target)
@@ -186,7 +227,14 @@ def _row(values: Values, path: str, numbers: Mapping[str, int], tensors: EngineR
     return (None, None, tensors.tensor(value)) if isinstance(value, Arrangement) else (value.leaf, None, None)
 
 
-def _refuse(path: str, what: str) -> NoReturn:
-    error = MisuseError(f"{named(path)}: {what}")
-    error.leaf = path
-    raise error
+def _comparable(value: object) -> object:
+    """An object that equals those of the same type and value. Other types equal nothing."""
+    return (type(value), value) if value is None or type(value) in _COMPARED else object()
+
+
+def _refuse_loss(whole: str, one: str, other: str, how: str) -> NoReturn:
+    refuse(
+        other,
+        f"it lacks the axis, and `{whole}` would keep only `{one}`; the two {how}. "
+        "Rename or drop them by rules before this one",
+    )

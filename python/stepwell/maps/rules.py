@@ -13,6 +13,7 @@ from .._paths import named
 from ..errors import MisuseError
 from .arrangement import Arrangement, concat
 from .patterns import Match, Pattern
+from .slots import SLOTS, slot_name
 
 #: The most leaves and pieces that a rule makes by sizes in a file.
 _MAX_LEAVES, _MAX_PIECES = 1 << 17, 1 << 20
@@ -74,6 +75,13 @@ class Rule:
                 f"the map's pattern `{pattern.text}` matches no leaf{hint}; correct it, or set optional = true"
             )
 
+    def _along(self, axis: int, pattern: Pattern, values: Values) -> list[tuple[str, Match]]:
+        """The tensors that a pattern matches, without slots that lack the axis. Raises for a
+        parameter that lacks it."""
+        found = list(self._found(pattern, values))
+        without = _without_axis(axis, pattern, found, values)
+        return [(path, match) for path, match in found if path not in without]
+
 
 @dataclass(frozen=True, slots=True)
 class Rename(Rule):
@@ -112,22 +120,42 @@ class Concat(Rule):
     sizes: tuple[int, ...] | None = None
 
     def apply(self, values: Values) -> Values:
+        made: Made = {}
+        sets, without = self._sets(values)
+        for whole, parts in sets.items():
+            tensors = [
+                one for one in (untied(values, path) for path in parts) if isinstance(one, Arrangement)
+            ]
+            joined = untied(values, parts[0]) if parts[0] in without else self._joined(whole, tensors)
+            made[whole] = (joined, parts[0])
+        return consumed(values, made, {path for parts in sets.values() for path in parts})
+
+    def alike(self, values: Values) -> dict[str, list[str]]:
+        """The paths of slots that lack the axis, by that of the one slot that is made of them.
+        They have to hold the same value."""
+        sets, without = self._sets(values)
+        return {whole: parts for whole, parts in sets.items() if parts[0] in without}
+
+    def _sets(self, values: Values) -> tuple[dict[str, list[str]], Container[str]]:
+        """The paths of the parts, by that of the whole, and all paths that lack the axis."""
         sets: dict[str, list[str]] = {}
+        found: list[tuple[str, Match]] = []
         for position, pattern in enumerate(self.patterns):
             for path, match in self._found(pattern, values):
+                found.append((path, match))
                 whole = match.around(self.to.fill(match.captures))
                 parts = sets.setdefault(whole, [])
                 if len(parts) != position:
                     refuse(whole, f"of its parts, only {', '.join([*parts, path])} are there")
                 parts.append(path)
-        made: Made = {}
+        without = _without_axis(self.axis, self.to, found, values)
         for whole, parts in sets.items():
             if len(parts) < len(self.patterns):
                 refuse(whole, f"of its {len(self.patterns)} parts, only {', '.join(parts)} are there")
-            found = [untied(values, path) for path in parts]
-            tensors = _with_axis(found, self.axis)
-            made[whole] = (found[0] if tensors is None else self._joined(whole, tensors), parts[0])
-        return consumed(values, made, {path for parts in sets.values() for path in parts})
+            lacking = [path for path in parts if path in without]
+            if 0 < len(lacking) < len(parts):
+                _refuse_unfit(lacking[0], untied(values, lacking[0]), f"has no axis {self.axis}")
+        return sets, without
 
     def _joined(self, whole: str, tensors: Sequence[Arrangement]) -> Arrangement:
         axis = _axis(self.axis, len(tensors[0].shape))
@@ -167,11 +195,14 @@ class Split(Rule):
         sizes = self.sizes or (1,) * len(self.to)
         made: Made = {}
         gone: set[str] = set()
-        for path, match in self._found(self.pattern, values):
+        found = list(self._found(self.pattern, values))
+        without = _without_axis(self.axis, self.pattern, found, values)
+        for path, match in found:
             names = [match.around(one.fill(match.captures)) for one in self.to]
             whole = untied(values, path)
-            tensors = _with_axis([whole], self.axis)
-            parts = [whole] * len(names) if tensors is None else self._cut(path, tensors[0], sizes)
+            parts: Sequence[Value] = [whole] * len(names)
+            if isinstance(whole, Arrangement) and path not in without:
+                parts = self._cut(path, whole, sizes)
             for name, part in zip(names, parts, strict=True):
                 _add(made, name, part, path)
             gone.add(path)
@@ -273,17 +304,22 @@ class Unstack(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Permute(Rule):
-    """Another order of axes. Leaves with other dimensions, such as step counts of an optimizer,
-    stay as they are."""
+    """Another order of axes. Slots of an optimizer with other dimensions stay as they are."""
 
     pattern: Pattern
     axes: tuple[int, ...]
 
     def apply(self, values: Values) -> Values:
-        def permuted(path: str, tensor: Arrangement) -> Arrangement:
-            return tensor.permute(self.axes) if len(tensor.shape) == len(self.axes) else tensor
-
-        return changed(values, self._found(self.pattern, values), permuted)
+        found = list(self._found(self.pattern, values))
+        other = _unfit(
+            lambda shape: len(shape) == len(self.axes),
+            f"does not fit axes {list(self.axes)}",
+            self.pattern,
+            found,
+            values,
+        )
+        found = [(path, match) for path, match in found if path not in other]
+        return changed(values, found, lambda path, tensor: tensor.permute(self.axes))
 
     def inverse(self) -> Rule:
         back = tuple(sorted(range(len(self.axes)), key=self.axes.__getitem__))
@@ -300,15 +336,13 @@ class Crop(Rule):
 
     def apply(self, values: Values) -> Values:
         def cropped(path: str, tensor: Arrangement) -> Arrangement:
-            if self.axis >= len(tensor.shape):
-                return tensor
             if tensor.shape[self.axis] < self.size:
                 refuse(
                     path, f"it has {tensor.shape[self.axis]} elements along axis {self.axis}, not {self.size}"
                 )
             return tensor.take(self.axis, 0, self.size)
 
-        return changed(values, self._found(self.pattern, values), cropped)
+        return changed(values, self._along(self.axis, self.pattern, values), cropped)
 
     def inverse(self) -> Rule:
         raise MisuseError(
@@ -329,7 +363,7 @@ class Rotary(Rule):
         pieces = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
 
         def moved(path: str, tensor: Arrangement) -> Arrangement:
-            if self.axis >= len(tensor.shape) or not tensor.shape[self.axis]:
+            if not tensor.shape[self.axis]:
                 return tensor
             rows, rest = divmod(tensor.shape[self.axis], self.heads)
             if rest or rows % 2:
@@ -348,7 +382,7 @@ class Rotary(Rule):
                     parts += [tensor.take(self.axis, head + i, 2, half) for i in range(half)]
             return concat(parts, self.axis)
 
-        return changed(values, self._found(self.pattern, values), moved)
+        return changed(values, self._along(self.axis, self.pattern, values), moved)
 
     def inverse(self) -> Rule:
         back: Literal["halves", "pairs"] = "pairs" if self.to == "halves" else "halves"
@@ -438,13 +472,47 @@ def _axis(axis: int, ndim: int) -> int:
     return axis + ndim if axis < 0 else axis
 
 
-def _with_axis(values: Sequence[Value], axis: int) -> list[Arrangement] | None:
-    """The values as tensors, if all of them are and have that axis. Step counts of an optimizer do
-    not: the first of them stands for all."""
-    tensors = [
-        one for one in values if isinstance(one, Arrangement) and -len(one.shape) <= axis < len(one.shape)
-    ]
-    return tensors if len(tensors) == len(values) else None
+def _without_axis(
+    axis: int, name: Pattern, found: Iterable[tuple[str, Match]], values: Values
+) -> Container[str]:
+    """The slots that lack an axis; see :func:`_unfit`."""
+    return _unfit(lambda shape: -len(shape) <= axis < len(shape), f"has no axis {axis}", name, found, values)
+
+
+def _unfit(
+    fits: Callable[[tuple[int, ...]], bool],
+    how: str,
+    name: Pattern,
+    found: Iterable[tuple[str, Match]],
+    values: Values,
+) -> Container[str]:
+    """The slots that an operation leaves as they are, since their shape does not fit it. Another
+    leaf of their parameter fits. Raises for any other leaf that does not fit.
+
+    Args:
+        fits: true for a shape that the operation takes.
+        how: what is wrong with another shape, for messages.
+        name: the pattern that names the parameter of a match.
+    """
+    fitting: set[str] = set()
+    unfit: dict[str, Match] = {}
+    for path, match in found:
+        value = untied(values, path)
+        if isinstance(value, Arrangement) and fits(value.shape):
+            fitting.add(name.fill(match.captures))
+        else:
+            unfit[path] = match
+    for path, match in unfit.items():
+        value, slot = untied(values, path), slot_name(match, shortest=1)
+        single = not isinstance(value, Arrangement) or prod(value.shape) <= 1
+        if slot is None or name.fill(match.captures) not in fitting or not (single or slot in SLOTS):
+            _refuse_unfit(path, value, how)
+    return unfit
+
+
+def _refuse_unfit(path: str, value: Value, how: str) -> NoReturn:
+    what = f"its shape {list(value.shape)} {how}" if isinstance(value, Arrangement) else "it is no tensor"
+    refuse(path, f"{what}. Correct the rule, narrow its pattern, or drop this leaf by a rule before it")
 
 
 def changed(
