@@ -251,21 +251,29 @@ fn local_headers(bytes: &ArchiveBytes<'_>, members: &[ZipMember]) -> Result<Vec<
         .map(|(number, member)| (member.header, member.header + zip::local_header_bytes(member), number))
         .collect();
     places.sort_unstable();
-    let mut headers = vec![Vec::new(); members.len()];
+    let mut groups = Vec::new();
     let mut rest = places.as_slice();
-    while let Some(&(first, end, _)) = rest.first() {
+    while let Some(&(first, ..)) = rest.first() {
         let near = |two: &[(u64, u64, usize)]| match two {
             [(_, end, _), (begin, last, _)] => {
                 begin.saturating_sub(*end) <= NEAR_BYTES && last - first <= MAX_HEADERS_BYTES
             }
             _ => false,
         };
-        let count = 1 + rest.windows(2).take_while(|two| near(two)).count();
-        let (together, later) = rest.split_at(count);
+        let (together, later) = rest.split_at(1 + rest.windows(2).take_while(|two| near(two)).count());
+        groups.push(together);
         rest = later;
-        let end = together.last().map_or(end, |&(_, end, _)| end);
-        let read = bytes.read(first, end - first)?;
-        for &(begin, end, number) in together {
+    }
+    // A disk answers many small reads together.
+    let read = |group: &&[(u64, u64, usize)]| match (group.first(), group.last()) {
+        (Some(&(first, ..)), Some(&(_, end, _))) => bytes.read(first, end - first),
+        _ => Ok(Vec::new()),
+    };
+    let found = each("stepwell-foreign", ARCHIVE_THREADS, &groups, read);
+    let mut headers = vec![Vec::new(); members.len()];
+    for (group, read) in groups.iter().zip(found) {
+        let (read, first) = (read?, group.first().map_or(0, |&(first, ..)| first));
+        for &(begin, end, number) in *group {
             let found = read.get((begin - first) as usize..).unwrap_or_default();
             let found = found.get(..(end - begin) as usize).unwrap_or(found);
             if let Some(header) = headers.get_mut(number) {
