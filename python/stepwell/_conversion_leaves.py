@@ -58,9 +58,11 @@ def selected(
     """The leaves that are converted, by path below the subtree."""
     structure = checkpoint._tree()
     above, numbers = _below(checkpoint, structure, subtree)
-    include, exclude, _ = choice
+    include, exclude, casts = choice
     paths = core.leaf_paths()
     chosen = [paths[number] for number in numbers]
+    for option, given in (("include", include), ("exclude", exclude), ("cast", [one for one, _ in casts])):
+        _check_matches(checkpoint.path, option, given or [], chosen)
     dropped = _core.first_globs(exclude, chosen)
     taken = [0] * len(chosen) if include is None else _core.first_globs(include, chosen)
     rows, (_, places) = core.leaves(), core.places()
@@ -86,6 +88,16 @@ def selected(
             f"no leaf of {checkpoint.path} is selected; `stepwell show` lists them. Change include=, exclude= or subtree="
         )
     return found
+
+
+def _check_matches(path: str, option: str, given: list[str], chosen: list[str]) -> None:
+    """Refuses a pattern that matches no leaf: it may be misspelt."""
+    for glob in given:
+        if chosen and all(one is None for one in _core.first_globs([glob], chosen)):
+            raise MisuseError(
+                f"{option}={glob!r} matches no leaf that is converted of {path}. Patterns match whole paths of the source, such as {chosen[0]!r}. "
+                "Mend the pattern, or leave it out"
+            )
 
 
 def _below(checkpoint: Checkpoint, structure: Structure, subtree: object) -> tuple[int, list[int]]:

@@ -165,19 +165,17 @@ def convert(
         raise MisuseError(f"{where} exists already. Pass a free path, or move what is there away")
     found = coordinators.find(coordinator, what="converts")
     coordinators.check_meets_at_a_path(found, "a conversion")
-    with opened(source, step, map) as checkpoint:
-        ranks, service = coordinators.connected(None if dry_run else found)
-        try:
-            sharing = _core.Sharing(where, ranks)
-            try:
-                if to == "stepwell":
-                    return _save(checkpoint, where, what, sharing, ranks, progress)
-                return write(checkpoint, where, what, sharing, progress=progress)
-            finally:
-                sharing.leave()
-        finally:
-            if service is not None:
-                service.close()
+    sharers = None if dry_run else found
+    with (
+        _connected(sharers) as ranks,
+        # A save by several ranks is a meeting of its own.
+        _connected(sharers if to == "stepwell" else None) as saving,
+        _meeting(where, ranks) as sharing,
+        opened(source, step, map) as checkpoint,
+    ):
+        if to == "stepwell":
+            return _save(checkpoint, where, what, sharing, saving, progress)
+        return write(checkpoint, where, what, sharing, progress=progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,29 +351,28 @@ def _save(
         nbytes = sum(stored.values())
         return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
     names = [(leaf.number, leaf.nested_name) for leaf in arrays]
-    with _together(sharing):
-        sharing.check_equal(_digest(core, [*names, *casts.items()], rank[1]).hex())
-        save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"], ranks)
-        try:
-            while not save.done():
-                if progress is not None and (stats := save.stats) is not None:
-                    # The files are a little longer than the tensors.
-                    progress(min(stats.written_bytes, stats.nbytes), stats.nbytes)
-                time.sleep(_POLL_SECONDS)
-        except BaseException:
-            stop.set()
-            with contextlib.suppress(StepwellError):
-                save.result()
-            raise
-        save.result()
-        with open_checkpoint(path) as made:
-            sizes = {file["path"]: file["length"] for file in made.manifest["files"]}
-            written = sum(sizes.values())
-            if progress is not None:
-                progress(written, written)
-            if what.verify:
-                _compare(core, made._open(), arrays, choice, path, sharing)
-            tied = {one.path: one.tied_to for one in made.contents() if one.tied_to is not None}
+    sharing.check_equal(_digest(core, [*names, *casts.items()], rank[1]).hex())
+    save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"], ranks)
+    try:
+        while not save.done():
+            if progress is not None and (stats := save.stats) is not None:
+                # The files are a little longer than the tensors.
+                progress(min(stats.written_bytes, stats.nbytes), stats.nbytes)
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        stop.set()
+        with contextlib.suppress(StepwellError):
+            save.result()
+        raise
+    save.result()
+    with open_checkpoint(path) as made:
+        sizes = {file["path"]: file["length"] for file in made.manifest["files"]}
+        written = sum(sizes.values())
+        if progress is not None:
+            progress(written, written)
+        if what.verify:
+            _compare(core, made._open(), arrays, choice, path, sharing)
+        tied = {one.path: one.tied_to for one in made.contents() if one.tied_to is not None}
     seconds = time.monotonic() - begun
     return ConversionResult(path, "stepwell", sizes, written, 0, tied, skipped, seconds, verified=what.verify)
 
@@ -487,6 +484,28 @@ def _bytes(size: object) -> int:
             f'shard_size is a number of bytes, or text such as "5GB" or "512MiB", not {shown(size)}'
         )
     return size
+
+
+@contextlib.contextmanager
+def _connected(board: Coordinator | None) -> Iterator[coordinators.Meeting | None]:
+    """How the ranks meet, for the engine."""
+    ranks, service = coordinators.connected(board)
+    try:
+        yield ranks
+    finally:
+        if service is not None:
+            service.close()
+
+
+@contextlib.contextmanager
+def _meeting(path: str, ranks: coordinators.Meeting | None) -> Iterator[_core.Sharing]:
+    """The session of the ranks that share a conversion to a path."""
+    sharing = _core.Sharing(path, ranks)
+    try:
+        with _together(sharing):
+            yield sharing
+    finally:
+        sharing.leave()
 
 
 @contextlib.contextmanager

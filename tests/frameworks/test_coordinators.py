@@ -97,6 +97,42 @@ os._exit(0)
     assert sw.restore(tmp_path / "run") == {"x": 1}
 
 
+@pytest.mark.parametrize(("name", "begin"), [("torch", TORCH), ("jax", JAX)])
+def test_ranks_convert_over_what_is_initialised(tmp_path: Path, name: str, begin: str) -> None:
+    state = {f"w{n}": np.arange(50_000.0) + n for n in range(5)}
+    sw.save(tmp_path / "saved", state)
+    script = (
+        begin
+        + """
+for number, to in enumerate(("safetensors", "stepwell", "dcp", "stepwell")):
+    made = sw.convert(ROOT + "/../saved", f"{ROOT}-{number}", to=to, coordinator="auto", verify=True)
+    print(len(made.files))
+"""
+    )
+    told = run(tmp_path, script + END[name], 2, tmp_path / "out", free_port())
+    assert told == ["1\n2\n2\n2\n"] * 2
+    for number in range(4):
+        found = sw.restore(tmp_path / f"out-{number}")
+        assert all((np.asarray(found[key]) == one).all() for key, one in state.items())
+
+
+def test_a_source_on_one_rank_only_ends_all(tmp_path: Path) -> None:
+    sw.save(tmp_path / "saved", {"w": np.zeros(9)})
+    script = (
+        TORCH
+        + """
+source = ROOT + "/../saved" if RANK == 0 else ROOT + "/../missing"
+for to in ("safetensors", "stepwell"):
+    try:
+        sw.convert(source, ROOT, to=to, coordinator="auto")
+    except sw.StepwellError as error:
+        print(type(error).__name__)
+"""
+    )
+    told = run(tmp_path, script + END["torch"], 2, tmp_path / "out", free_port())
+    assert told == ["SessionLost\n" * 2, "StepNotFound\n" * 2]
+
+
 def run_mpi(folder: Path, script: str, world: int, root: Path) -> None:
     """Runs a script in processes of MPI; all must end well."""
     mpiexec = Path(sys.executable).with_name("mpiexec")

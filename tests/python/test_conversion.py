@@ -161,7 +161,10 @@ def test_a_damaged_source_leaves_nothing(saved: Path) -> None:
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({}, 'safetensors cannot hold leaf `step`: it holds tensors only. Pass objects="skip"'),
-    ({"include": "nothing/**"}, "no leaf of"),
+    ({"exclude": "**"}, "no leaf of"),
+    ({"include": ["**", "nothing/**"]}, "include='nothing/**' matches no leaf"),
+    ({"exclude": "nothing"}, "exclude='nothing' matches no leaf"),
+    ({"cast": {"w": "float16"}}, "cast='w' matches no leaf"),
     ({"subtree": "params/w"}, "no container at 'params/w'"),
     ({"subtree": "parms"}, "no container at 'parms'"),
     ({"include": "params", "shard_size": "5 GG"}, "shard_size is a number of bytes"),
