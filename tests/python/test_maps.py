@@ -323,6 +323,41 @@ def test_rotary_keeps_a_tensor_without_rows(tmp_path: Path) -> None:
     assert restored(tmp_path / "c", {"rotary": "w", "heads": 2, "to": "pairs"})["w"].shape == (0, 3)
 
 
+@pytest.mark.parametrize("to", ["safetensors", "npz"])
+@pytest.mark.parametrize("tied", ["lm_head", "z"])
+def test_an_exported_tie_has_a_way_back(tmp_path: Path, to: str, tied: str) -> None:
+    """An export holds tied tensors once, under the name that sorts first."""
+    state = {"wte": arange(2, 3), "norm": arange(3)}
+    ties = sw.maps.Map([{"tie": "wte", "to": tied}])
+    sw.save(tmp_path / "c", state)
+    file = tmp_path / f"c.{to}"
+    sw.export(tmp_path / "c", file, to=to, map=ties)
+    with sw.open(file) as checkpoint:
+        assert set(checkpoint.paths()) == {"norm", min("wte", tied)}
+    back = sw.restore(file, map=ties.inverse())
+    assert set(back) == set(state)
+    np.testing.assert_array_equal(back["wte"], state["wte"])
+
+
+def test_the_inverse_of_a_tie_keeps_the_first_name(tmp_path: Path) -> None:
+    ties = sw.maps.Map([{"tie": "{x}.w", "to": "{x}.z"}])
+    sw.save(tmp_path / "c", {"a.w": arange(2), "b.w": arange(3), "slots": {"a.w": {"mu": arange(2)}}})
+    both = sw.restore(tmp_path / "c", map=ties)
+    sw.save(tmp_path / "both", both)
+    del both["a.w"], both["slots"]["a.w"]
+    sw.save(tmp_path / "second", both)
+    for name in ("c", "both", "second"):
+        back = sw.restore(tmp_path / name, map=ties.inverse())
+        assert set(back) == {"a.w", "b.w", "slots"}
+        assert set(back["slots"]) == {"a.w"}
+        np.testing.assert_array_equal(back["a.w"], arange(2))
+    again = sw.restore(tmp_path / "c", map=ties.inverse().inverse())
+    assert again["a.w"] is again["a.z"]
+    sw.save(tmp_path / "neither", {"c": arange(2)})
+    with pytest.raises(sw.MisuseError, match="matches no leaf"):
+        sw.restore(tmp_path / "neither", map=ties.inverse())
+
+
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
@@ -402,6 +437,7 @@ def test_rules_without_a_way_back_say_so() -> None:
         {"crop": "a", "size": 3},
         {"drop": "a"},
         {"rename": "a.{i}.{j}", "to": "b.{i}"},
+        {"tie": "a.{i}", "to": "b"},
     ):
         with pytest.raises(sw.MisuseError, match="no way back"):
             sw.maps.Map([rule]).inverse()

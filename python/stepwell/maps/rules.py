@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NoReturn, TypeAlias
@@ -91,16 +91,8 @@ class Rename(Rule):
     to: Pattern
 
     def apply(self, values: Values) -> Values:
-        made: Made = {}
-        moved: dict[str, str] = {}
-        for path, match in self._found(self.pattern, values):
-            moved[path] = match.around(self.to.fill(match.captures))
-            _add(made, moved[path], values[path], path)
-        after = _replaced(values, made, moved)
-        return {
-            path: Tied(moved.get(value.to, value.to)) if isinstance(value, Tied) else value
-            for path, value in after.items()
-        }
+        found = self._found(self.pattern, values)
+        return _renamed(values, {path: match.around(self.to.fill(match.captures)) for path, match in found})
 
     def inverse(self) -> Rule:
         _same_captures(self.pattern, self.to, "rename")
@@ -407,7 +399,32 @@ class Tie(Rule):
         return after
 
     def inverse(self) -> Rule:
-        return Drop(self.to, optional=True)
+        _same_captures(self.pattern, self.to, "tie")
+        return Untie(self.to, self.pattern, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Untie(Rule):
+    """One leaf of two with the same value: the inverse of :class:`Tie`. A file of another library
+    may hold only one of the two, under either name."""
+
+    pattern: Pattern
+    to: Pattern
+
+    def apply(self, values: Values) -> Values:
+        own = {
+            path: match.around(self.to.fill(match.captures))
+            for path in values
+            if (match := self.pattern.match(path)) is not None
+        }
+        if not own:
+            # Raises if neither of the two is there.
+            list(self._found(self.to, values))
+        after = consumed(values, {}, {path for path, kept in own.items() if kept in values})
+        return _renamed(after, {path: kept for path, kept in own.items() if kept not in values})
+
+    def inverse(self) -> Rule:
+        return Tie(self.to, self.pattern, optional=self.optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +469,17 @@ def _first_gaps(numbers: Iterable[int]) -> list[int]:
         missing += range(expected, min(number, expected + _LISTED - len(missing)))
         expected = number + 1
     return missing
+
+
+def _renamed(values: Values, moved: Mapping[str, str]) -> Values:
+    """The leaves under other paths. Ties follow them."""
+    made: Made = {}
+    for path, new in moved.items():
+        _add(made, new, values[path], path)
+    return {
+        path: Tied(moved.get(value.to, value.to)) if isinstance(value, Tied) else value
+        for path, value in _replaced(values, made, moved).items()
+    }
 
 
 def _add(made: Made, path: str, value: Value, source: str) -> None:
