@@ -32,6 +32,7 @@ from ._choice import choice_of, copied_part
 from ._ending import Ending, end_earlier
 from ._holds import Hold, Rewound
 from ._locations import absolute, check_root, explaining
+from ._opening import check_not_foreign
 from ._options import Options, StepName, to_json
 from ._policies import SavePolicy, as_policy
 from ._preemption import Preemption
@@ -163,6 +164,8 @@ class CheckpointManager(Reading):
         self._read_only = flag(read_only, "read_only")
         self._told_read_only = False
         check_root(self._root)
+        if not self._read_only:
+            check_not_foreign(self._root)
         exports = _checked(exports, self._root, read_only)
         text = to_json(
             options, self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error

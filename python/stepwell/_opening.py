@@ -91,6 +91,19 @@ def _foreign(path: str) -> Description | None:
     return formats.find(path)
 
 
+def check_not_foreign(root: str) -> None:
+    """Refuses to begin a run in a checkpoint of another library: it would look like an empty
+    root."""
+    try:
+        found = _foreign(root) if os.path.isdir(root) else None
+    except StepwellError:  # a damaged one, or one that is not read: no steps are looked for there
+        return
+    if found is not None:
+        raise MisuseError(
+            f"{root} is a checkpoint of another library ({found.family}). Take its values with sw.restore({root!r}), and save to a directory of its own, such as {os.path.join(root, 'steps')}"
+        )
+
+
 @overload
 def restore(
     path: Path,
