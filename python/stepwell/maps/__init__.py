@@ -87,8 +87,11 @@ class Map:
         for number, one in self._rules:
             with _naming(f"rule {number} of {self._name}"):
                 if isinstance(one, Concat):
-                    stored.check_alike(one.alike(values), values)
-                values = one.apply(values)
+                    after, alike = one.joined(values)
+                    stored.check_alike(alike, values)
+                    values = after
+                else:
+                    values = one.apply(values)
         return core.mapped(*stored.rows(values))
 
 

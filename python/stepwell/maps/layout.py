@@ -77,7 +77,7 @@ class StoredLeaves:
     def check_alike(self, sets: Mapping[str, Sequence[str]], values: Values) -> None:
         """Raises for leaves that differ. A map keeps one of each set, under the path of the set."""
         pairs: list[tuple[str, str, str]] = []
-        read: list[Arrangement | Stored] = []
+        read: dict[str, Arrangement | Stored] = {}
         for whole, paths in sets.items():
             first = untied(values, paths[0])
             for path in paths[1:]:
@@ -88,11 +88,11 @@ class StoredLeaves:
                     if isinstance(one, Arrangement) and prod(one.shape) > 1:
                         _refuse_loss(whole, paths[0], path, "may differ")
                 pairs.append((whole, paths[0], path))
-                read += (first, other)
-        found = self._read(read) if read else []
-        for number, pair in enumerate(pairs):
-            if found[2 * number] != found[2 * number + 1]:
-                _refuse_loss(*pair, "differ")
+                read |= {paths[0]: first, path: other}
+        found = dict(zip(read, self._read(list(read.values())), strict=True)) if read else {}
+        for whole, kept, path in pairs:
+            if found[kept] != found[path]:
+                _refuse_loss(whole, kept, path, "differ")
 
     def _read(self, values: Sequence[Arrangement | Stored]) -> list[object]:
         """What these leaves hold, to be compared."""

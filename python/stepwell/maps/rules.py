@@ -112,21 +112,23 @@ class Concat(Rule):
     sizes: tuple[int, ...] | None = None
 
     def apply(self, values: Values) -> Values:
+        return self.joined(values)[0]
+
+    def joined(self, values: Values) -> tuple[Values, dict[str, list[str]]]:
+        """The leaves after it. Then the slots that lack the axis and have to be equal: their paths,
+        by the path of the one that is kept."""
         made: Made = {}
+        alike: dict[str, list[str]] = {}
         sets, without = self._sets(values)
         for whole, parts in sets.items():
-            tensors = [
-                one for one in (untied(values, path) for path in parts) if isinstance(one, Arrangement)
-            ]
-            joined = untied(values, parts[0]) if parts[0] in without else self._joined(whole, tensors)
-            made[whole] = (joined, parts[0])
-        return consumed(values, made, {path for parts in sets.values() for path in parts})
-
-    def alike(self, values: Values) -> dict[str, list[str]]:
-        """The paths of slots that lack the axis, by that of the one slot that is made of them.
-        They have to hold the same value."""
-        sets, without = self._sets(values)
-        return {whole: parts for whole, parts in sets.items() if parts[0] in without}
+            found = [untied(values, path) for path in parts]
+            if parts[0] in without:
+                alike[whole] = parts
+                made[whole] = found[0], parts[0]
+            else:
+                tensors = [one for one in found if isinstance(one, Arrangement)]
+                made[whole] = self._joined(whole, tensors), parts[0]
+        return consumed(values, made, {path for parts in sets.values() for path in parts}), alike
 
     def _sets(self, values: Values) -> tuple[dict[str, list[str]], Container[str]]:
         """The paths of the parts, by that of the whole, and all paths that lack the axis."""
