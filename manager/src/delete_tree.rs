@@ -2,7 +2,7 @@
 
 use stepwell_core::io::{Dir, EntryKind};
 
-use crate::directory_layout::LEASE;
+use crate::directory_layout::{EXPORT_RECORD, LEASE};
 
 /// The deepest nesting. Steps are less deep, and a deeper foreign tree is not deleted.
 const MAX_DEPTH: usize = 64;
@@ -37,8 +37,9 @@ fn delete_at(
     }
     let dir = parent.open_dir(name)?;
     let mut entries = dir.entries()?;
-    // The lock file goes last, so that the lock means something until the end.
-    entries.sort_by_key(|entry| entry.name == LEASE);
+    // The lock file goes last, so that the lock means something until the end. So does the record
+    // of an export, also in a power cut: without it, the rest may be a directory of somebody else.
+    entries.sort_by_key(|entry| entry.name == LEASE || entry.name == EXPORT_RECORD);
     for entry in entries {
         if !go_on() {
             return Ok(false);
@@ -51,6 +52,9 @@ fn delete_at(
                 stopped => return stopped,
             }
         } else {
+            if entry.name == EXPORT_RECORD {
+                dir.sync()?;
+            }
             ignore_missing(dir.remove_file(&entry.name))?;
         }
     }

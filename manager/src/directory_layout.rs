@@ -11,6 +11,8 @@ pub const MANIFEST: &str = "manifest.json";
 pub const MANIFEST_NEW: &str = ".manifest.json.new";
 /// The file of a step on which readers hold a shared lock.
 pub const LEASE: &str = ".lease";
+/// The file of an export that names its root and step. Written in Python.
+pub const EXPORT_RECORD: &str = "stepwell_export.json";
 /// The index of an item, below the item's directory.
 pub const INDEX: &str = "index";
 /// The directory for files of the root itself.

@@ -8,45 +8,34 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import string
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 
 from . import _core
 from . import _lifecycle as lifecycle
-from ._checkpoint import Checkpoint
-from ._checks import instance, listed, shown, whole
+from ._checks import instance, listed, whole
 from ._choice import choice_of
 from ._convert import Conversion, ConversionResult, Target, is_directory, write
-from ._locations import Path, absolute
+from ._export_places import Places, Template
+from ._locations import Path
 from ._opening import opened
 from ._options import reader_json
-from ._passed_along import Files, passed_along
+from ._passed_along import RECORD, Files, passed_along
 from ._public import public
 from ._restore.options import Globs
 from ._save_result import Save
 from .errors import MisuseError, StepwellError
 from .events import ExportEvent, OnEvent, tell
-from .formats.files import read
 from .formats.writers import OutputFile
 
 if TYPE_CHECKING:
     from .maps import MapLike
 
-#: The file in the directory of an export that says which step it is.
-RECORD: Final = "stepwell_export.json"
-_MAX_RECORD_BYTES: Final = 1 << 20
-#: ``{step}``, ``{step:08}`` and the like.
-_FORMAT: Final = re.compile(r"(0?[1-9]\d*)?d?")
 _ERROR, _WARNING, _INFO = 40, 30, 20
-
-#: The leader's decision about an export.
-_Decision: TypeAlias = Literal["write", "skip", "done"]
 
 
 @public
@@ -85,12 +74,12 @@ class Export:
     def __post_init__(self) -> None:
         if self.to == "stepwell":
             raise MisuseError('to="stepwell" is no format of another library. Use a second manager')
-        _Template.of(self.destination)
+        Template.of(self.destination)
         whole(self.every, "every", 1)
         name = self._conversion().file_options(self._path(0)).name
         if self.keep is not None:
             whole(self.keep, "keep", 1)
-            if not self._is_directory():
+            if not is_directory(self.to, self._path(0)):
                 raise MisuseError(f"keep= is for directories, and {name} is one file. Leave it out")
         if self.map is not None:
             from .maps import Map
@@ -102,52 +91,10 @@ class Export:
         return Conversion(self.to, choice, self.subtree, self.objects, self.shard_size, files)
 
     def _path(self, step: int) -> str:
-        return _Template.of(self.destination).path(step)
+        return Template.of(self.destination).path(step)
 
-    def _is_directory(self) -> bool:
-        return is_directory(self.to, self._path(0))
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """The names of exports."""
-
-    folder: str
-    before: str
-    spec: str
-    after: str
-
-    @classmethod
-    def of(cls, destination: Path) -> _Template:
-        folder, name = os.path.split(absolute(destination, "the destination of an export"))
-        wrong = MisuseError(
-            f'the destination of an export has {{step}} once, in its last part, such as "hf/{{step}}" or "hf/{{step:08}}"; this one is {shown(destination)}'
-        )
-        try:
-            parts = list(string.Formatter().parse(name))
-        except ValueError:
-            raise wrong from None
-        fields = [part for part in parts if part[1] is not None]
-        if "{" in folder or len(fields) != 1 or fields[0][1] != "step" or fields[0][3] is not None:
-            raise wrong
-        at, spec = parts.index(fields[0]), fields[0][2] or ""
-        if _FORMAT.fullmatch(spec) is None:
-            raise wrong
-        before = "".join(part[0] for part in parts[: at + 1])
-        return cls(folder, before, spec, "".join(part[0] for part in parts[at + 1 :]))
-
-    def name(self, step: int) -> str:
-        return f"{self.before}{step:{self.spec}}{self.after}"
-
-    def path(self, step: int) -> str:
-        return os.path.join(self.folder, self.name(step))
-
-    def step(self, name: str) -> int | None:
-        """The step of a name; ``None``: it is no export's."""
-        digits = name[len(self.before) : len(name) - len(self.after)]
-        if not digits.isdecimal() or not digits.isascii() or len(digits) > 32:
-            return None
-        return int(digits) if self.name(int(digits)) == name else None
+    def _places(self, root: str) -> Places:
+        return Places(root, Template.of(self.destination), is_directory(self.to, self._path(0)))
 
 
 def checked(exports: Sequence[Export], root: str) -> Sequence[Export]:
@@ -171,15 +118,19 @@ def checked(exports: Sequence[Export], root: str) -> Sequence[Export]:
 class _Job(NamedTuple):
     """One export of one step."""
 
+    step: int
     #: The number of the export.
     number: int
-    step: int
-    #: False if the save failed here. It may be committed all the same: other ranks may know.
-    is_committed: bool = True
 
 
 class Exporter:
-    """Runs the exports of a manager."""
+    """Runs the exports of a manager.
+
+    The ranks export in rounds, and the leader alone has a queue. All ranks make the same saves, so
+    they count the same rounds: one for each export that is due of a save, whatever became of it
+    on this rank. In a round, all ranks export what the leader has queued by then. The first failure
+    ends the round.
+    """
 
     def __init__(
         self, root: str, core: _core.Manager, exports: Sequence[Export], on_event: OnEvent | None
@@ -187,11 +138,15 @@ class Exporter:
         self._root = root
         self._core = core
         self._exports = exports
+        self._places = [one._places(root) for one in exports]
         self._on_event = on_event
         self._leads = core.ranks()[0] == 0
         self._changed = threading.Condition()
         #: Saves of steps to export that are not over.
         self._saves = 0
+        #: Rounds to come. The first ones are for what an earlier process has left.
+        self._rounds = len(exports)
+        #: The leader's exports to come, in order. A line of steps is committed in order.
         self._queue: list[_Job] = []
         self._is_busy = True
         self._is_closing = False
@@ -201,7 +156,7 @@ class Exporter:
         self._thread.start()
 
     def add(self, save: Save) -> None:
-        """Exports what is due of a save, once it is committed."""
+        """Exports what is due of a save, once it is over and if it is committed."""
         if not self._due(save.step):
             return
         with self._changed:
@@ -212,25 +167,27 @@ class Exporter:
         """Exports what is due of a save that failed here at once, if it is committed all the
         same."""
         with self._changed:
-            self._queue += self._due(step, is_committed=False)
-            self._changed.notify_all()
-
-    def _due(self, step: int, is_committed: bool = True) -> list[_Job]:
-        due = [number for number, one in enumerate(self._exports) if step % one.every == 0]
-        return [_Job(number, step, is_committed) for number in due]
+            self._add_rounds(step)
 
     def _is_over(self, save: Save) -> None:
-        handle = save._handle
-        is_committed = handle is not None and handle.outcome()[0] == "committed"
         with self._changed:
             self._saves -= 1
-            self._queue += self._due(save.step, is_committed)
-            self._changed.notify_all()
+            self._add_rounds(save.step)
+
+    def _add_rounds(self, step: int) -> None:
+        due = self._due(step)
+        self._rounds += len(due)
+        if self._leads:
+            self._queue = sorted({*self._queue, *due})
+        self._changed.notify_all()
+
+    def _due(self, step: int) -> list[_Job]:
+        return [_Job(step, number) for number, one in enumerate(self._exports) if step % one.every == 0]
 
     def wait(self, limit: float | None) -> bool:
         """Waits until nothing is left to do; ``False``: the time is over."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._saves or self._queue or self._is_busy), limit)
+            return self._changed.wait_for(lambda: not (self._saves or self._rounds or self._is_busy), limit)
 
     def close(self, limit: float | None) -> bool:
         """Ends the thread when nothing is left to do; ``False``: the time is over."""
@@ -243,132 +200,142 @@ class Exporter:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        jobs = self._interrupted()
-        with self._changed:
-            # Newer commits are exported after these.
-            self._queue[:0] = jobs
-        while (job := self._next()) is not None:
-            self._export(job)
+        if self._leads:
+            jobs = self._found_at_start()
+            with self._changed:
+                self._queue = sorted({*self._queue, *jobs})
+        while self._begins_round():
+            self._round()
 
-    def _next(self) -> _Job | None:
+    def _begins_round(self) -> bool:
         with self._changed:
             self._is_busy = False
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._queue or (self._is_closing and not self._saves))
+            self._changed.wait_for(lambda: self._rounds or (self._is_closing and not self._saves))
+            if self._rounds == 0:
+                return False
+            self._rounds -= 1
             self._is_busy = True
-            return self._queue.pop(0) if self._queue else None
+            return True
 
-    # ---- one export ----
+    # ---- one round ----
 
-    def _export(self, job: _Job) -> None:
-        begun, step = time.monotonic(), job.step
-        export = self._exports[job.number]
-        path = export._path(step)
-        outcome: Literal["exported", "skipped", "failed"] = "exported"
-        failure: BaseException | None = None
-        made = None
+    def _round(self) -> None:
+        """Exports what is queued, with all ranks. Each round is one meeting of theirs, so that a
+        rank that misses one is there in the next."""
         try:
-            # All ranks see the same on the disk, whatever they know of the save.
-            if not job.is_committed and step not in self._core.all_steps():
-                return
             sharing = self._core.sharing()
             try:
-                word = json.dumps([job.number, step, self._decide(job)]) if self._leads else ""
-                number, step, decision = json.loads(sharing.ask("export a step", word))
-                export = self._exports[number]
-                path = export._path(step)
-                if decision == "done":
-                    return
-                if decision == "skip":
-                    outcome = "skipped"
-                    self._discard(export, path)
-                else:
-                    made = self._write(export, step, path, sharing)
+                while (job := self._agreed(sharing)) is not None:
+                    if not self._export(job, sharing):
+                        break
             except BaseException as error:
-                sharing.fail(f"{type(error).__name__}: {error}")
+                sharing.fail(_said(error))
                 raise
             finally:
                 sharing.leave()
-            if self._leads and made is not None and export.keep is not None:
-                self._delete_old(export, export.keep)
         except BaseException as error:  # it is reported, and hurts nothing else
-            if made is None:
-                outcome, failure = "failed", error
-                self._discard(export, path)
+            with self._changed:
+                next_job = self._queue.pop(0) if self._queue else None
+            if next_job is not None:
+                self._report(next_job, "failed", failure=error)
             else:
-                lifecycle.log(_WARNING, "stepwell", f"deleting exports older than {path}: {_said(error)}")
-        self._report(step, path, outcome, failure, made, time.monotonic() - begun)
+                lifecycle.log(_ERROR, "stepwell", f"exporting steps of {self._root} failed: {_said(error)}")
+        self.progress += 1
 
-    def _write(self, export: Export, step: int, path: str, sharing: _core.Sharing) -> ConversionResult:
+    def _agreed(self, sharing: _core.Sharing) -> _Job | None:
+        """The leader's next export, on all ranks."""
+        with self._changed:
+            mine = self._queue[0] if self._queue else None
+        found = json.loads(sharing.ask("find the next export", json.dumps(mine)))
+        if found is None:
+            return None
+        job = _Job(*found)
+        with self._changed:
+            if self._leads:
+                self._queue.remove(job)
+        return job
+
+    def _export(self, job: _Job, sharing: _core.Sharing) -> bool:
+        """Exports a step, and returns true if the round goes on."""
+        begun = time.monotonic()
+        export, places = self._exports[job.number], self._places[job.number]
+        decision: str | None = None
+        try:
+            decision = sharing.ask("decide about an export", self._decide(job) if self._leads else "")
+            made = self._write(job, sharing) if decision == "write" else None
+        except BaseException as error:  # it is reported, and hurts nothing else
+            sharing.fail(_said(error))
+            if self._leads:
+                self._try("deleting a failed export to", job, lambda: places.discard(job.step))
+                if decision == "write":
+                    self._try("deleting the record of", job, lambda: places.discard_record(job.step))
+            self._report(job, "failed", failure=error, seconds=time.monotonic() - begun)
+            return False
+        if decision == "skip":
+            if self._leads:
+                self._try("deleting a skipped export to", job, lambda: places.discard(job.step))
+            self._report(job, "skipped")
+        if made is not None:
+            if self._leads and (keep := export.keep) is not None:
+                self._try("deleting exports older than", job, lambda: places.remove_old(keep))
+            self._report(job, "exported", made, seconds=time.monotonic() - begun)
+        return True
+
+    def _try(self, what: str, job: _Job, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except (StepwellError, OSError) as error:
+            path = self._places[job.number].template.path(job.step)
+            lifecycle.log(_WARNING, "stepwell", f"{what} {path}: {_said(error)}")
+
+    def _write(self, job: _Job, sharing: _core.Sharing) -> ConversionResult:
+        export, places = self._exports[job.number], self._places[job.number]
+
         def progress(done: int, total: int) -> None:
             self.progress += 1
 
-        with opened(self._root, step, export.map) as checkpoint:
-            what, extra = export._conversion(), []
-            if export._is_directory():
+        with opened(self._root, job.step, export.map) as checkpoint:
+            what, extra, path = export._conversion(), [], places.template.path(job.step)
+            if places.is_directory:
                 extra.append(OutputFile(RECORD))
-                extra[0].add_bytes(json.dumps(self._record(step, checkpoint), indent=2).encode())
+                record = places.record_for(job.step, checkpoint)
+                extra[0].add_bytes(json.dumps(record, indent=2).encode())
             return write(checkpoint, path, what, sharing, extra=extra, progress=progress, beside=self._core)
 
-    def _decide(self, job: _Job) -> _Decision:
-        """The leader's decision. A step is skipped if a newer one waits."""
-        number, step = job.number, job.step
-        committed = self._core.all_steps()
+    def _decide(self, job: _Job) -> Literal["write", "skip", "done"]:
+        """The leader's decision. A step is skipped if a newer one waits. Prepares the place of one
+        that is written."""
+        places, committed = self._places[job.number], self._core.all_steps()
+        if job.step not in committed:
+            return "done"
         with self._changed:
-            newer = [one.step for one in self._queue if one.number == number and one.step in committed]
-        if newer:
-            return "done" if step in newer else "skip"
-        path = self._exports[number]._path(step)
-        if not os.path.lexists(path):
-            return "write"
-        record = self._record_at(path)
-        with opened(self._root, step, None) as checkpoint:
-            if record == self._record(step, checkpoint):
+            queued = {one.step for one in self._queue if one.number == job.number}
+        if any(step > job.step for step in queued.intersection(committed)):
+            return "skip"
+        path, record = places.template.path(job.step), places.record(job.step)
+        with opened(self._root, job.step, None) as checkpoint:
+            wanted = places.record_for(job.step, checkpoint)
+        if os.path.lexists(path):
+            if record == wanted:
                 return "done"
-        # The step was saved again, after a rewind.
-        if record is not None:
-            _core.remove_conversion(path, only_rest=False)
+            if record is None:
+                return "write"  # which fails, because the name is taken
+            # The step was saved again, after a rewind.
+            places.remove(job.step)
+        if not places.is_directory:
+            places.write_record(job.step, wanted)
         return "write"
-
-    def _record(self, step: int, checkpoint: Checkpoint) -> dict[str, object]:
-        committed = checkpoint.manifest["committed_unix_ns"]
-        return {"root": self._root, "step": step, "committed_unix_ns": committed}
-
-    def _record_at(self, path: str) -> dict[str, object] | None:
-        """The record of an export of this root."""
-        try:
-            file = os.path.join(path, RECORD)
-            length = read(file, 0, 0)[1]
-            record = json.loads(read(file, 0, min(length, _MAX_RECORD_BYTES))[0])
-        except (StepwellError, OSError, ValueError, RecursionError):
-            return None
-        return record if isinstance(record, dict) and record.get("root") == self._root else None
-
-    def _delete_old(self, export: Export, keep: int) -> None:
-        template = _Template.of(export.destination)
-        steps = [template.step(name) for name in os.listdir(template.folder)]
-        there = sorted(step for step in steps if step is not None)
-        ours = [step for step in there if self._record_at(template.path(step)) is not None]
-        for step in ours[:-keep]:
-            _core.remove_conversion(template.path(step), only_rest=False)
-
-    def _discard(self, export: Export, path: str) -> None:
-        """Removes what a failed export has written."""
-        if self._leads:
-            try:
-                _core.discard_conversion(path, export._is_directory())
-            except StepwellError as error:
-                lifecycle.log(_WARNING, "stepwell", f"deleting a failed export to {path}: {_said(error)}")
 
     def _report(
         self,
-        step: int,
-        path: str,
+        job: _Job,
         outcome: Literal["exported", "skipped", "failed"],
-        failure: BaseException | None,
-        made: ConversionResult | None,
-        seconds: float,
+        made: ConversionResult | None = None,
+        failure: BaseException | None = None,
+        seconds: float = 0.0,
     ) -> None:
+        step, path = job.step, self._places[job.number].template.path(job.step)
         if failure is not None:
             lifecycle.log(_ERROR, "stepwell", f"exporting step {step} to {path} failed: {_said(failure)}")
         elif outcome == "skipped":
@@ -387,44 +354,28 @@ class Exporter:
 
     # ---- after a restart ----
 
-    def _interrupted(self) -> list[_Job]:
-        """The exports that an earlier process has left, and those of the newest due steps."""
+    def _found_at_start(self) -> list[_Job]:
         try:
-            sharing = self._core.sharing()
-            try:
-                found = json.dumps([[job.number, job.step] for job in self._left()]) if self._leads else ""
-                found = sharing.ask("resume exports", found)
-            except (StepwellError, OSError) as error:
-                sharing.fail(_said(error))
-                raise
-            finally:
-                sharing.leave()
-            return [_Job(number, step) for number, step in json.loads(found)]
+            return self._left()
         except (StepwellError, OSError) as error:
             lifecycle.log(_ERROR, "stepwell", f"finding interrupted exports failed: {_said(error)}")
             return []
 
     def _left(self) -> list[_Job]:
+        """The exports that an earlier process has left, and those of the newest due steps."""
         reader = _core.Manager(self._root, reader_json())
         try:
             steps = reader.all_steps()
         finally:
             reader.close(None)
         jobs: list[_Job] = []
-        for number, export in enumerate(self._exports):
-            template = _Template.of(export.destination)
-            wanted = {max((step for step in steps if step % export.every == 0), default=None)}
-            for name in os.listdir(template.folder) if os.path.isdir(template.folder) else ():
-                rest, partial = template.step(name.removesuffix(".removed")), None
-                if name.endswith(".removed") and rest is not None:
-                    _core.remove_conversion(template.path(rest), only_rest=True)
-                if ".partial" in name and not name.endswith(".journal"):
-                    partial = template.step(name.replace(".partial", "", 1))
-                if partial is not None and partial in steps:
-                    wanted.add(partial)
-                elif partial is not None:
-                    _core.discard_conversion(template.path(partial), export._is_directory())
-            jobs += [_Job(number, step) for step in sorted(step for step in wanted if step is not None)]
+        for number, (export, places) in enumerate(zip(self._exports, self._places, strict=True)):
+            interrupted = places.interrupted()
+            for step in interrupted.difference(steps):
+                places.discard(step)
+            newest = [step for step in steps if step % export.every == 0][-1:]
+            wanted = interrupted.intersection(steps).union(newest)
+            jobs += [_Job(step, number) for step in wanted]
         return jobs
 
 

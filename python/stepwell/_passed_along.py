@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ._checks import shown
 from ._locations import Path, absolute
@@ -15,6 +15,9 @@ from .formats.writers import OutputFile
 #: A file, a directory of a model, or several of them.
 Files: TypeAlias = "Path | Sequence[Path]"
 
+#: The file in the directory of an export that names its root and step. It is never passed along:
+#: another directory that has it would claim to be that export.
+RECORD: Final = "stepwell_export.json"
 #: The ends of names of files with weights, and of their indexes.
 _WEIGHTS = (
     ".safetensors",
@@ -39,7 +42,7 @@ MAX_BYTES = 64 << 20
 
 def passed_along(files: Files | None) -> dict[str, str]:
     """Returns the paths of the files by their names. A directory stands for its files, except for
-    weights, hidden files and empty files.
+    weights, records of exports, hidden files and empty files.
 
     Raises:
         MisuseError: one does not exist, or two have the same name.
@@ -67,6 +70,7 @@ def _of_directory(path: str) -> list[str]:
         for file in files
         if not os.path.basename(file).startswith(".")
         and not file.endswith(_WEIGHTS)
+        and os.path.basename(file) != RECORD
         and os.path.isfile(file)
         and os.path.getsize(file) > 0
     ]

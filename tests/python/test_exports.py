@@ -103,6 +103,69 @@ def test_only_the_newest_exports_are_kept(tmp_path: Path, root: Path) -> None:
     assert exported(tmp_path) == ["1", "2", "5", "6"]
 
 
+def test_the_exports_of_a_rewound_line_go_first(tmp_path: Path, root: Path) -> None:
+    with sw.CheckpointManager(root, exports=[export(tmp_path, keep=2)]) as manager:
+        for step in (1, 2, 30):
+            manager.save(step, state_of(step)).result()
+            manager.wait_for_exports()
+        manager.rewind(1)
+        manager.save(3, state_of(3))
+    assert exported(tmp_path) == ["3", "30"]
+    with sw.CheckpointManager(root, exports=[export(tmp_path, keep=2)]) as manager:
+        manager.save(4, state_of(4))
+    assert exported(tmp_path) == ["3", "4"]
+
+
+def test_a_renamed_export_is_not_deleted(tmp_path: Path, root: Path) -> None:
+    with sw.CheckpointManager(root, exports=[export(tmp_path, keep=1)]) as manager:
+        manager.save(100, state_of(100)).result()
+        manager.wait_for_exports()
+        (tmp_path / "hf" / "100").rename(tmp_path / "hf" / "1")
+        manager.save(200, state_of(200))
+    assert exported(tmp_path) == ["1", "200"]
+
+
+def test_a_record_is_not_passed_along(tmp_path: Path, root: Path) -> None:
+    """A copy with a record would claim to be an export, and ``keep`` would delete it."""
+    (tmp_path / "config.json").write_text("{}")
+    with sw.CheckpointManager(root, exports=[export(tmp_path, files=tmp_path / "config.json")]) as manager:
+        manager.save(1, state_of(1))
+    made = sw.export(root, tmp_path / "hf" / "0", subtree="model", files=tmp_path / "hf" / "1")
+    assert sorted(made.files) == ["config.json", "model.safetensors"]
+    again = export(tmp_path, files=tmp_path / "hf" / "1", keep=1)
+    with sw.CheckpointManager(root, exports=[again]) as manager:
+        manager.save(2, state_of(2))
+    assert exported(tmp_path) == ["0", "2"]
+    assert (tmp_path / "hf" / "2" / "config.json").exists()
+
+
+def test_only_the_rest_of_an_export_is_deleted(
+    tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "hf"
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+        for step in (3, 4):
+            manager.save(step, state_of(step)).result()
+            manager.wait_for_exports()
+    (folder / "3").rename(folder / "3.removed")
+    (folder / "2.removed").mkdir()
+    (folder / "5.removed").mkdir()
+    (folder / "5.removed" / "mine.txt").write_text("mine")
+    # The record is of another step.
+    (folder / "6.removed").mkdir()
+    (folder / "6.removed" / RECORD).write_bytes((folder / "4" / RECORD).read_bytes())
+    events: list[Any] = []
+    with sw.CheckpointManager(root, exports=[export(tmp_path, keep=1)], on_event=events.append) as manager:
+        manager.wait_for_exports()
+        assert exported(tmp_path) == ["4", "5.removed", "6.removed"]
+        assert f"leaving {folder}/5.removed" in caplog.text
+        for step in (5, 7):
+            manager.save(step, state_of(step)).result()
+            manager.wait_for_exports()
+    assert f"{folder}/5.removed is in the way" in caplog.text
+    assert exported(tmp_path) == ["5", "5.removed", "6.removed", "7"]
+
+
 def test_a_failed_export_is_reported_and_hurts_nothing(
     tmp_path: Path, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,6 +226,54 @@ def test_a_step_saved_again_is_exported_again(tmp_path: Path, root: Path) -> Non
     check(tmp_path / "hf" / "2", 99)
 
 
+def test_exports_of_one_file_have_records(tmp_path: Path, root: Path) -> None:
+    folder, events = tmp_path / "w", list[Any]()
+    one = sw.Export(folder / "{step}.safetensors", subtree="model")
+
+    def opened() -> sw.CheckpointManager:
+        return sw.CheckpointManager(root, exports=[one], on_event=events.append)
+
+    def outcomes() -> list[tuple[int, str]]:
+        found = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+        events.clear()
+        return [(event.step, event.outcome) for event in found]
+
+    def weights(step: int) -> Any:
+        return load_file(folder / f"{step}.safetensors")["w"]
+
+    with opened() as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step)).result()
+            manager.wait_for_exports()
+    assert outcomes() == [(1, "exported"), (2, "exported")]
+    with opened() as manager:
+        manager.wait_for_exports()
+        assert outcomes() == [], "it is not exported again"
+        manager.rewind(1)
+        manager.save(2, state_of(99))
+    assert outcomes() == [(2, "exported")]
+    assert same(weights(2), state_of(99)["model"]["w"])
+    # The process died before the file had its name.
+    (folder / "2.safetensors").unlink()
+    with opened():
+        pass
+    assert outcomes() == [(2, "exported")]
+    # A file without a record is somebody else's.
+    (folder / "3.safetensors").write_bytes(b"mine")
+    with opened() as manager:
+        manager.save(3, state_of(3))
+    assert outcomes() == [(3, "failed")]
+    assert (folder / "3.safetensors").read_bytes() == b"mine"
+    records = [f".{step}.safetensors.{RECORD}" for step in (1, 2)]
+    assert sorted(file.name for file in folder.iterdir() if file.suffix == ".json") == records
+
+
+def test_a_failed_export_of_one_file_leaves_no_record(tmp_path: Path, root: Path) -> None:
+    with sw.CheckpointManager(root, exports=[sw.Export(tmp_path / "w" / "{step}.npz", to="npz")]) as manager:
+        manager.save(1, {"text": "an array is expected"})
+    assert list((tmp_path / "w").iterdir()) == []
+
+
 def test_the_newest_due_step_is_exported_at_the_start(tmp_path: Path, root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         for step in (10, 20, 25):
@@ -188,11 +299,13 @@ def test_a_save_does_not_wait_for_a_search_of_exports(
         return found(exporter)
 
     monkeypatch.setattr(_exports.Exporter, "_left", slow)
-    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+    events: list[Any] = []
+    with sw.CheckpointManager(root, exports=[export(tmp_path)], on_event=events.append) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step)).result(30)
         goes_on.set()
-    assert "2" in exported(tmp_path)
+    found = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+    assert [(event.step, event.outcome) for event in found] == [(1, "skipped"), (2, "exported")]
 
 
 @pytest.mark.parametrize(
@@ -277,6 +390,72 @@ print([(event.step, event.outcome) for event in events if isinstance(event, sw.e
     told = run(tmp_path, script, 2, root, tmp_path / "hf", rank)
     assert [line.strip() for line in told] == [str([(1, "exported"), (3, "exported")])] * 2
     assert exported(tmp_path) == ["1", "3"]
+
+
+def test_ranks_that_hear_late_of_a_commit_stay_in_step(tmp_path: Path, root: Path) -> None:
+    """The leader hears of it during its search, and another rank during its first export."""
+    script = """
+import threading
+from stepwell import _exports
+Exporter, folder = _exports.Exporter, sys.argv[5]
+left, is_over, write, begun = Exporter._left, Exporter._is_over, _exports.write, threading.Event()
+def searching(exporter):
+    while not exporter._queue:
+        time.sleep(0.01)
+    return left(exporter)
+def late(exporter, save):
+    if RANK == 1 and save.step == 0:
+        assert begun.wait(30)
+    is_over(exporter, save)
+def noting(*given, **options):
+    begun.set()
+    return write(*given, **options)
+Exporter._left, Exporter._is_over, _exports.write = searching, late, noting
+events = []
+exports = [sw.Export(folder + "/a{step}"), sw.Export(folder + "/b{step}")]
+with open_manager(exports=exports, on_event=events.append) as manager:
+    for step in range(4):
+        manager.save(step, {"w": np.full(9, step)}).result()
+        manager.wait_for_exports()
+found = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+print([(event.step, event.outcome) for event in found])
+"""
+    told = run(tmp_path, script, 2, root, tmp_path / "hf")
+    both = [(step, "exported") for step in range(4) for _ in "ab"]
+    assert [line.strip() for line in told] == [str(both)] * 2
+
+
+def test_a_rank_that_misses_a_round_is_in_the_next(tmp_path: Path, root: Path) -> None:
+    script = """
+from stepwell import _exports
+folder, round_of, rounds = sys.argv[5], _exports.Exporter._round, []
+def until(name):
+    while not os.path.exists(folder + name):
+        time.sleep(0.02)
+def late(exporter):
+    rounds.append(1)
+    if RANK == 1 and len(rounds) == 2:
+        until(".failed")
+    round_of(exporter)
+_exports.Exporter._round = late
+events = []
+options = {"exports": [sw.Export(folder + "/{step}")], "settings": {"stall_timeout": 3.0}}
+with open_manager(on_event=events.append, **options) as manager:
+    for step in (1, 2, 3):
+        manager.save(step, {"w": np.full(9, step)}).result()
+        if step == 1 and RANK == 0:
+            manager.wait_for_exports(60)
+            open(folder + ".failed", "w").close()
+        manager.wait_for_exports(60)
+        if step == 1 and RANK == 1:
+            open(folder + ".back", "w").close()
+        until(".back")
+found = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+print([(event.step, event.outcome) for event in found])
+"""
+    told = run(tmp_path, script, 2, root, tmp_path / "hf")
+    after = [(2, "exported"), (3, "exported")]
+    assert [line.strip() for line in told] == [str([(1, "failed"), *after]), str(after)]
 
 
 def test_only_exports_have_a_low_priority(tmp_path: Path, root: Path) -> None:

@@ -22,7 +22,7 @@ use super::quick;
 
 const SOURCE: &str = "models/a";
 const OUTPUT: &str = "out/b";
-const FILES: [&str; 2] = ["one.bin", "two.bin"];
+const FILES: [&str; 2] = ["stepwell_export.json", "two.bin"];
 
 /// A disk with a checkpoint: `params/w` is leaf 0, `optimizer/m` leaf 1.
 fn source() -> Image {
@@ -186,6 +186,11 @@ fn a_crash_of_a_removal_leaves_a_whole_output_or_none() {
             Some(found) if found != expected => return Err("the output is not whole".to_owned()),
             Some(_) if is_removed => return Err("the output is back".to_owned()),
             _ => {}
+        }
+        let rest =
+            disk.open_dir(Path::new("out/b.removed")).and_then(|dir| dir.entries()).unwrap_or_default();
+        if !rest.is_empty() && !rest.iter().any(|entry| entry.name == FILES[0]) {
+            return Err(format!("the record of an export is gone before {rest:?}"));
         }
         let there = output(disk).is_some();
         conversions::end_removal(Path::new(OUTPUT), &world::environment(disk, 4))

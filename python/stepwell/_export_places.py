@@ -1,0 +1,184 @@
+"""Places of exports: their names, the records that say whose they are, and their removal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import string
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from . import _core
+from . import _lifecycle as lifecycle
+from ._checkpoint import Checkpoint
+from ._checks import shown
+from ._locations import Path, absolute
+from ._passed_along import RECORD
+from .errors import MisuseError, StepwellError
+from .formats.files import read
+
+_MAX_RECORD_BYTES: Final = 1 << 20
+#: Follows the name of an export that is being removed.
+_REMOVED: Final = ".removed"
+#: ``{step}``, ``{step:08}`` and the like.
+_FORMAT: Final = re.compile(r"(0?[1-9]\d*)?d?")
+_WARNING: Final = 30
+
+#: The root, the step, and when the step was committed.
+Record: TypeAlias = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The names of exports."""
+
+    folder: str
+    before: str
+    spec: str
+    after: str
+
+    @classmethod
+    def of(cls, destination: Path) -> Template:
+        folder, name = os.path.split(absolute(destination, "the destination of an export"))
+        wrong = MisuseError(
+            f'the destination of an export has {{step}} once, in its last part, such as "hf/{{step}}" or "hf/{{step:08}}"; this one is {shown(destination)}'
+        )
+        try:
+            parts = list(string.Formatter().parse(name))
+        except ValueError:
+            raise wrong from None
+        fields = [part for part in parts if part[1] is not None]
+        if "{" in folder or len(fields) != 1 or fields[0][1] != "step" or fields[0][3] is not None:
+            raise wrong
+        at, spec = parts.index(fields[0]), fields[0][2] or ""
+        if _FORMAT.fullmatch(spec) is None:
+            raise wrong
+        before = "".join(part[0] for part in parts[: at + 1])
+        return cls(folder, before, spec, "".join(part[0] for part in parts[at + 1 :]))
+
+    def name(self, step: int) -> str:
+        return f"{self.before}{step:{self.spec}}{self.after}"
+
+    def path(self, step: int) -> str:
+        return os.path.join(self.folder, self.name(step))
+
+    def step(self, name: str) -> int | None:
+        """The step of a name; ``None``: it is no export's."""
+        digits = name[len(self.before) : len(name) - len(self.after)]
+        if not digits.isdecimal() or not digits.isascii() or len(digits) > 32:
+            return None
+        return int(digits) if self.name(int(digits)) == name else None
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The exports of a root with the names of a template. A record names the root and the step of
+    each: in a directory, or beside a file. Nothing without its record is deleted."""
+
+    root: str
+    template: Template
+    is_directory: bool
+
+    def record_for(self, step: int, checkpoint: Checkpoint) -> Record:
+        """The record of an export to come."""
+        committed = checkpoint.manifest["committed_unix_ns"]
+        return {"root": self.root, "step": step, "committed_unix_ns": committed}
+
+    def record(self, step: int) -> Record | None:
+        """The record of an export of this root and step."""
+        return self._read(self._record_file(step), step)
+
+    def _record_file(self, step: int) -> str:
+        if self.is_directory:
+            return os.path.join(self.template.path(step), RECORD)
+        return os.path.join(self.template.folder, f".{self.template.name(step)}.{RECORD}")
+
+    def _read(self, file: str, step: int) -> Record | None:
+        try:
+            length = read(file, 0, 0)[1]
+            record = json.loads(read(file, 0, min(length, _MAX_RECORD_BYTES))[0])
+        except (StepwellError, OSError, ValueError, RecursionError):
+            return None
+        if not isinstance(record, dict) or not isinstance(record.get("committed_unix_ns"), int):
+            return None
+        return record if (record.get("root"), record.get("step")) == (self.root, step) else None
+
+    def write_record(self, step: int, record: Record) -> None:
+        """Writes the record of a file, durably. The file does not exist yet: after a crash, a
+        record alone does no harm, and a file alone would be somebody else's."""
+        file = self._record_file(step)
+        os.makedirs(self.template.folder, exist_ok=True)
+        with open(f"{file}.new", "w", encoding="utf-8") as new:
+            json.dump(record, new, indent=2)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(f"{file}.new", file)
+        self._sync()
+
+    def remove(self, step: int) -> None:
+        """Removes an export that has a record."""
+        path = self.template.path(step)
+        if self.is_directory:
+            if os.path.lexists(path + _REMOVED) and not self._is_rest(step):
+                raise MisuseError(f"{path}{_REMOVED} is in the way of a removal. Move or delete it")
+            _core.remove_conversion(path, only_rest=False)
+        else:
+            os.unlink(path)
+            self._sync()
+
+    def remove_old(self, keep: int) -> None:
+        """Removes all exports but those of the ``keep`` steps that were committed last."""
+        found = {
+            step: self.record(step) for step in map(self.template.step, self._names()) if step is not None
+        }
+        ours = {step: record["committed_unix_ns"] for step, record in found.items() if record is not None}
+        for step in sorted(ours, key=lambda step: (ours[step], step))[:-keep]:
+            self.remove(step)
+
+    def discard(self, step: int) -> None:
+        """Removes what an export has written so far."""
+        _core.discard_conversion(self.template.path(step), self.is_directory)
+
+    def discard_record(self, step: int) -> None:
+        """Removes the record of a file that was not written."""
+        if not self.is_directory and self.record(step) is not None:
+            os.unlink(self._record_file(step))
+
+    def interrupted(self) -> set[int]:
+        """The steps of interrupted exports. Ends interrupted removals."""
+        steps = set()
+        for name in self._names():
+            rest = self.template.step(name.removesuffix(_REMOVED)) if name.endswith(_REMOVED) else None
+            if rest is not None and self.is_directory:
+                self._end_removal(rest)
+            if ".partial" in name and not name.endswith(".journal"):
+                steps.add(self.template.step(name.replace(".partial", "", 1)))
+        return {step for step in steps if step is not None}
+
+    def _end_removal(self, step: int) -> None:
+        path = self.template.path(step)
+        if self._is_rest(step):
+            _core.remove_conversion(path, only_rest=True)
+        else:
+            lifecycle.log(
+                *(_WARNING, "stepwell"),
+                f"leaving {path}{_REMOVED}: it has no {RECORD} of this root and step. Move or delete it",
+            )
+
+    def _is_rest(self, step: int) -> bool:
+        """True for the rest of a removed export. Its record is deleted last."""
+        path = self.template.path(step) + _REMOVED
+        return self._read(os.path.join(path, RECORD), step) is not None or (
+            os.path.isdir(path) and not os.listdir(path)
+        )
+
+    def _names(self) -> list[str]:
+        return os.listdir(self.template.folder) if os.path.isdir(self.template.folder) else []
+
+    def _sync(self) -> None:
+        folder = os.open(self.template.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
