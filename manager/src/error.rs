@@ -493,6 +493,13 @@ impl Relayed {
         }
     }
 
+    /// Returns the report of a rank's failure. It has the failure's kind if `keeps_kind`.
+    pub fn of_rank(rank: u32, error: &Error, keeps_kind: bool) -> Self {
+        let failed = Self::of(&Error::RankFailed { rank, cause: error.to_string() });
+        let kind = if keeps_kind { error.kind().to_owned() } else { failed.kind };
+        Self { kind, ..failed }
+    }
+
     /// Returns its kind: see [`Error::kind`].
     pub fn kind(&self) -> &'static str {
         let known = Kind::ALL.iter().find(|kind| kind.name() == self.kind);

@@ -157,7 +157,8 @@ impl Conversion {
             return Err(invalid(py, "this conversion is written already"));
         };
         let complete = telling(py, progress.as_ref(), move |seen| {
-            begun.write(&source, &mut yielding(beside.as_mut(), seen))
+            let sharing = Arc::clone(begun.sharing());
+            begun.write(&source, &mut yielding(beside.as_mut(), &sharing, seen))
         })?;
         self.put(Phase::Complete(complete));
         Ok(())
@@ -167,6 +168,12 @@ impl Conversion {
     fn publish(&self, py: Python<'_>) -> PyResult<()> {
         let complete = self.complete(py)?;
         call(py, move || complete.publish())
+    }
+
+    /// Releases the output, whose lock others may wait for. Does nothing after the end.
+    fn close(&self, py: Python<'_>) {
+        let phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(phase));
     }
 
     /// Removes the complete output.
@@ -214,9 +221,11 @@ impl Beside {
     }
 
     /// Waits while a save is pending, but for half of the time at most: a run that saves all the
-    /// time gets its exports, too.
-    fn yield_to_saves(&mut self) {
-        while self.manager.is_saving() && self.paused < self.begun.elapsed() / 2 {
+    /// time gets its exports, too. `go_on` ends the wait by `false`.
+    fn yield_to_saves(&mut self, sharing: &Shared, mut go_on: impl FnMut() -> bool) {
+        while self.manager.is_saving() && self.paused < self.begun.elapsed() / 2 && go_on() {
+            // The other ranks must not take the pause for a stall.
+            sharing.advance();
             std::thread::sleep(SAVE_POLL_INTERVAL);
             self.paused += SAVE_POLL_INTERVAL;
         }
@@ -227,6 +236,7 @@ impl Beside {
 /// thread that does the work.
 fn yielding<'a>(
     mut beside: Option<&'a mut Beside>,
+    sharing: &'a Shared,
     go_on: &'a mut dyn FnMut(u64, u64) -> bool,
 ) -> impl FnMut(u64, u64) -> bool + 'a {
     if beside.is_some() {
@@ -234,7 +244,7 @@ fn yielding<'a>(
     }
     move |done, total| {
         if let Some(beside) = &mut beside {
-            beside.yield_to_saves();
+            beside.yield_to_saves(sharing, || go_on(done, total));
         }
         go_on(done, total)
     }
@@ -284,10 +294,11 @@ impl Sharing {
         call(py, move || shared.ask(&what, || Ok(text)))
     }
 
-    /// Refuses, on all ranks, a rank with another digest of its source and plan.
-    fn check_equal(&self, py: Python<'_>, digest: String) -> PyResult<()> {
+    /// Refuses, on all ranks, a rank with another digest of its source and plan, or another
+    /// `verify=`.
+    fn check_equal(&self, py: Python<'_>, digest: String, verify: bool) -> PyResult<()> {
         let shared = self.get(py)?;
-        call(py, move || shared.check_equal(&digest))
+        call(py, move || shared.check_equal(&digest, verify))
     }
 
     /// `compare_tensors` by all ranks, which make this call and get the same answer.
@@ -303,7 +314,7 @@ impl Sharing {
         let (source, made, pairs) = (source.get(py)?, made.get(py)?, pairs_of(pairs)?);
         let (shared, mut beside) = (self.get(py)?, beside.map(Beside::new));
         telling(py, None, move |seen| {
-            let mut go_on = yielding(beside.as_mut(), seen);
+            let mut go_on = yielding(beside.as_mut(), &shared, seen);
             shared.compare(&source, &made, &pairs, &mut go_on)
         })
     }
@@ -318,7 +329,7 @@ impl Sharing {
     /// Leaves the other ranks.
     fn leave(&self, py: Python<'_>) {
         let shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(shared) = shared.and_then(Arc::into_inner) {
+        if let Some(shared) = shared {
             py.detach(|| shared.leave());
         }
     }

@@ -254,7 +254,7 @@ def write(
     rows = [(file.name, file.length, file.pieces) for file in files]
     digest = _digest(core, [_hashed(file) for file in files], sharing.ranks()[1])
     with _together(sharing):
-        sharing.check_equal(digest.hex())
+        sharing.check_equal(digest.hex(), what.verify)
         # Python and the engine hold what is passed along.
         budget = _BUDGET_BYTES - 2 * sum(file.length for file in passed)
         limits = budget, _WINDOW_BYTES, _JOURNAL_BYTES
@@ -262,16 +262,17 @@ def write(
         conversion = _core.Conversion(
             core, where, is_in_files, rows, _resume_digest(core, digest), limits, sharing
         )
-        resumed = conversion.resumed_bytes()
-        partial = conversion.partial()
-        try:
-            conversion.write(core, progress, beside)
-        except KeyboardInterrupt as interrupt:
-            interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
-            raise
-        if what.verify:
-            _verify(core, conversion, content, sharing, beside)
-        conversion.publish()
+        with contextlib.closing(conversion):
+            resumed = conversion.resumed_bytes()
+            partial = conversion.partial()
+            try:
+                conversion.write(core, progress, beside)
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
+                raise
+            if what.verify:
+                _verify(core, conversion, content, sharing, beside)
+            conversion.publish()
     seconds = time.monotonic() - begun
     return replace(result, resumed_nbytes=resumed, seconds=seconds, verified=what.verify)
 
@@ -351,7 +352,7 @@ def _save(
         nbytes = sum(stored.values())
         return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
     names = [(leaf.number, leaf.nested_name) for leaf in arrays]
-    sharing.check_equal(_digest(core, [*names, *casts.items()], rank[1]).hex())
+    sharing.check_equal(_digest(core, [*names, *casts.items()], rank[1]).hex(), what.verify)
     save = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"], ranks)
     try:
         while not save.done():
@@ -556,23 +557,47 @@ def _verify(
     sharing: _core.Sharing,
     beside: _core.Manager | None,
 ) -> None:
-    """Reads the output back and compares it with the source."""
+    """Reads the output back and compares it with the source. Removes it if they differ."""
     partial = conversion.partial()
-    found = find(partial)
-    if found is None:
-        raise CorruptCheckpoint(f"{partial} cannot be read back; it was left there")
-    made = found.open("auto")
+    try:
+        wrong = _different(core, partial, content, sharing, beside)
+        if wrong:
+            raise CorruptCheckpoint(
+                f"{listed(tuple(tensor.path for tensor in wrong))} of {partial} differ from the source; the output was removed. "
+                "Convert again, and verify the disk"
+            )
+    except CorruptCheckpoint:
+        # The same call would resume it, and find the same.
+        conversion.discard()
+        raise
+
+
+def _different(
+    core: _core.Checkpoint,
+    partial: str,
+    content: Content,
+    sharing: _core.Sharing,
+    beside: _core.Manager | None,
+) -> list[OutputTensor]:
+    """The tensors of the output that are missing or differ from the source."""
+    try:
+        found = find(partial)
+        made = None if found is None else found.open("auto")
+    except StepwellError as error:
+        raise _unreadable(partial) from error
+    if made is None:
+        raise _unreadable(partial)
     try:
         leaves = {path: leaf for leaf, path in enumerate(made.leaf_paths())}
         missing = [tensor for tensor in content.tensors if tensor.path not in leaves]
         present = [tensor for tensor in content.tensors if tensor.path in leaves]
         pairs = [(tensor.leaf, leaves[tensor.path], tensor.dtype) for tensor in present]
-        different = [present[at] for at in sharing.compare(core, made, pairs, beside)]
+        return [*missing, *(present[at] for at in sharing.compare(core, made, pairs, beside))]
     finally:
         made.close()
-    if wrong := (*missing, *different):
-        conversion.discard()
-        raise CorruptCheckpoint(
-            f"{listed(tuple(tensor.path for tensor in wrong))} of {partial} differ from the source; the output was removed. "
-            "Convert again, and verify the disk"
-        )
+
+
+def _unreadable(partial: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{partial} cannot be read back; the output was removed. Convert again, and verify the disk"
+    )

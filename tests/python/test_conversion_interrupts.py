@@ -16,6 +16,7 @@ import stepwell as sw
 from command_line import flip_a_bit
 from conftest import partials, same
 from safetensors.numpy import load_file, save_file
+from stepwell import _convert
 
 LONG = "STEPWELL_LONG" in os.environ
 
@@ -67,6 +68,37 @@ def test_finished_windows_are_not_written_again(larger: Path, small_windows: Non
     with pytest.raises(sw.CorruptCheckpoint, match="differ from the source; the output was removed"):
         sw.convert(larger, out, to="safetensors", verify=True)
     assert [one.name for one in larger.parent.iterdir()] == ["larger"]
+
+
+@pytest.mark.parametrize(("offset", "what"), [(3, "cannot be read back"), (5000, "differ from")])
+def test_an_output_that_fails_its_verification_is_removed(
+    larger: Path, offset: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, verify = larger.parent / "out", _convert._verify
+
+    def damaged(*given: Any) -> None:
+        flip_a_bit(larger.parent / "out.partial" / "model.safetensors", offset)
+        verify(*given)
+
+    monkeypatch.setattr(_convert, "_verify", damaged)
+    with pytest.raises(sw.CorruptCheckpoint, match=f"{what}.*the output was removed"):
+        sw.convert(larger, out, to="safetensors", verify=True)
+    assert partials(larger.parent) == []
+
+
+def test_a_kept_traceback_does_not_lock_the_output(larger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = larger.parent / "out"
+
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_convert, "_verify", interrupt)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            sw.convert(larger, out, to="safetensors", verify=True)
+    made = sw.convert(larger, out, to="safetensors", verify=True)
+    assert made.resumed_nbytes == made.nbytes
+    assert kept.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("change", ["plan", "source", "files"])
@@ -160,6 +192,7 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
         "    def __init__(self, *_): pass\n"
         "    def resumed_bytes(self): return 0\n"
         "    def partial(self): return 'out.partial'\n"
+        "    def close(self): pass\n"
         "    write = stop\n"
         "_convert._core.Conversion = Stopped\n"
         "main()\n"

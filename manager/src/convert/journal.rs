@@ -131,11 +131,6 @@ impl Journal {
         Self { disk, file, digest, generation, end }
     }
 
-    /// The number that tells its records from those of an earlier start.
-    pub(super) fn generation(&self) -> u128 {
-        self.generation
-    }
-
     /// Appends a durable record. The windows that it counts are durable already.
     pub(super) fn append(&mut self, finished: u64, sums: &[PieceSum]) -> Result<()> {
         let bytes = encode(self.digest, self.generation, finished, sums);

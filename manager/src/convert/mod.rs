@@ -40,7 +40,6 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
-use stepwell_core::Error as CoreError;
 use stepwell_core::io::{Dir, Disk, Lock};
 use stepwell_core::sys::{Buffer, Mapping, spawn};
 
@@ -48,10 +47,10 @@ use self::assembler::Assembler;
 use self::checksums::PieceSums;
 use self::journal::{Journal, Recorded};
 use self::partial_output::{PartialOutput, settle_lengths};
+use self::sharing::is_permanent;
 use self::windows::{OutputWindow, WINDOW_ALIGNMENT, windows_in};
 use self::writer::{FilledWindow, WindowWriter};
 use crate::commit::aside;
-use crate::delete_tree::ignore_missing;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::reader::Reader;
@@ -126,25 +125,63 @@ impl Conversion {
         let part = sharing.part(&plan.files, options.window_bytes);
         let this = Beginning { plan: Arc::new(plan), options, environment, part };
         let mut led = None;
-        let generation = sharing.ask("convert", || {
+        let found = sharing.ask("convert", || {
             let parent = environment.disk.create_dir_all(parent)?;
-            let begun = this.lead(PartialOutput::new(parent, name.clone(), kind))?;
-            let generation = begun.1.generation();
-            led = Some(begun);
-            Ok(generation)
+            let (output, recorded, lock) = this.lead(PartialOutput::new(parent, name.clone(), kind))?;
+            let found = recorded.as_ref().map(|found| found.generation);
+            led = Some((output, recorded, lock));
+            Ok(found)
         })?;
         let follow = || {
-            let parent = environment.disk.open_dir(parent)?;
-            this.follow(PartialOutput::new(parent, name, kind), sharing.ranks().0, generation)
+            let output = PartialOutput::new(environment.disk.open_dir(parent)?, name, kind);
+            let recorded = found.map(|generation| this.recorded(&output, sharing.ranks().0, generation));
+            Ok((output, recorded.transpose()?.flatten(), None))
         };
-        let begun = match led {
-            Some(begun) => begun,
-            None => follow().inspect_err(|error| sharing.fail(&error.to_string()))?,
+        let prepared = led.map_or_else(follow, Ok);
+        // No rank writes or creates a file before all have looked for theirs.
+        let (prepared, has_files) = match prepared {
+            Ok(prepared) => {
+                let has_files = this.has_files(&prepared.0, prepared.1.as_ref());
+                (Some(prepared), has_files)
+            }
+            Err(error) => (None, Err(error)),
         };
-        let (output, journal, recorded, lock) = begun;
+        let mut started = None;
+        let generation = sharing.agree("begin a conversion", has_files, |have_files| {
+            let Some((output, recorded, _)) = &prepared else {
+                return Err(Error::internal("a locked output", "none"));
+            };
+            let is_resumed = recorded.is_some() && have_files.iter().all(|&has_files| has_files);
+            let generation = match recorded {
+                Some(found) if is_resumed => found.generation,
+                _ => environment.rng.next_u128(),
+            };
+            if !is_resumed {
+                output.remove()?;
+                started = Some(this.start(output, 0, generation)?);
+                output.create()?;
+            }
+            output.create_files(&this.plan)?;
+            Ok(generation)
+        })?;
+        let Some((output, recorded, lock)) = prepared else {
+            return Err(Error::internal("a prepared output", "none"));
+        };
+        let recorded = recorded.filter(|found| found.generation == generation);
+        let journal = match (started, &recorded) {
+            (Some(journal), _) => journal,
+            (None, Some(found)) => this.resume(&output, sharing.ranks().0, found)?,
+            (None, None) => this.start(&output, sharing.ranks().0, generation)?,
+        };
+        let recorded = recorded.unwrap_or_default();
         let Beginning { plan, options, part, .. } = this;
         let (environment, sharing) = (environment.clone(), Arc::clone(sharing));
         Ok(Self { plan, options, environment, sharing, output, journal, recorded, part, lock })
+    }
+
+    /// Returns the session of the ranks that share it.
+    pub fn sharing(&self) -> &Arc<Sharing> {
+        &self.sharing
     }
 
     /// Returns the temporary path of the output.
@@ -163,32 +200,29 @@ impl Conversion {
     /// Writes all files below the temporary name, completely and durably, and waits for the other
     /// ranks. `go_on` gets the bytes of this rank's part, done and in all, and stops it by `false`.
     /// After an error, the finished windows stay, to be resumed, unless the source is damaged or
-    /// cannot be cast.
+    /// cannot be cast. The session of the ranks is then over.
     pub fn write(self, source: &Reader, go_on: &mut dyn FnMut(u64, u64) -> bool) -> Result<Complete> {
         let Self { plan, options, environment, sharing, output, journal, recorded, part, lock } = self;
-        let files = output.files(&plan);
+        let (files, mut watch) = (output.files(&plan), sharing.watch());
         let wrote = output.dir().and_then(|dir| {
             let part = WrittenPart { plan: &plan, options: &options, disk: &environment.disk, dir, part };
             part.write(source, journal, &recorded, &output, &mut |done, total| {
-                sharing.advance();
-                go_on(done, total)
+                watch.go_on(done) && go_on(done, total)
             })
         });
         // A removed output is the cause of other errors.
         let wrote = wrote.or_else(|error| output.check_there().and(Err(error)));
-        // A later try would fail at the same place.
-        let is_final = wrote.as_ref().err().is_some_and(|error| {
-            let core = error.core().map(CoreError::inner);
-            matches!(core, Some(CoreError::Corrupt { .. } | CoreError::Leaf { .. }))
-        });
-        let finished = sharing.agree("write a conversion", wrote, |_| {
+        let finished = watch.agree("write a conversion", wrote, |_| {
             let dir = output.dir()?;
             settle_lengths(&*dir, &files)?;
             Ok(dir.sync()?)
         });
         if let Err(error) = finished {
-            if is_final
-                && sharing.leads()
+            sharing.fail(&error.to_string());
+            // The leader keeps its lock until no other rank writes.
+            if sharing.leads()
+                && sharing.have_others_left()
+                && is_permanent(&error)
                 && let Err(error) = output.give_up()
             {
                 tracing::warn!(%error, "a failed conversion left its output, which may be deleted");
@@ -207,54 +241,49 @@ struct Beginning<'a> {
     part: Range<u64>,
 }
 
-type Begun = (PartialOutput, Journal, Recorded, Option<Box<dyn Lock>>);
+/// The locked output, and the leader's windows that an earlier process has finished.
+type Led = (PartialOutput, Option<Recorded>, Option<Box<dyn Lock>>);
 
 impl Beginning<'_> {
-    /// Prepares the output: locks it, removes what another plan has left, and creates it. No other
-    /// rank creates it: one that is late would do so after the leader has given up.
-    fn lead(&self, output: PartialOutput) -> Result<Begun> {
+    /// Locks the output.
+    fn lead(&self, output: PartialOutput) -> Result<Led> {
         output.check_free()?;
         let is_there = output.is_there()?;
         let lock = output.lock(is_there)?;
         // Another process may have finished between the first check and the lock.
         output.check_free()?;
-        let (file, recorded) = output.open_journal(&output.journal)?;
+        let recorded = output.read_journal(&output.journal)?;
         if recorded.is_none() && is_there {
             return Err(output.in_the_way(&output.partial));
         }
-        let (disk, digest) = (Arc::clone(&self.environment.disk), self.plan.digest);
-        if let Some(found) = recorded.filter(|found| is_there && found.digest == digest)
-            && output.has_files_of(&self.plan, self.finished(found.finished))?
-        {
-            return Ok((output, Journal::resume(disk, file, &found), found, lock));
-        }
-        output.remove()?;
-        let journal = Journal::start(disk, file, digest, self.environment.rng.next_u128())?;
-        output.parent.sync()?;
-        output.create()?;
-        Ok((output, journal, Recorded::default(), lock))
+        let recorded = recorded.filter(|found| is_there && found.digest == self.plan.digest);
+        Ok((output, recorded, lock))
     }
 
-    /// Takes part in the conversion that the leader has prepared. `generation` tells what belongs
-    /// to it from what an earlier one has left.
-    fn follow(&self, output: PartialOutput, rank: u32, generation: u128) -> Result<Begun> {
-        let name = output.journal_of(rank);
-        let (file, recorded) = output.open_journal(&name)?;
-        // The leader removes the output before the journals, so one of both finds this journal.
-        if let Err(gone) = output.check_there() {
-            ignore_missing(output.parent.remove_file(&name))?;
-            return Err(gone);
-        }
-        let (disk, digest) = (Arc::clone(&self.environment.disk), self.plan.digest);
-        let recorded = recorded.filter(|found| found.digest == digest && found.generation == generation);
-        if let Some(found) = recorded
-            && output.has_files_of(&self.plan, self.finished(found.finished))?
-        {
-            return Ok((output, Journal::resume(disk, file, &found), found, None));
-        }
-        let journal = Journal::start(disk, file, digest, generation)?;
+    /// Returns the windows of a rank that an earlier process has finished. `generation` tells what
+    /// belongs to this conversion from what an earlier one has left.
+    fn recorded(&self, output: &PartialOutput, rank: u32, generation: u128) -> Result<Option<Recorded>> {
+        let recorded = output.read_journal(&output.journal_of(rank))?;
+        Ok(recorded.filter(|found| found.digest == self.plan.digest && found.generation == generation))
+    }
+
+    /// True if the files of this rank's finished windows are there.
+    fn has_files(&self, output: &PartialOutput, recorded: Option<&Recorded>) -> Result<bool> {
+        recorded.map_or(Ok(true), |found| output.has_files_of(&self.plan, self.finished(found.finished)))
+    }
+
+    /// Begins the journal of a rank.
+    fn start(&self, output: &PartialOutput, rank: u32, generation: u128) -> Result<Journal> {
+        let file = output.open_journal(&output.journal_of(rank))?;
+        let journal = Journal::start(Arc::clone(&self.environment.disk), file, self.plan.digest, generation)?;
         output.parent.sync()?;
-        Ok((output, journal, Recorded::default(), None))
+        Ok(journal)
+    }
+
+    /// Goes on with the journal of a rank.
+    fn resume(&self, output: &PartialOutput, rank: u32, recorded: &Recorded) -> Result<Journal> {
+        let file = output.open_journal(&output.journal_of(rank))?;
+        Ok(Journal::resume(Arc::clone(&self.environment.disk), file, recorded))
     }
 
     /// Returns the windows of this rank that are finished.
@@ -301,7 +330,6 @@ impl WrittenPart<'_> {
             disk: Arc::clone(disk),
             dir,
             files: output.files(plan),
-            creates: output.kind == OutputKind::Directory,
             journal,
             journal_bytes: options.journal_bytes,
             written: Arc::clone(&written),

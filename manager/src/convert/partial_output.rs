@@ -98,18 +98,25 @@ impl PartialOutput {
         Ok(lock)
     }
 
-    /// Opens a journal, or creates it, and reads what it has recorded.
-    pub(super) fn open_journal(&self, name: &str) -> Result<(Arc<dyn File>, Option<Recorded>)> {
+    /// Returns what a journal has recorded.
+    pub(super) fn read_journal(&self, name: &str) -> Result<Option<Recorded>> {
         let file = match self.parent.overwrite_file(name, 0) {
-            // Without locks, nothing has created it.
-            Err(error) if error.is_not_found() => self.parent.create_file(name, 0)?,
+            Err(error) if error.is_not_found() => return Ok(None),
             opened => opened?,
         };
         let recorded = journal::read(&*file)?;
         if recorded.is_none() && !journal::is_unwritten(&*file)? {
             return Err(self.in_the_way(name));
         }
-        Ok((file, recorded))
+        Ok(recorded)
+    }
+
+    /// Opens a journal, or creates it.
+    pub(super) fn open_journal(&self, name: &str) -> Result<Arc<dyn File>> {
+        match self.parent.overwrite_file(name, 0) {
+            Err(error) if error.is_not_found() => Ok(self.parent.create_file(name, 0)?),
+            opened => Ok(opened?),
+        }
     }
 
     pub(super) fn in_the_way(&self, name: &str) -> Error {
@@ -127,6 +134,19 @@ impl PartialOutput {
             OutputKind::File => drop(self.parent.create_file(&self.partial, 0)?),
         }
         Ok(self.parent.sync()?)
+    }
+
+    /// Creates the files of a directory that are missing, and makes their names durable. Only the
+    /// leader does so, before any rank writes.
+    pub(super) fn create_files(&self, plan: &ConversionPlan) -> Result<()> {
+        let dir = self.dir()?;
+        for OutputFile { name, .. } in self.files(plan) {
+            match dir.create_file(&name, 0) {
+                Err(error) if error.already_exists() => {}
+                created => drop(created?),
+            }
+        }
+        Ok(dir.sync()?)
     }
 
     /// Opens the directory of the files.

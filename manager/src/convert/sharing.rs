@@ -2,12 +2,14 @@
 
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+use stepwell_core::Kind;
 
 use super::compare::{TensorPair, compare};
 use super::file_plan::PlannedFile;
@@ -20,6 +22,8 @@ use crate::reader::Reader;
 
 /// The most time that the leader waits for other ranks to leave.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Poll interval for failures of other ranks.
+const FAILURE_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The session of ranks that share conversions, one after the other. All make the same calls, in
 /// the same order.
@@ -28,14 +32,63 @@ pub struct Sharing {
     /// Changes as this rank gets on.
     progress: Arc<AtomicU64>,
     /// Tells the other ranks of the progress.
-    heartbeat: Option<Periodic>,
+    heartbeat: Mutex<Option<Periodic>>,
+}
+
+/// Watches the other ranks while this one works.
+pub(super) struct Watch<'a> {
+    sharing: &'a Sharing,
+    /// The bytes that are done.
+    done: u64,
+    polled: Instant,
+    /// The failure of another rank.
+    failure: Option<Error>,
+}
+
+impl Watch<'_> {
+    /// Notes the progress of this rank. Returns false once another rank has failed.
+    pub(super) fn go_on(&mut self, done: u64) -> bool {
+        if done != self.done {
+            self.done = done;
+            self.sharing.advance();
+        }
+        if self.failure.is_none() && self.polled.elapsed() >= FAILURE_POLL_INTERVAL {
+            self.polled = Instant::now();
+            self.failure = self.sharing.failure();
+        }
+        self.failure.is_none()
+    }
+
+    /// [`Sharing::agree`] after the work. Other ranks that still work stop if this one has failed.
+    /// If another rank failed first, its failure is the error of the call.
+    pub(super) fn agree<S: Serialize + DeserializeOwned, T: Serialize + DeserializeOwned>(
+        self,
+        what: &str,
+        mine: Result<S>,
+        answer: impl FnOnce(Vec<S>) -> Result<T>,
+    ) -> Result<T> {
+        let Self { sharing, failure, .. } = self;
+        let mine = match failure {
+            Some(failure) => Err(failure),
+            None => mine.inspect_err(|error| sharing.report_failure(error)),
+        };
+        let has_failed = mine.is_err();
+        let agreed = sharing.agree(what, mine, answer);
+        agreed.map_err(|error| if has_failed { error } else { sharing.failure().unwrap_or(error) })
+    }
+}
+
+/// True for an error that a later try would meet again: a damaged source, or values that cannot be
+/// cast.
+pub(super) fn is_permanent(error: &Error) -> bool {
+    [Kind::CorruptCheckpoint.name(), Kind::UnsupportedLeaf.name()].contains(&error.kind())
 }
 
 impl Sharing {
     /// Returns the session of a process that shares nothing.
     pub fn alone(environment: &Environment) -> Self {
         let team = Arc::new(Team::alone(environment.hex_id()));
-        Self { team, progress: Arc::default(), heartbeat: None }
+        Self { team, progress: Arc::default(), heartbeat: Mutex::default() }
     }
 
     /// Meets the other ranks that share conversions of `what`. A wait for a rank ends after
@@ -62,7 +115,7 @@ impl Sharing {
         };
         let heartbeat = Periodic::start("stepwell-heartbeat", team.heartbeat_interval(), send)
             .map_err(|error| stepwell_core::Error::io("start a thread for", "<a conversion>", error))?;
-        Ok(Self { team, progress, heartbeat: Some(heartbeat) })
+        Ok(Self { team, progress, heartbeat: Mutex::new(Some(heartbeat)) })
     }
 
     /// The rank of this process, and the number of ranks.
@@ -96,10 +149,10 @@ impl Sharing {
     }
 
     /// Refuses, on all ranks, ranks with another `digest` of source and plan: the output would be a
-    /// mixture.
-    pub fn check_equal(&self, digest: &str) -> Result<()> {
-        self.agree("compare the sources", Ok(digest.to_owned()), |all| {
-            match all.iter().position(|one| one != digest) {
+    /// mixture. All must `verify` it, or none.
+    pub fn check_equal(&self, digest: &str, verify: bool) -> Result<()> {
+        self.agree("compare the sources", Ok((digest.to_owned(), verify)), |all| {
+            match all.iter().position(|one| (one.0.as_str(), one.1) != (digest, verify)) {
                 None => Ok(()),
                 Some(rank) => Err(Error::Invalid(format!(
                     "rank {rank} converts another source than rank 0, or with other arguments. Pass the same to all ranks, and step= for a root that is written to"
@@ -120,13 +173,12 @@ impl Sharing {
         let mine: Vec<usize> =
             (0..pairs.len()).filter(|number| number % ranks as usize == rank as usize).collect();
         let chosen: Vec<TensorPair> = mine.iter().filter_map(|&number| pairs.get(number).copied()).collect();
-        let different = compare(source, made, &chosen, &mut |done, total| {
-            self.advance();
-            go_on(done, total)
-        });
+        let mut watch = self.watch();
+        let different =
+            compare(source, made, &chosen, &mut |done, total| watch.go_on(done) && go_on(done, total));
         let numbers = |found: Vec<usize>| found.into_iter().filter_map(|at| mine.get(at).copied()).collect();
         let different: Result<Vec<usize>> = different.map(numbers);
-        self.agree("verify a conversion", different, |all| Ok(all.concat()))
+        watch.agree("verify a conversion", different, |all| Ok(all.concat()))
     }
 
     /// Notes that this rank gets on.
@@ -134,18 +186,56 @@ impl Sharing {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Ends the session, on all ranks that wait for this one.
+    /// Returns a watch over the other ranks, for the time that this one works.
+    pub(super) fn watch(&self) -> Watch<'_> {
+        Watch { sharing: self, done: u64::MAX, polled: Instant::now(), failure: None }
+    }
+
+    /// Ends the session, on all ranks.
     pub fn fail(&self, cause: &str) {
-        if !self.team.is_alone() {
-            drop(self.team.end_session(Error::Invalid(cause.to_owned())));
+        if self.team.is_alone() {
+            return;
+        }
+        let error = Error::Invalid(cause.to_owned());
+        if self.failure().is_none() {
+            self.report_failure(&error);
+        }
+        drop(self.team.end_session(error));
+    }
+
+    /// Reports the failure of this rank to ranks that work.
+    fn report_failure(&self, error: &Error) {
+        if !self.team.is_alone()
+            && let Err(error) = self.team.report_failure(error, is_permanent(error))
+        {
+            tracing::debug!(%error, "reporting a failure to the other ranks failed");
         }
     }
 
-    /// Leaves the other ranks.
-    pub fn leave(mut self) {
-        if let Some(heartbeat) = self.heartbeat.take() {
-            heartbeat.stop();
+    /// Returns the failure that a rank has reported.
+    fn failure(&self) -> Option<Error> {
+        if self.team.is_alone() {
+            return None;
         }
+        self.team.failure().unwrap_or_else(|error| {
+            tracing::debug!(%error, "looking for failures of other ranks failed");
+            None
+        })
+    }
+
+    /// Waits until the session is over for all other ranks. Returns false after a timeout.
+    pub(super) fn have_others_left(&self) -> bool {
+        self.team.have_others_left(LEAVE_TIMEOUT).unwrap_or_else(|error| {
+            tracing::debug!(%error, "waiting for the other ranks of a failed conversion failed");
+            false
+        })
+    }
+
+    /// Leaves the other ranks.
+    pub fn leave(&self) {
+        let heartbeat = self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(heartbeat) = heartbeat else { return };
+        heartbeat.stop();
         if !self.team.is_alone()
             && let Err(error) = self.team.leave(0, LEAVE_TIMEOUT)
         {
@@ -198,6 +288,17 @@ mod tests {
             // The windows of the second file are 10..60.
             assert!(starts.iter().all(|start| !(11..60).contains(start)), "{starts:?}");
         }
+    }
+
+    #[test]
+    fn a_rank_gets_on_only_when_bytes_are_done() {
+        let team = Arc::new(Team::alone("session".to_owned()));
+        let sharing = Sharing { team, progress: Arc::default(), heartbeat: Mutex::default() };
+        let mut watch = sharing.watch();
+        for done in [0, 0, 0, 7, 7, 9] {
+            assert!(watch.go_on(done));
+        }
+        assert_eq!(sharing.progress.load(Ordering::Relaxed), 3);
     }
 
     #[test]

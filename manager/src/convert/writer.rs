@@ -39,8 +39,6 @@ pub(super) struct WindowWriter {
     pub disk: Arc<dyn Disk>,
     pub dir: Arc<dyn Dir>,
     pub files: Vec<OutputFile>,
-    /// True if missing files are created.
-    pub creates: bool,
     pub journal: Journal,
     /// Bytes between two records of the journal.
     pub journal_bytes: u64,
@@ -61,8 +59,6 @@ struct Unrecorded {
     finished: u64,
     bytes: u64,
     sums: Vec<PieceSum>,
-    /// True if a file was created.
-    created: bool,
 }
 
 impl WindowWriter {
@@ -74,7 +70,6 @@ impl WindowWriter {
             finished: 0,
             bytes: 0,
             sums: Vec::new(),
-            created: false,
         };
         while let Some(FilledWindow { window, buffer, sums }) = self.next(&mut *at.queue, windows)? {
             let file = self.open(&mut at, &window)?;
@@ -122,13 +117,7 @@ impl WindowWriter {
             return Err(Error::internal("a planned file", format!("file {}", window.file)));
         };
         let length = planned.length.next_multiple_of(WINDOW_ALIGNMENT);
-        let file = match self.dir.overwrite_file(&planned.name, length) {
-            Err(error) if self.creates && error.is_not_found() => {
-                at.created = true;
-                self.dir.create_file(&planned.name, length)?
-            }
-            opened => opened?,
-        };
+        let file = self.dir.overwrite_file(&planned.name, length)?;
         at.file = Some((window.file, Arc::clone(&file)));
         Ok(file)
     }
@@ -170,9 +159,6 @@ impl WindowWriter {
         }
         if let Some((_, file)) = &at.file {
             file.sync()?;
-        }
-        if std::mem::take(&mut at.created) {
-            self.dir.sync()?;
         }
         self.journal.append(at.finished, &std::mem::take(&mut at.sums))?;
         at.bytes = 0;

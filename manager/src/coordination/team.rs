@@ -9,6 +9,7 @@
 //! | `<session>/vote/<save>/<rank>`, `<session>/verdict/<save>` | each rank, the leader | the commit |
 //! | `<session>/heartbeat/<rank>` | each rank | its progress ([`RankHeartbeat`]) |
 //! | `<session>/signal` | any rank | the job is to be preempted |
+//! | `<session>/failed` | any rank | its failure, for ranks that work |
 //! | `<session>/read/<rank>` | each rank | the last answer that it has read |
 //! | `<session>/bye/<rank>` | each rank | it has closed |
 //!
@@ -31,13 +32,16 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 
-use self::board::Board;
+use self::board::{Board, decoded, encoded};
 use self::meeting::Places;
 use self::votes::SaveNotes;
 use super::{Coordinator, LEADER};
-use crate::error::{Error, Result};
+use crate::error::{Error, Relayed, Result};
 
 pub use self::heartbeat::RankHeartbeat;
+
+/// Poll interval for ranks that leave.
+const LEAVE_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A rank's side of a session.
 pub struct Team {
@@ -182,6 +186,35 @@ impl Team {
         Ok(!self.is_alone() && self.coordinator.get(&self.key("signal"), Duration::ZERO)?.is_some())
     }
 
+    /// Announces the failure of this rank to ranks that work. They raise its kind if it
+    /// `keeps_kind`, and otherwise the failure of a rank.
+    pub fn report_failure(&self, error: &Error, keeps_kind: bool) -> Result<()> {
+        let failed = Relayed::of_rank(self.rank(), error, keeps_kind);
+        self.coordinator.put(&self.key("failed"), &encoded(&failed)?)
+    }
+
+    /// Returns the failure that a rank has announced.
+    pub fn failure(&self) -> Result<Option<Error>> {
+        let Some(message) = self.coordinator.get(&self.key("failed"), Duration::ZERO)? else {
+            return Ok(None);
+        };
+        Ok(Some(Error::Relayed(decoded(self.rank(), &message)?)))
+    }
+
+    /// Waits until the session is over for all other ranks. Returns false after the timeout.
+    pub fn have_others_left(&self, timeout: Duration) -> Result<bool> {
+        let deadline = deadline_after(timeout);
+        for rank in (0..self.world_size()).filter(|&rank| rank != self.rank()) {
+            while self.heartbeat_of(rank)? != RankHeartbeat::LEFT {
+                if Instant::now() >= deadline {
+                    return Ok(false);
+                }
+                std::thread::sleep(LEAVE_POLL_INTERVAL);
+            }
+        }
+        Ok(true)
+    }
+
     /// Leaves the session. The leader waits until all ranks have left, then clears the board.
     /// `saves` is the number of saves. It does not wait for dead ranks, nor after a lost session.
     /// Returns true if every rank has left.
@@ -222,7 +255,9 @@ impl Team {
             }
             self.coordinator.remove(&format!("{}/hello/{rank}", self.namespace))?;
         }
-        self.coordinator.remove(&self.key("signal"))?;
+        for what in ["signal", "failed"] {
+            self.coordinator.remove(&self.key(what))?;
+        }
         self.coordinator.remove(&format!("{}/welcome", self.namespace))?;
         Ok(true)
     }

@@ -154,7 +154,12 @@ fn a_removed_output_is_not_created_again() {
         assert_eq!(names(&disk), ["b.partial", "b.partial.journal"]);
         let parent = disk.open_dir(Path::new("out")).unwrap();
         match kind {
-            OutputKind::Directory => parent.remove_dir("b.partial").unwrap(),
+            OutputKind::Directory => {
+                for file in FILES {
+                    parent.remove_file(&format!("b.partial/{file}")).unwrap();
+                }
+                parent.remove_dir("b.partial").unwrap();
+            }
             OutputKind::File => parent.remove_file("b.partial").unwrap(),
         }
         let failed = begun.write(&source, &mut |_, _| true).map(drop).unwrap_err();
