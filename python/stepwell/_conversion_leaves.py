@@ -43,8 +43,9 @@ class SelectedLeaf:
 
     @property
     def places(self) -> tuple[str | int, ...]:
-        """The keys and indices of its path, as torch has them: keys are text."""
-        return tuple(value if tag == "x" else str(value) for tag, value in self.components)
+        """The keys and indices of its path, as torch has them: keys are text. A state that is one
+        leaf has it under the empty key."""
+        return tuple(value if tag == "x" else str(value) for tag, value in self.components) or ("",)
 
     @property
     def nested_name(self) -> str:
@@ -83,6 +84,9 @@ def selected(
                 holder if tied and holder is not None else number,
             )
         )
+    if not numbers:
+        where = f"{checkpoint.path} has no leaf" + (f" below {subtree!r}" if subtree else "")
+        raise MisuseError(f"{where}, so there is nothing to convert")
     if not found:
         raise MisuseError(
             f"no leaf of {checkpoint.path} is selected; `stepwell show` lists them. Change include=, exclude= or subtree="

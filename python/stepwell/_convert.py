@@ -43,6 +43,7 @@ from .formats.writers import (
     OutputTensor,
     PlainValue,
     Writer,
+    check_name,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class ConversionResult:
     resumed_nbytes: int
     #: Names of tied tensors, and the names that hold their bytes.
     tied: Mapping[str, str]
-    #: Paths of leaves that the format cannot hold, and that were left out.
+    #: Paths of objects that the format cannot hold, and that were left out.
     skipped: tuple[str, ...]
     #: Duration.
     seconds: float
@@ -132,8 +133,8 @@ def convert(
         subtree: path of a container. Only what is below it is written, with names relative to it.
         cast: the dtype of floating-point tensors in the output, as of
             :meth:`CheckpointManager.save`.
-        objects: for leaves that the format cannot hold: ``"error"``, or ``"skip"`` to leave them
-            out.
+        objects: for objects that the format cannot hold: ``"error"``, or ``"skip"`` to leave them
+            out. A tensor of a dtype that the format does not have is always an error.
         shard_size: the most bytes of a file in a directory, such as ``"5GB"``, the default.
         files: files to copy into the destination, which is a directory: of a model's directory, all
             that are not weights, such as its configuration and its tokenizer.
@@ -146,7 +147,8 @@ def convert(
         progress: called now and then, and when all is written, with the bytes done and in all.
 
     Raises:
-        MisuseError: the destination exists, or the format cannot hold a leaf. Nothing was written.
+        MisuseError: the destination exists, its name ends as of another format, or the format
+            cannot hold a leaf. Nothing was written.
         CorruptCheckpoint: the source is damaged.
     """
     progress_callback(progress)
@@ -161,6 +163,7 @@ def convert(
         dry_run,
     )
     where = absolute(destination)
+    check_name(where, to)
     if os.path.lexists(where):
         raise MisuseError(f"{where} exists already. Pass a free path, or move what is there away")
     found = coordinators.find(coordinator, what="converts")
@@ -448,7 +451,9 @@ def _content(
         if writer.has_paths:
             places = [("k", part) if isinstance(part, str) else ("x", part) for part in leaf.places]
         path = name if writer.is_nested else render(places)
-        tensors[leaf.number] = OutputTensor(name, path, leaf.number, dtype, leaf.shape, leaf.places)
+        tensors[leaf.number] = OutputTensor(
+            name, path, leaf.number, dtype, leaf.shape, leaf.places, leaf.path
+        )
         key = leaf.holder, dtype
         first[key] = min(first.get(key, name), name)
     ties = {

@@ -30,7 +30,7 @@ from ._restore.options import Globs
 from ._save_result import Save
 from .errors import MisuseError, StepwellError
 from .events import ExportEvent, OnEvent, tell
-from .formats.writers import OutputFile
+from .formats.writers import OutputFile, check_name
 
 if TYPE_CHECKING:
     from .maps import MapLike
@@ -77,6 +77,7 @@ class Export:
         Template.of(self.destination)
         whole(self.every, "every", 1)
         name = self._conversion().file_options(self._path(0)).name
+        check_name(self._path(0), self.to)
         if self.keep is not None:
             whole(self.keep, "keep", 1)
             if not is_directory(self.to, self._path(0)):
@@ -103,6 +104,8 @@ def checked(exports: Sequence[Export], root: str) -> Sequence[Export]:
     Raises:
         MisuseError: two write to one path, or one writes where steps are.
     """
+    if isinstance(exports, Export):
+        raise MisuseError("exports is a list of exports: pass exports=[sw.Export(…)]")
     found = [
         instance(one, Export, "an element of exports", "sw.Export(…)") for one in listed(exports, "exports")
     ]

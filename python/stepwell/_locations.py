@@ -15,7 +15,7 @@ from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from ._checks import shown
-from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError, from_engine
+from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError, from_system
 
 Path: TypeAlias = str | os.PathLike[str]
 
@@ -23,6 +23,8 @@ Path: TypeAlias = str | os.PathLike[str]
 MANIFEST = "manifest.json"
 #: The control directory of a root.
 CONTROL = ".stepwell"
+#: Ends of the names of files of other libraries.
+_OF_OTHERS = (".safetensors", ".pt", ".pth", ".bin", ".npy", ".npz", ".msgpack")
 #: Entries of a directory that are looked into.
 _LOOKED_AT = 64
 
@@ -102,8 +104,7 @@ def is_directory(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        message = f"stat of {path} failed: {error.strerror}"
-        raise from_engine("io", message, {"errno": error.errno, "file": path}) from error
+        raise from_system(f"stat of {path} failed", error, path) from error
 
 
 def check_root(root: str) -> None:
@@ -178,6 +179,8 @@ def explain(path: str, asked_for_step: bool = False) -> str:
         return inside
     if not os.path.lexists(path):
         return _nowhere(path)
+    if not os.path.exists(path):
+        return f"it is a link that leads nowhere: there is no {os.path.realpath(path)}"
     if not os.path.isdir(path):
         return f"it is {_no_directory(path)}, and a checkpoint of stepwell is a directory"
     if os.path.isfile(os.path.join(path, MANIFEST)):
@@ -193,7 +196,16 @@ def explain(path: str, asked_for_step: bool = False) -> str:
         kind = "the root" if found else "the checkpoint"
         plural = "s" if len(found or single) > 1 else ""
         return f"it holds {kind}{plural} {_few(found or single)}: pass that path"
-    return f"it is a directory that holds {'no step: ' + _few(names) if names else 'nothing'}"
+    if "snapshots" in names:
+        return f"it is a cache of Hugging Face: pass a directory in {os.path.join(path, 'snapshots')}"
+    if files := [name for name in names if name.endswith(_OF_OTHERS)]:
+        return f"it holds no step. Files of other libraries are opened one by one: {_few(files)}"
+    return (
+        f"it is a directory that holds no step: {_few(names)}. Files of other libraries are .metadata, "
+        "*.safetensors, pytorch_model.bin and flax_model.msgpack"
+        if names
+        else "it is a directory that holds nothing"
+    )
 
 
 def _few(names: list[str]) -> str:

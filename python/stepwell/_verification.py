@@ -30,7 +30,7 @@ def verify(
     """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and
     step."""
     if not is_directory(path) or os.path.isfile(os.path.join(path, MANIFEST)):
-        return _one(path, step, opened, progress)
+        return _one(path, step, path, opened, progress)
     for _ in range(_ATTEMPTS - 1):
         try:
             return _of_root(path, step, opened, progress)
@@ -55,10 +55,14 @@ def _of_root(
         where = os.path.join(path, row.name)
         damage = Damage(os.path.join(where, MANIFEST), None, (), row.damage or "")
         return VerifyReport(0, 0, (damage,), where, step)
-    return _one(path, step, opened, progress)
+    at = path if row is None else os.path.join(path, row.name)
+    return _one(path, step, at, opened, progress)
 
 
-def _one(path: str, step: int | None, opened: Callable[..., Checkpoint], progress: Progress) -> VerifyReport:
+def _one(
+    path: str, step: int | None, at: str, opened: Callable[..., Checkpoint], progress: Progress
+) -> VerifyReport:
+    """The report of a checkpoint, which is at ``at``."""
     try:
         with opened(path, step) as checkpoint:
             return checkpoint.verify(progress)
@@ -67,10 +71,6 @@ def _one(path: str, step: int | None, opened: Callable[..., Checkpoint], progres
         known = isinstance(error, (CorruptCheckpoint, FileNotFoundError))
         if not known or error.file is None or not error.file.startswith(path + os.sep):
             raise
-        at = path if os.path.isfile(os.path.join(path, MANIFEST)) else _below(path, error.file)
-        return VerifyReport(0, 0, (Damage(error.file, None, (), str(error)),), at, step)
-
-
-def _below(root: str, file: str) -> str:
-    """The step's directory that a file of a root belongs to."""
-    return os.path.join(root, os.path.relpath(file, root).split(os.sep)[0])
+        # The damage names the file already.
+        what = str(error).removeprefix(f"{error.file} is corrupt: ").removeprefix(f"{error.file}: ")
+        return VerifyReport(0, 0, (Damage(error.file, None, (), what),), at, step)

@@ -289,8 +289,8 @@ BY_KIND: dict[str, type[StepwellError]] = {one.kind: one for one in _classes()}
 
 #: Advice for an errno that the system's own words lack.
 REMEDIES: dict[int, str] = {
-    _errno.ENOSPC: "the disk is full: free space there, or keep fewer steps (retention=)",
-    _errno.EDQUOT: "your quota there is used up: delete something of yours, or keep fewer steps (retention=)",
+    _errno.ENOSPC: "the disk is full: free space there",
+    _errno.EDQUOT: "your quota there is used up: delete something of yours",
     _errno.EFBIG: "a file must not be that long there: look at `ulimit -f`, and at what the file system allows",
     _errno.EACCES: "this user may not do that there: change the permissions, or pass another directory",
     _errno.EROFS: "the file system is mounted read-only: pass another directory, or only read from this one",
@@ -299,6 +299,8 @@ REMEDIES: dict[int, str] = {
 #: before.
 SAVE_REMEDIES: dict[int, str] = {
     **REMEDIES,
+    _errno.ENOSPC: "the disk is full: free space there, or keep fewer steps of a run (retention=)",
+    _errno.EDQUOT: "your quota there is used up: delete something of yours, or keep fewer steps of a run (retention=)",
     _errno.ENOENT: "its directory was removed or moved while it was in use: make a new manager",
 }
 
@@ -308,6 +310,11 @@ def _remedy(cls: type[StepwellError], code: int | None) -> str | None:
     if issubclass(cls, SaveFailed):
         return SAVE_REMEDIES.get(code or 0)
     return REMEDIES.get(code or 0) if issubclass(cls, StorageError) else None
+
+
+def from_system(what: str, error: OSError, path: str) -> StepwellError:
+    """The exception for an error of the system at a path."""
+    return from_engine("io", f"{what}: {error.strerror}", {"errno": error.errno, "file": path})
 
 
 def from_engine(kind: str, message: str, attributes: dict[str, object]) -> StepwellError:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -196,3 +198,81 @@ def test_commands_for_roots_refuse_foreign_directories(weights: Path, command: l
     assert "another library" in error["message"]
     assert "step" in error["message"]
     assert [file.name for file in weights.parent.iterdir()] == [weights.name]
+
+
+def test_a_dot_is_the_whole_state(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(3.0))
+    assert document("cat", tmp_path / "a.npy", ".[1:]")["values"] == [1.0, 2.0]
+    assert run("cat", tmp_path / "a.npy", ".").stdout.startswith(".: float64 [3]\n")
+    assert run("cat", tmp_path / "a.npy", "[3]").stderr.startswith("stepwell cat: .: index 3")
+    sw.save(tmp_path / "own", {"w": 1, ".": 2})
+    assert document("cat", tmp_path / "own", ".")["value"] == 2
+
+
+def test_a_full_disk_names_the_output_of_cat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "a.npy", np.arange(3.0))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array_header_2_0", full)
+    error = document("cat", tmp_path / "a.npy", ".", "-o", tmp_path / "out.npy", code=1)["error"]
+    assert error["file"] == str(tmp_path / "out.npy")
+    assert str(tmp_path / "out.npy") in error["message"]
+    assert error["message"].endswith("free space there")
+
+
+def test_a_file_without_a_tensor_is_counted(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([{}], dtype=object), allow_pickle=True)
+    nbytes = (tmp_path / "a.npy").stat().st_size
+    assert document("ls", tmp_path / "a.npy")["files"] == [{"path": "a.npy", "bytes": nbytes, "tensors": 0}]
+    assert document("verify", tmp_path / "a.npy")["checkpoints"][0]["bytes"] == nbytes
+    assert document("show", tmp_path / "a.npy")["step"] is None
+
+
+def test_an_index_of_no_tensor_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    error = document("ls", tmp_path, code=1)["error"]
+    assert error["kind"] == "corrupt_checkpoint"
+    assert "weight_map names no tensor" in error["message"]
+
+
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_places_near_a_checkpoint_are_explained(tmp_path: Path, command: str) -> None:
+    (tmp_path / "hub" / "snapshots").mkdir(parents=True)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "0.pt").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    assert f"pass a directory in {tmp_path}/hub/snapshots" in run(command, tmp_path / "hub").stderr
+    assert "opened one by one: 0.pt" in run(command, tmp_path / "files").stderr
+    assert f"there is no {tmp_path}/gone" in run(command, tmp_path / "link").stderr
+    assert "*.safetensors" in run(command, tmp_path).stderr
+
+
+def test_a_directory_that_may_not_be_read_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: str) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", denied)
+    with pytest.raises(sw.StorageError, match=f"{tmp_path} cannot be read: Permission denied") as caught:
+        sw.open(tmp_path)
+    assert (caught.value.errno, caught.value.filename) == (errno.EACCES, str(tmp_path))
+
+
+def test_verify_names_a_damaged_file_once(weights: Path) -> None:
+    sw.convert(weights, weights.parent / "dcp", to="dcp")
+    (weights.parent / "dcp" / ".metadata").write_bytes(b"\x80\x02?")
+    found = document("verify", weights.parent / "dcp", code=1)["checkpoints"][0]
+    assert found["path"] == str(weights.parent / "dcp")
+    assert found["damages"][0]["file"] == str(weights.parent / "dcp" / ".metadata")
+    assert str(weights.parent) not in found["damages"][0]["what"]
+
+
+def test_an_empty_state_is_not_converted(tmp_path: Path) -> None:
+    sw.save(tmp_path / "own", {"empty": {}})
+    for options in ([], ["--subtree", "empty"]):
+        error = document("export", tmp_path / "own", tmp_path / "x", *options, code=2)["error"]
+        assert "nothing to convert" in error["message"]
+        assert "--include" not in error["message"]

@@ -334,7 +334,7 @@ def test_numpy_reads_the_output_bit_for_bit(
             same(found[name], PARAMS[name])
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None, "every checksum holds"
-    with pytest.raises(sw.MisuseError, match=r"`half` is bfloat16, which numpy cannot read"):
+    with pytest.raises(sw.MisuseError, match=r"`params/half` is bfloat16, which numpy cannot read"):
         sw.convert(saved, saved.parent / "other.npz", to="npz", subtree="params")
     cast = {"params/half": "float32"}
     sw.convert(saved, saved.parent / "other.npz", to="npz", subtree="params", cast=cast)
@@ -432,3 +432,46 @@ def test_chunks_of_a_large_matrix_are_read_in_pieces(tmp_path: Path) -> None:
         made = tmp_path / f"made-{number}"
         assert sw.convert(tmp_path / "m.safetensors", made, to="stepwell", cast=cast, verify=True).verified
         assert sw.verify(made).ok
+
+
+@pytest.mark.parametrize("to", ["safetensors", "npz", "dcp"])
+def test_a_state_that_is_one_array_has_the_empty_name(tmp_path: Path, to: Any) -> None:
+    np.save(tmp_path / "w.npy", W)
+    for verify in (False, True):
+        made = sw.convert(tmp_path / "w.npy", tmp_path / f"made-{verify}", to=to, verify=verify)
+        found = sw.restore(made.path)
+        assert list(found) == [""]
+        same(found[""], W)
+    assert partials(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "hint"),
+    [
+        ("w.safetensors", "torch", 'pass to="safetensors"'),
+        ("w.safetensors", "stepwell", 'pass to="safetensors"'),
+        ("w.pt", "safetensors", 'pass to="torch"'),
+        ("w.bin", "dcp", 'pass to="torch"'),
+        ("w.pth", "npz", 'pass to="torch"'),
+        ("w.npz", "torch", 'pass to="npz"'),
+        ("w.npy", "npz", "Change the name"),
+        ("w.msgpack", "torch", "Change the name"),
+    ],
+)
+def test_a_name_of_another_format_is_refused(saved: Path, name: str, to: Any, hint: str) -> None:
+    before = sorted(saved.parent.iterdir())
+    with pytest.raises(sw.MisuseError, match=hint):
+        sw.convert(saved, saved.parent / name, to=to, objects="skip")
+    if to != "stepwell":
+        with pytest.raises(sw.MisuseError, match=hint):
+            sw.Export(f"{{step}}-{name}", to=to)
+    assert "Change the name" in run("convert", saved, saved.parent / name, "--to", to).stderr
+    assert sorted(saved.parent.iterdir()) == before
+
+
+def test_skip_is_for_objects_and_not_for_dtypes(tmp_path: Path) -> None:
+    sw.save(tmp_path / "saved", {"a": [np.zeros(2, np.complex128)], "b": np.zeros(2)})
+    error = document("convert", tmp_path / "saved", tmp_path / "x", "--to", "safetensors", code=2)["error"]
+    assert error["message"].endswith("Leave it out with --exclude")
+    with pytest.raises(sw.MisuseError, match=r"`a\[0\]` is complex128"):
+        sw.convert(tmp_path / "saved", tmp_path / "x", to="safetensors", objects="skip")

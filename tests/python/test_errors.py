@@ -83,9 +83,9 @@ def test_an_error_keeps_its_message_and_the_systems_number() -> None:
 
 @pytest.mark.parametrize("code", errors.REMEDIES)
 def test_a_disk_error_says_what_to_do(code: int) -> None:
-    for kind in ("save_failed", "io"):
+    for kind, remedies in (("save_failed", errors.SAVE_REMEDIES), ("io", errors.REMEDIES)):
         said = str(errors.from_engine(kind, "it failed", {"errno": code}))
-        assert said == f"it failed; {errors.REMEDIES[code]}"
+        assert said == f"it failed; {remedies[code]}"
     # A step that was not found has its own remedy.
     assert str(errors.from_engine("step_not_found", "no step 3", {"errno": code})) == "no step 3"
 

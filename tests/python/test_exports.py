@@ -571,3 +571,8 @@ def test_exports_killed_at_random_moments_are_resumed(tmp_path: Path, root: Path
             process.kill()
             killed += process.wait(60) == -9
         check_whole()
+
+
+def test_an_export_outside_a_list_is_refused(root: Path) -> None:
+    with pytest.raises(sw.MisuseError, match=r"pass exports=\[sw\.Export\(…\)\]"):
+        sw.CheckpointManager(root, exports=sw.Export("{step}"))  # type: ignore[arg-type]

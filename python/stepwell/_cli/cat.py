@@ -16,7 +16,7 @@ import numpy as np
 
 import stepwell as sw
 
-from ..errors import MismatchError, MisuseError
+from ..errors import MismatchError, MisuseError, StepwellError, from_system
 from .command import command
 from .output import FINE, Output, safe, size
 from .progress import progress
@@ -57,7 +57,7 @@ def cat(
 ) -> int:
     """Print the value of LEAF in the checkpoint PATH (or ROOT@STEP). A container is listed.
 
-    LEAF is a path as `show` prints it. It may end in a slice with numpy's syntax:
+    LEAF is a path as `show` prints it; `.` is the whole state. It may end in a slice with numpy's syntax:
     'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
     """
     with path.open(map_file) as checkpoint:
@@ -66,7 +66,7 @@ def cat(
         node = nodes[number]
         if node.kind != "array" and (index is not None or output is not None):
             raise MisuseError(
-                f"{node.path} is no array but {node.kind}: it has no slices, and no .npy file is written"
+                f"{node.path or '.'} is no array but {node.kind}: it has no slices, and no .npy file is written"
             )
         if node.leaf is None:
             below = [one for one in nodes[1:] if one.parent == number]
@@ -100,13 +100,13 @@ class _Sliced:
             # Without memory of its own.
             self.shape = np.broadcast_to(np.zeros((), bool), shape)[index].shape
         except IndexError as error:
-            raise MisuseError(f"{node.path}: {error}") from error
+            raise MisuseError(f"{node.path or '.'}: {error}") from error
         at = index.index(...) if ... in index else len(index)
         left, right = index[:at], index[at + 1 :]
         parts = [*left, *[slice(None)] * (len(shape) - len(left) - len(right)), *right]
         self._places = [range(n)[part] for n, part in zip(shape, parts, strict=True) if part is not ...]
         whole = "" if self.shape == shape else f" of {list(shape)}"
-        self.title = f"{safe(self.path)}: {self.dtype.name} {list(self.shape)}"
+        self.title = f"{safe(self.path) or '.'}: {self.dtype.name} {list(self.shape)}"
         self.whole = whole
         self.document = {
             "path": self.path,
@@ -136,7 +136,8 @@ def _slice(places: range) -> slice:
 def _find(paths: list[str], given: str) -> tuple[int, Index | None]:
     """Returns the node and the index. An existing path wins over a slice: ``blocks[0]`` is a block
     if there are blocks."""
-    nodes = {path: node for node, path in enumerate(paths)}
+    # `show` prints the root as a dot.
+    nodes = {".": 0} | {path: node for node, path in enumerate(paths)}
     match = _SLICED.fullmatch(given)
     if given not in nodes and not (match and match["leaf"] in nodes):
         # `show` escapes control characters.
@@ -173,7 +174,7 @@ def _print(out: Output, array: _Sliced, everything: bool) -> None:
     full = everything or out.as_json
     if full and array.nbytes > _MOST:
         raise MisuseError(
-            f"{array.path} has {size(array.nbytes)}, and many times that as text: name a slice of it, or write it with -o FILE.npy"
+            f"{array.path or '.'} has {size(array.nbytes)}, and many times that as text: name a slice of it, or write it with -o FILE.npy"
         )
     if full or prod(array.shape) <= _SHORT:
         values = array.read([tuple(slice(0, n) for n in array.shape)])[0]
@@ -214,7 +215,7 @@ def _write(out: Output, array: _Sliced, output: str) -> None:
         "shape": array.shape,
     }
     try:
-        with open(output, "wb") as file, progress(f"writing {array.path}") as tell:
+        with open(output, "wb") as file, progress(f"writing {array.path or '.'}") as tell:
             np.lib.format.write_array_header_2_0(file, header)
             done = 0
             for box in sw.ArraySpec(array.shape, array.dtype).pieces():
@@ -222,10 +223,12 @@ def _write(out: Output, array: _Sliced, output: str) -> None:
                 file.write(part.reshape(-1).view(np.uint8).data)
                 done += part.nbytes
                 tell(done, array.nbytes)
-    except BaseException:
+    except BaseException as error:
         # Half a file would look like a whole one.
         if os.path.isfile(output):
             os.unlink(output)
+        if isinstance(error, OSError) and not isinstance(error, StepwellError):
+            raise from_system(f"{output} cannot be written", error, output) from error
         raise
     out.document({**array.document, "output": os.path.abspath(output), "bytes": array.nbytes})
     out.line(f"{array.title}, {size(array.nbytes)}, written to {safe(output)}")

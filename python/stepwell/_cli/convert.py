@@ -34,7 +34,7 @@ def chosen(function: Callable[..., int]) -> Callable[..., int]:
             "--objects",
             type=click.Choice(["error", "skip"]),
             default="error",
-            help="For leaves that the format cannot hold: an error (the default), or leave them out.",
+            help="For objects that the format cannot hold: an error (the default), or leave them out.",
         ),
         click.option("--cast", metavar="DTYPE", help="The dtype of floating-point tensors in the output."),
         click.option(

@@ -42,7 +42,7 @@ def show(out: Output, path: Target, form: str, depth: int | None, map_file: str 
     head["warnings"] = [
         f"{row.name} is newer and cannot be restored: {row.damage}"
         for row in rows or []
-        if row.damage is not None and row.number > head["step"]
+        if row.damage is not None and head["step"] is not None and row.number > head["step"]
     ]
     if out.as_json:
         out.document({**head, **_document(nodes, values, form == "layout")})
@@ -80,7 +80,8 @@ class Head(TypedDict):
     """Facts about a checkpoint."""
 
     path: str
-    step: int
+    #: ``None``: a checkpoint of another library.
+    step: int | None
     started: datetime.datetime
     committed: datetime.datetime
     writer: str
@@ -104,7 +105,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
     files: list[File] = [{"path": file["path"], "bytes": file["length"]} for file in manifest["files"]]
     return {
         "path": checkpoint.path,
-        "step": facts.step,
+        "step": facts.step if facts.format_version else None,
         "started": facts.started,
         "committed": facts.committed,
         "writer": facts.writer,

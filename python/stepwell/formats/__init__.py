@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from .._restore import collector as collecting
+from ..errors import StepwellError, from_system
 from . import dcp, flax, npz, safetensors, torch_save
 from .description import Description
 from .refused import refuse
@@ -38,9 +39,14 @@ _FORMATS: Sequence[Format] = (
 def find(path: str) -> Description | None:
     """Returns the description of what another library wrote at a path, if there is any. A known
     format that is not read is refused by its name."""
-    for describe in _FORMATS:
-        found = describe(path)
-        if found is not None:
-            return found
-    refuse(path)
+    try:
+        for describe in _FORMATS:
+            found = describe(path)
+            if found is not None:
+                return found
+        refuse(path)
+    except OSError as error:
+        if isinstance(error, StepwellError):
+            raise
+        raise from_system(f"{path} cannot be read", error, path) from error
     return None

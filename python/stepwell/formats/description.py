@@ -110,6 +110,8 @@ class Description:
         rows.add(self.state, 0, None)
         for own in self.files:
             rows.file(own)
+        if not rows.files and os.path.isfile(self.path):
+            rows.file(self.path)
         guarded = [(rows.file(file), ranges) for file, ranges in self.guarded.items()]
         # Links are followed here: a hub's cache has its files behind links.
         real = {file: os.path.realpath(file) for file in map(_path_of, rows.files)}

@@ -50,6 +50,8 @@ def weight_map(index: str) -> list[tuple[str, str]]:
         raise corrupt(
             index, f"an index with a weight_map was expected: {type(error).__name__}: {error}"
         ) from error
+    if not pairs:
+        raise corrupt(index, "its weight_map names no tensor. Write the checkpoint again, or pass its files")
     folder = os.path.dirname(index)
     for name, shard in pairs:
         if os.path.basename(shard) != shard or shard in ("", ".", ".."):

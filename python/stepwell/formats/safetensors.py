@@ -101,7 +101,7 @@ def _whole(path: str, files: Sequence[str]) -> Description:
         for name in header.tensors:
             headers.setdefault(name, []).append(header)
     state = {name: _assembled(path, name, mine) for name, mine in headers.items()}
-    return Description(FAMILY, path, state, texts)
+    return Description(FAMILY, path, state, texts, files)
 
 
 def _assembled(path: str, name: str, headers: Sequence[Header]) -> Tensor | Opaque:

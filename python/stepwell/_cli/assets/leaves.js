@@ -38,10 +38,10 @@ function readState(checkpoint) {
 function checkpointHead(checkpoint) {
   const metrics = Object.entries(checkpoint.metrics).slice(0, 6).map(([name, value]) => [name, figure(value)]);
   const facts = [
-    ["step", String(checkpoint.step)], ["committed", when(checkpoint.committed)], ["size", size(checkpoint.bytes)], ["leaves", counted(checkpoint.number_of_leaves)],
+    checkpoint.step === null ? ["format", checkpoint.writer] : ["step", String(checkpoint.step)], ["committed", when(checkpoint.committed)], ["size", size(checkpoint.bytes)], ["leaves", counted(checkpoint.number_of_leaves)],
     ["data files", counted(checkpoint.files.length)], ["chunks", counted(checkpoint.chunk.leaf.length)], ...metrics,
   ];
-  const made = part(`Step ${checkpoint.step}`, tiles(facts), el("p", { class: "muted mono" }, checkpoint.path));
+  const made = part(checkpoint.step === null ? "Checkpoint" : `Step ${checkpoint.step}`, tiles(facts), el("p", { class: "muted mono" }, checkpoint.path));
   if (checkpoint.custom_metadata !== null) {
     made.append(el("p", { class: "muted" }, "custom metadata"), el("pre", {}, checkpoint.custom_metadata));
   }

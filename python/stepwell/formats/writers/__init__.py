@@ -6,14 +6,25 @@ writes them. A writer opens no file and imports no library.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ...errors import MisuseError
 from . import dcp, npz, safetensors, torch
 from .content import Content, FileOptions, PlainValue
 from .output import OutputFile, OutputTensor
 
-__all__ = ["WRITERS", "Content", "FileOptions", "OutputFile", "OutputTensor", "PlainValue", "Writer"]
+__all__ = [
+    "WRITERS",
+    "Content",
+    "FileOptions",
+    "OutputFile",
+    "OutputTensor",
+    "PlainValue",
+    "Writer",
+    "check_name",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +57,23 @@ WRITERS: Mapping[str, Writer] = {
     "npz": Writer(npz.plan, _nothing, "arrays", False, ""),
     "dcp": Writer(dcp.plan, _nothing, "tensors", False, None, has_paths=True),
 }
+
+#: The formats that the ends of names mean; ``None``: one that is not written.
+_FORMATS_BY_SUFFIX: Mapping[str, str | None] = {
+    ".safetensors": "safetensors",
+    ".npz": "npz",
+    ".npy": None,
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".msgpack": None,
+}
+
+
+def check_name(path: str, to: str) -> None:
+    """Refuses a name for an output that means another format: readers would take it for that."""
+    suffix = os.path.splitext(path)[1]
+    meant = _FORMATS_BY_SUFFIX.get(suffix, to)
+    if meant != to:
+        other = "" if meant is None else f', or pass to="{meant}"'
+        raise MisuseError(f'{path} ends with {suffix}, which is not for to="{to}". Change the name{other}')

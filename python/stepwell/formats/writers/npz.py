@@ -27,12 +27,12 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
         dtype = to_dtype(tensor.dtype)
         if dtype.isbuiltin != 1 and dtype.kind not in "mM":
             raise MisuseError(
-                f"{named(tensor.path)} is {tensor.dtype}, which numpy cannot read from its files. Pass cast=, or leave it out with exclude="
+                f"{named(tensor.source)} is {tensor.dtype}, which numpy cannot read from its files. Pass cast=, or leave it out with exclude="
             )
         name = f"{tensor.name}.npy"
         if len(name.encode()) > _MAX_NAME_BYTES:
             raise MisuseError(
-                f"{named(tensor.path[:100] + '...')}: its name in the archive has {len(name.encode())} bytes, more than {_MAX_NAME_BYTES}. Rename it with map=, or leave it out with exclude="
+                f"{named(tensor.source[:100] + '...')}: its name in the archive has {len(name.encode())} bytes, more than {_MAX_NAME_BYTES}. Rename it with map=, or leave it out with exclude="
             )
         archive.add(name, _header(dtype, tensor.shape), tensor)
     archive.finish()

@@ -23,6 +23,8 @@ class OutputTensor:
     shape: tuple[int, ...]
     #: The keys and indices of its path.
     places: tuple[str | int, ...] = ()
+    #: Its rendered path in the source, for messages.
+    source: str = ""
 
     @property
     def itemsize(self) -> int:

@@ -28,7 +28,7 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     for tensor in content.tensors:
         if tensor.dtype not in _NAMES:
             raise MisuseError(
-                f"{named(tensor.path)} is {tensor.dtype}, which safetensors cannot hold. Leave it out with exclude="
+                f"{named(tensor.source)} is {tensor.dtype}, which safetensors cannot hold. Leave it out with exclude="
             )
         if tensor.name == _METADATA:
             raise MisuseError(

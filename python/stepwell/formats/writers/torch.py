@@ -57,11 +57,11 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
 
 
 def check_dtypes(tensors: Sequence[OutputTensor]) -> None:
-    """Refuses dtypes that torch does not have."""
+    """Refuses dtypes that are not written for torch."""
     for tensor in tensors:
         if tensor.dtype not in _STORAGES and tensor.dtype not in _UNTYPED:
             raise MisuseError(
-                f"{named(tensor.path)} is {tensor.dtype}, which torch does not have. Leave it out with exclude="
+                f"{named(tensor.source)} is {tensor.dtype}, which a conversion to torch cannot write. Leave it out with exclude="
             )
 
 
