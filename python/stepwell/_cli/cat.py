@@ -57,8 +57,8 @@ def cat(
 ) -> int:
     """Print the value of LEAF in the checkpoint PATH (or ROOT@STEP). A container is listed.
 
-    LEAF is a path as `show` prints it; `.` is the whole state. It may end in a slice with numpy's syntax:
-    'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
+    LEAF is a path as `show` prints it, or `.` for the whole state. It may end in a slice with
+    numpy's syntax: 'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
     """
     with path.open(map_file) as checkpoint:
         nodes = checkpoint.contents()

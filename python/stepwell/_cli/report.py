@@ -12,7 +12,7 @@ import click
 
 import stepwell as sw
 
-from ..errors import StepwellError
+from ..errors import StepwellError, from_system
 from .command import command
 from .output import FINE, PROBLEMS, Output, safe, size
 from .report_data import of_checkpoint, of_root
@@ -90,8 +90,11 @@ def _rule(options: RetentionOptions) -> str:
 def _write(output: str, text: str) -> None:
     """Writes the whole file or none: an older report stays until the new one is complete."""
     above = os.path.dirname(os.path.abspath(output))
-    with tempfile.TemporaryDirectory(dir=above, prefix=".report-") as directory:
-        new = os.path.join(directory, "report.html")
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(new, output)
+    try:
+        with tempfile.TemporaryDirectory(dir=above, prefix=".report-") as directory:
+            new = os.path.join(directory, "report.html")
+            with open(new, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(new, output)
+    except OSError as error:
+        raise from_system(f"{output} cannot be written", error, output) from error
