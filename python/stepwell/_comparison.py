@@ -173,6 +173,9 @@ class _Comparison:
             if node.path in self._b.numbers
         }
         if not is_one_format:
+            # A state that is one leaf has the empty name in flat formats.
+            if (self._a.nodes[0].leaf is None) != (self._b.nodes[0].leaf is None):
+                self._partners.pop(0)
             names = self._b.dotted_names(set(self._partners.values()))
             for name, number in self._a.dotted_names(self._partners).items():
                 if name in names:

@@ -429,3 +429,16 @@ def test_a_pattern_of_a_partner_alone_is_refused(tmp_path: Path) -> None:
     sides = tmp_path / "own", tmp_path / "flat.safetensors"
     assert document("diff", *sides, "--include", "layers[0]/w")["common_leaves"] == 1
     assert document("diff", *sides, "--include", "layers.0.w", code=1)["error"]["kind"] == "mismatch"
+
+
+def test_a_state_that_is_one_array_equals_its_exports(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(3.0))
+    sw.save(tmp_path / "own", np.arange(3.0))
+    for to in ("safetensors", "dcp", "torch"):
+        sw.export(tmp_path / "a.npy", tmp_path / to, to=to)
+        for one in ("a.npy", "own"):
+            assert document("diff", tmp_path / one, tmp_path / to)["common_leaves"] == 1
+            assert document("diff", tmp_path / to, tmp_path / one)["common_leaves"] == 1
+    sw.save(tmp_path / "dict", {"w": np.arange(3.0)})
+    found = document("diff", tmp_path / "a.npy", tmp_path / "dict", code=1)
+    assert (found["only_in_a"], found["only_in_b"]) == ([""], ["w"])
