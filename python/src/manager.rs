@@ -362,6 +362,11 @@ impl Manager {
         Ok(Held { hold: Mutex::new(Some(hold)) })
     }
 
+    /// Sets the steps that retention leaves alone.
+    fn keep(&self, steps: BTreeSet<u64>) {
+        self.inner.keep(steps);
+    }
+
     /// The retention plan, as JSON.
     fn plan_retention(&self, py: Python<'_>) -> PyResult<String> {
         let plan = self.query(py, Engined::plan_retention)?;

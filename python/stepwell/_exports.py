@@ -151,6 +151,8 @@ class Exporter:
         self._rounds = len(exports)
         #: The leader's exports to come, in order. A line of steps is committed in order.
         self._queue: list[_Job] = []
+        #: The step that the leader exports.
+        self._exporting: list[int] = []
         self._is_busy = True
         self._is_closing = False
         #: Changes as an export gets on.
@@ -182,7 +184,14 @@ class Exporter:
         self._rounds += len(due)
         if self._leads:
             self._queue = sorted({*self._queue, *due})
+            self._keep()
         self._changed.notify_all()
+
+    def _keep(self) -> None:
+        """Keeps the newest step that waits for each export from retention. Older ones will be
+        skipped."""
+        newest = {job.number: job.step for job in self._queue}
+        self._core.keep({*newest.values(), *self._exporting})
 
     def _due(self, step: int) -> list[_Job]:
         return [_Job(step, number) for number, one in enumerate(self._exports) if step % one.every == 0]
@@ -212,7 +221,8 @@ class Exporter:
 
     def _begins_round(self) -> bool:
         with self._changed:
-            self._is_busy = False
+            self._is_busy, self._exporting = False, []
+            self._keep()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._rounds or (self._is_closing and not self._saves))
             if self._rounds == 0:
@@ -254,9 +264,11 @@ class Exporter:
         if found is None:
             return None
         job = _Job(*found)
-        with self._changed:
-            if self._leads:
+        if self._leads:
+            with self._changed:
                 self._queue.remove(job)
+                self._exporting = [job.step]
+                self._keep()
         return job
 
     def _export(self, job: _Job, sharing: _core.Sharing) -> bool:

@@ -70,6 +70,44 @@ def test_close_waits_for_exports(tmp_path: Path, root: Path) -> None:
     assert partials(tmp_path / "hf") == []
 
 
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Exports that begin to write when the event is set."""
+    from stepwell import _exports
+
+    event, write = threading.Event(), _exports.write
+    monkeypatch.setattr(_exports, "write", lambda *args, **given: (event.wait(60), write(*args, **given))[1])
+    yield event
+    event.set()
+
+
+def test_retention_keeps_the_step_that_waits(tmp_path: Path, root: Path, held_up: threading.Event) -> None:
+    exports = [export(tmp_path, every=3), export(tmp_path, destination=tmp_path / "w" / "{step}", every=3)]
+    with sw.CheckpointManager(root, retention=2, exports=exports) as manager:
+        for step in range(12):
+            manager.save(step, state_of(step)).result()
+        # The step that is exported, the newest that waits, and those of the rule.
+        assert set(manager.all_steps()) >= {9, 10, 11}
+        held_up.set()
+        manager.wait_for_exports(60)
+        manager.apply_retention()
+        assert list(manager.all_steps()) == [10, 11]
+    assert exported(tmp_path) == ["0", "9"]
+    assert [one.name for one in (tmp_path / "w").iterdir()] == ["9"]
+    check(tmp_path / "hf" / "9", 9)
+
+
+def test_a_step_that_waits_can_be_changed(tmp_path: Path, root: Path, held_up: threading.Event) -> None:
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+        for step in range(5):
+            manager.save(step, state_of(step)).result()
+        manager.save(4, state_of(40), exists="replace").result()
+        manager.delete(4)
+        assert manager.rewind(1) == [3, 2]
+        held_up.set()
+    assert exported(tmp_path) == ["0", "1"]
+
+
 def test_an_export_has_all_options_of_a_conversion(tmp_path: Path, root: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     one = export(

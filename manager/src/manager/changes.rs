@@ -173,6 +173,11 @@ impl Manager {
         }
     }
 
+    /// Sets the steps that retention leaves alone. Only the leader retires steps.
+    pub fn keep(&self, steps: BTreeSet<u64>) {
+        self.inner.usage.keep(steps);
+    }
+
     /// Adds metrics to a committed step. Of several values for one name the last wins.
     pub fn add_metrics(&self, step: u64, metrics: &BTreeMap<String, f64>) -> Result<()> {
         self.inner.check_writable("add metrics")?;

@@ -189,7 +189,7 @@ impl Inner {
     fn rules<'a>(&self, inspected: &'a Inspected, explained: bool) -> Result<RetentionPlan> {
         let later = self.root.sidecars.all(&*self.root.dir)?;
         let retention = &self.options.retention;
-        let (names, held) = (retention.metrics(), self.usage.held());
+        let (names, kept) = (retention.metrics(), self.usage.kept());
         let candidate = |(&step, whole): (&'a u64, &'a WholeStep)| Candidate {
             step,
             committed_unix_ns: whole.committed_unix_ns,
@@ -201,7 +201,7 @@ impl Inner {
                 },
             },
             items: Names::Of(&whole.manifest),
-            held: held.contains(&step),
+            held: kept.contains(&step),
         };
         let candidates: Vec<Candidate<'_>> = inspected.whole.iter().map(candidate).collect();
         let now = self.environment.clock.unix_ns();

@@ -20,6 +20,8 @@ struct Used {
     /// Steps that this manager holds, with the number of holds. A step is never here and in
     /// `retiring`.
     held: BTreeMap<u64, u64>,
+    /// Steps that only retention leaves alone.
+    kept: BTreeSet<u64>,
     /// Steps that are being retired or set aside.
     retiring: BTreeSet<u64>,
     /// Steps that pending saves will replace, one entry for each save.
@@ -43,9 +45,16 @@ impl Usage {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The held steps.
-    pub(super) fn held(&self) -> BTreeSet<u64> {
-        self.lock().held.keys().copied().collect()
+    /// The steps that retention leaves alone.
+    pub(super) fn kept(&self) -> BTreeSet<u64> {
+        let used = self.lock();
+        used.held.keys().copied().chain(used.kept.iter().copied()).collect()
+    }
+
+    /// Sets the steps that retention leaves alone, beside held ones. They may be replaced, deleted
+    /// and rewound.
+    pub(super) fn keep(&self, steps: BTreeSet<u64>) {
+        self.lock().kept = steps;
     }
 
     /// Counts a step as held: retention leaves it alone from here on. First waits for a retirement
