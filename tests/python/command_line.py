@@ -4,6 +4,7 @@ example roots."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -33,7 +34,13 @@ def process(*arguments: Any, timeout: float = 120, **environment: str) -> subpro
 
 def run(*arguments: Any) -> Result:
     """The same command, in this process: for breadth."""
-    result = CliRunner().invoke(stepwell, [str(one) for one in arguments])
+    logger = logging.getLogger("stepwell")
+    propagate = logger.propagate
+    try:
+        result = CliRunner().invoke(stepwell, [str(one) for one in arguments])
+    finally:
+        # Later tests of this process read the log.
+        logger.propagate = propagate
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
