@@ -182,7 +182,8 @@ def test_files_that_a_rank_lost_are_written_again(source: Path, slow: None) -> N
 def test_a_late_rank_finds_that_its_files_are_gone(
     source: Path, slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader does not create them again before that rank has looked for them."""
+    """The leader does not create them again before that rank has looked for them. It has written
+    nothing, so that it has nothing to miss."""
     out, begin = source.parent / "out", _core.Conversion
 
     def progress(rank: int) -> Any:
@@ -192,12 +193,22 @@ def test_a_late_rank_finds_that_its_files_are_gone(
 
         return stop
 
+    def idle_leader(*given: Any) -> Any:
+        conversion = begin(*given)
+        if given[-1].ranks()[0] == 0:
+            time.sleep(1.5)
+            conversion.close()
+            raise _Stop
+        return conversion
+
     def late(*given: Any) -> Any:
         time.sleep(2 * given[-1].ranks()[0])
         return begin(*given)
 
     given: dict[str, Any] = {"destination": out, "to": "safetensors"}
+    monkeypatch.setattr(_core, "Conversion", idle_leader)
     shared(source, 2, "first", progress=progress, **given)
+    assert "out.partial.journal.1" in partials(source.parent)
     (source.parent / "out.partial" / "model.safetensors").unlink()
     monkeypatch.setattr(_core, "Conversion", late)
     made = shared(source, 2, "second", **given)
