@@ -349,6 +349,18 @@ pub fn discard_conversion(py: Python<'_>, path: PathBuf, is_directory: bool) -> 
     call(py, move || convert::discard(&path, kind_of(is_directory), &environment_of(&path)?))
 }
 
+/// Removes the file of an earlier conversion, durably.
+#[pyfunction]
+pub fn remove_output_file(py: Python<'_>, path: PathBuf) -> PyResult<()> {
+    call(py, move || convert::remove_file(&path, &environment_of(&path)?))
+}
+
+/// Writes a small file beside an output, or replaces it. It is durable and whole.
+#[pyfunction]
+pub fn write_record(py: Python<'_>, path: PathBuf, text: String) -> PyResult<()> {
+    call(py, move || convert::write_record(&path, text.as_bytes(), &environment_of(&path)?))
+}
+
 /// Removes the directory of an earlier conversion; `only_rest`: only what an interrupted removal
 /// has left.
 #[pyfunction]

@@ -60,6 +60,7 @@ mod _core {
     #[pymodule_export]
     use crate::convert::{
         Conversion, Sharing, Stop, StoredTensor, compare_tensors, discard_conversion, remove_conversion,
+        remove_output_file, write_record,
     };
     #[pymodule_export]
     use crate::events::Events;

@@ -53,11 +53,13 @@ __all__ = [
     "pickle",
     "read_foreign",
     "remove_conversion",
+    "remove_output_file",
     "renamed",
     "repair",
     "safetensors_header",
     "safetensors_header_length",
     "shared_memory",
+    "write_record",
     "zip_archives",
     "zip_members",
 ]
@@ -401,6 +403,8 @@ class Sharing:
 
 def discard_conversion(path: _Path, is_directory: bool) -> None: ...
 def remove_conversion(path: _Path, only_rest: bool) -> None: ...
+def remove_output_file(path: _Path) -> None: ...
+def write_record(path: _Path, text: str) -> None: ...
 
 @final
 class Stop:

@@ -107,14 +107,7 @@ class Places:
     def write_record(self, step: int, record: Record) -> None:
         """Writes the record of a file, durably. The file does not exist yet: after a crash, a
         record alone does no harm, and a file alone would be somebody else's."""
-        file = self._record_file(step)
-        os.makedirs(self.template.folder, exist_ok=True)
-        with open(f"{file}.new", "w", encoding="utf-8") as new:
-            json.dump(record, new, indent=2)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(f"{file}.new", file)
-        self._sync()
+        _core.write_record(self._record_file(step), json.dumps(record, indent=2))
 
     def remove(self, step: int) -> None:
         """Removes an export that has a record."""
@@ -124,8 +117,7 @@ class Places:
                 raise MisuseError(f"{path}{_REMOVED} is in the way of a removal. Move or delete it")
             _core.remove_conversion(path, only_rest=False)
         else:
-            os.unlink(path)
-            self._sync()
+            _core.remove_output_file(path)
 
     def remove_old(self, keep: int) -> None:
         """Removes all exports but those of the ``keep`` steps that were committed last."""
@@ -175,10 +167,3 @@ class Places:
 
     def _names(self) -> list[str]:
         return os.listdir(self.template.folder) if os.path.isdir(self.template.folder) else []
-
-    def _sync(self) -> None:
-        folder = os.open(self.template.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

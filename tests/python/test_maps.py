@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +14,6 @@ import stepwell as sw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepwell import _convert
-from stepwell.maps import source
 from stepwell.maps.arrangement import Arrangement, concat
 from stepwell.maps.patterns import Pattern
 from stepwell.maps.rules import Rename, Stored
@@ -191,47 +186,6 @@ def test_a_map_is_read_from_toml(qkv: Path, tmp_path: Path) -> None:
     both = np.concatenate([state["layers.1.q.weight"], state["layers.1.k.weight"]])
     np.testing.assert_array_equal(mapped["layers.1.qk"], both)
     assert "optimizer" not in mapped
-
-
-@contextlib.contextmanager
-def piped(text: bytes, *, ends: bool = True) -> Iterator[str]:
-    """The path of a pipe that a thread writes."""
-    end, start = os.pipe()
-
-    def write() -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(start, text)
-        if ends:
-            os.close(start)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    yield f"/dev/fd/{end}"
-    os.close(end)
-    writer.join()
-    if not ends:
-        os.close(start)
-
-
-def test_a_map_is_read_from_a_pipe(qkv: Path) -> None:
-    with piped(b'[[rule]]\ndrop = "optimizer{rest...}"\n' + b"#" * (1 << 20)) as path:
-        assert "optimizer" not in sw.restore(qkv, map=path)
-        with pytest.raises(sw.MisuseError, match="empty pipe"):
-            sw.restore(qkv, map=path)
-
-
-def test_a_pipe_is_bounded_in_size_and_time(
-    qkv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(source, "_PIPE_TIMEOUT", 0.2)
-    monkeypatch.setattr(source, "_MAX_BYTES", 1000)
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(sw.MisuseError, match="a pipe without an end"):
-        sw.restore(qkv, map=tmp_path / "fifo")
-    with piped(b"#", ends=False) as path, pytest.raises(sw.MisuseError, match="a pipe without an end"):
-        sw.restore(qkv, map=path)
-    with piped(b"#" * 1001) as path, pytest.raises(sw.MisuseError, match="at most 1000 bytes"):
-        sw.restore(qkv, map=path)
 
 
 @pytest.mark.parametrize(

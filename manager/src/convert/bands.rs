@@ -16,11 +16,11 @@ const KEEP_BYTES: usize = 64 << 20;
 /// The bands of a checkpoint.
 #[derive(Default)]
 pub(crate) struct Bands {
-    kept: Mutex<Kept>,
+    kept: Mutex<KeptBands>,
 }
 
 #[derive(Default)]
-struct Kept {
+struct KeptBands {
     /// The number of providers that read.
     users: usize,
     /// In order of their first use.
@@ -48,7 +48,7 @@ impl Bands {
         let mut kept = self.lock();
         kept.users = kept.users.saturating_sub(1);
         if kept.users == 0 {
-            *kept = Kept::default();
+            *kept = KeptBands::default();
         }
     }
 
@@ -87,7 +87,7 @@ impl Bands {
         Ok(true)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Kept> {
+    fn lock(&self) -> MutexGuard<'_, KeptBands> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -59,7 +59,7 @@ use crate::singular;
 pub(crate) use bands::Bands;
 pub use compare::{TensorPair, compare};
 pub use file_plan::{ConversionPlan, PieceContent, PlannedFile, PlannedPiece};
-pub use partial_output::{discard, end_removal, remove};
+pub use partial_output::{discard, end_removal, remove, remove_file, write_record};
 pub use sharing::Sharing;
 pub use stored_provider::StoredProvider;
 

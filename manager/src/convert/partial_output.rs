@@ -279,6 +279,21 @@ pub fn remove(path: &Path, environment: &Environment) -> Result<()> {
     end_removal(path, environment)
 }
 
+/// Removes a complete output that is one file, durably.
+pub fn remove_file(path: &Path, environment: &Environment) -> Result<()> {
+    let (parent, name) = singular::split(path)?;
+    let parent = environment.disk.open_dir(parent)?;
+    parent.remove_file(&name)?;
+    Ok(parent.sync()?)
+}
+
+/// Writes a small file beside an output, or replaces it. It is durable and whole.
+pub fn write_record(path: &Path, bytes: &[u8], environment: &Environment) -> Result<()> {
+    let (parent, name) = singular::split(path)?;
+    let parent = environment.disk.create_dir_all(parent)?;
+    Ok(aside::replace_file(&*parent, &name, &format!("{name}.new"), bytes)?)
+}
+
 /// Deletes the files of an output that an interrupted [`remove`] has left.
 pub fn end_removal(path: &Path, environment: &Environment) -> Result<()> {
     let (parent, name) = singular::split(path)?;

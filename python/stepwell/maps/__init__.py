@@ -26,11 +26,15 @@ from typing import TypeAlias, final
 from .. import _core
 from .._checks import shown
 from ..errors import MisuseError
-from . import layout, parsing, source
+from ..formats.files import read
+from . import layout, parsing
 from .rules import Concat, Rule
 
 #: A map, the path of its TOML file, or a list of its rules.
 MapLike: TypeAlias = "Map | str | os.PathLike[str] | Iterable[Mapping[str, object]]"
+
+#: The longest file of a map.
+_MAX_FILE_BYTES = 16 << 20
 
 
 @final
@@ -106,7 +110,12 @@ def _naming(where: str) -> Iterator[None]:
 
 
 def _read(path: str) -> Iterable[Mapping[str, object]]:
-    text = source.text(path)
+    if not os.path.isfile(path):
+        raise MisuseError(f"the map {path} is no file; pass a TOML file, rules or a sw.maps.Map")
+    length = read(path, 0, 0)[1]
+    if length > _MAX_FILE_BYTES:
+        raise MisuseError(f"the map {path} has {length} bytes; a map has at most {_MAX_FILE_BYTES}")
+    text = read(path, 0, length)[0]
     try:
         content = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
