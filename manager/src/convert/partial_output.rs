@@ -289,9 +289,11 @@ pub fn remove_file(path: &Path, environment: &Environment) -> Result<()> {
 
 /// Writes a small file beside an output, or replaces it. It is durable and whole.
 pub fn write_record(path: &Path, bytes: &[u8], environment: &Environment) -> Result<()> {
-    let (parent, name) = singular::split(path)?;
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str())) else {
+        return Err(Error::internal("the path of a file", path.display().to_string()));
+    };
     let parent = environment.disk.create_dir_all(parent)?;
-    Ok(aside::replace_file(&*parent, &name, &format!("{name}.new"), bytes)?)
+    Ok(aside::replace_file(&*parent, name, &format!("{name}.new"), bytes)?)
 }
 
 /// Deletes the files of an output that an interrupted [`remove`] has left.
