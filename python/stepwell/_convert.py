@@ -234,8 +234,9 @@ def write(
     progress: _Progress | None = None,
     beside: _core.Manager | None = None,
 ) -> ConversionResult:
-    """Writes a checkpoint in the format of another library, with the ranks of ``sharing``.
-    ``extra``: more files. ``beside``: at low priority, beside the saves of a manager."""
+    """Writes a checkpoint in the format of another library, with the ranks of ``sharing``, whose
+    session the caller ends if this fails. ``extra``: more files. ``beside``: at low priority,
+    beside the saves of a manager."""
     begun = time.monotonic()
     options = what.file_options(where)
     core = checkpoint._open()
@@ -256,26 +257,25 @@ def write(
         return result
     rows = [(file.name, file.length, file.pieces) for file in files]
     digest = _digest(core, [_hashed(file) for file in files], sharing.ranks()[1])
-    with _together(sharing):
-        sharing.check_equal(digest.hex(), what.verify)
-        # Python and the engine hold what is passed along.
-        budget = _BUDGET_BYTES - 2 * sum(file.length for file in passed)
-        limits = budget, _WINDOW_BYTES, _JOURNAL_BYTES
-        is_in_files = options.shard_bytes is not None
-        conversion = _core.Conversion(
-            core, where, is_in_files, rows, _resume_digest(core, digest), limits, sharing
-        )
-        with contextlib.closing(conversion):
-            resumed = conversion.resumed_bytes()
-            partial = conversion.partial()
-            try:
-                conversion.write(core, progress, beside)
-            except KeyboardInterrupt as interrupt:
-                interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
-                raise
-            if what.verify:
-                _verify(core, conversion, content, sharing, beside)
-            conversion.publish()
+    sharing.check_equal(digest.hex(), what.verify)
+    # Python and the engine hold what is passed along.
+    budget = _BUDGET_BYTES - 2 * sum(file.length for file in passed)
+    limits = budget, _WINDOW_BYTES, _JOURNAL_BYTES
+    is_in_files = options.shard_bytes is not None
+    conversion = _core.Conversion(
+        core, where, is_in_files, rows, _resume_digest(core, digest), limits, sharing
+    )
+    with contextlib.closing(conversion):
+        resumed = conversion.resumed_bytes()
+        partial = conversion.partial()
+        try:
+            conversion.write(core, progress, beside)
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
+            raise
+        if what.verify:
+            _verify(core, conversion, content, sharing, beside)
+        conversion.publish()
     seconds = time.monotonic() - begun
     return replace(result, resumed_nbytes=resumed, seconds=seconds, verified=what.verify)
 
@@ -505,23 +505,16 @@ def _connected(board: Coordinator | None) -> Iterator[coordinators.Meeting | Non
 
 @contextlib.contextmanager
 def _meeting(path: str, ranks: coordinators.Meeting | None) -> Iterator[_core.Sharing]:
-    """The session of the ranks that share a conversion to a path."""
+    """The session of the ranks that share a conversion to a path. It ends on all ranks if the
+    conversion fails on this one: the others wait for it."""
     sharing = _core.Sharing(path, ranks)
     try:
-        with _together(sharing):
-            yield sharing
-    finally:
-        sharing.leave()
-
-
-@contextlib.contextmanager
-def _together(sharing: _core.Sharing) -> Iterator[None]:
-    """Ends the conversion on all ranks if it fails on this one: the others wait for it."""
-    try:
-        yield
+        yield sharing
     except BaseException as failure:
         sharing.fail(f"{type(failure).__name__}: {failure}")
         raise
+    finally:
+        sharing.leave()
 
 
 def _hashed(file: OutputFile) -> object:

@@ -404,7 +404,7 @@ class Service:
 
 
 def check_meets_at_a_path(board: Coordinator | None, what: str) -> None:
-    """Refuses ranks that would meet in a root where there is none."""
+    """Refuses ranks that have no directory to meet in: the call has no root."""
     if isinstance(board, SharedDirectory) and board.path is None:
         raise MisuseError(
             f"{what} has no root where ranks could meet. Pass a directory that all ranks share: SharedDirectory(rank, world_size, job_id, path=…)"

@@ -57,7 +57,7 @@ pub(super) fn cells(
 }
 
 impl ComputedCell {
-    /// What it is made of.
+    /// Returns the assembly of the cell.
     pub(super) fn assembly<'c>(&self, computations: &'c Computations) -> Result<Assembly<'c>> {
         let assembly = computations.assembly(self.holder, self.request.region.clone());
         assembly.ok_or_else(|| Error::internal("a computed leaf", self.holder.to_string()))

@@ -95,7 +95,7 @@ class StoredLeaves:
                 _refuse_loss(whole, kept, path, "differ")
 
     def _read(self, values: Sequence[Arrangement | Stored]) -> list[object]:
-        """What these leaves hold, to be compared."""
+        """Returns the values of these leaves, for a comparison."""
         tensors = [one for one in values if isinstance(one, Arrangement)]
         rows = EngineRows()
         nodes: list[_core._ForeignNode] = [(0, None, "dict")]

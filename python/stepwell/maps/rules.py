@@ -443,7 +443,7 @@ class Drop(Rule):
 
 
 class _Bound:
-    """What a rule makes, and the most that it may make of the tensors so far."""
+    """The count of what a rule makes, and its limit for the tensors so far."""
 
     def __init__(self, what: str, most: int, free: int) -> None:
         self._what = what
