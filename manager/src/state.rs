@@ -370,6 +370,9 @@ fn tensors(tree: &Tree, leaves: &[LeafPlan]) -> Index {
     index
 }
 
+/// Bytes of a chunk from which readers gain nothing by its neighbours of the same band.
+const IN_LEAF_ORDER_FROM: u64 = 1 << 20;
+
 fn leaves(
     state: &StateSource,
     origins: &[u32],
@@ -405,22 +408,22 @@ fn leaves(
                 let options = if is_in_host { *chunks } else { chunks.on_device() };
                 // The array has the tensor's shape, so a chunk has one region in both. No chunk
                 // crosses the border of a part.
+                let bytes = |part: &Region| part.volume().unwrap_or(u64::MAX).saturating_mul(itemsize);
                 let mut chunks: Vec<ChunkPlan> = Vec::new();
                 for share in shares.regions(holder) {
                     let parts = subchunk::cut(share, shape, itemsize, &options);
                     chunks_left = chunks_left
                         .checked_sub(parts.len() as u64)
                         .ok_or_else(|| too_many_chunks(&state.tree, origin, &parts, &options))?;
-                    chunks.extend(parts.map(|part| ChunkPlan {
-                        band: subchunk::band(&part, share, shape),
-                        region: ChunkRegion::Box(part.clone()),
-                        local: part,
+                    chunks.extend(parts.map(|part| {
+                        let is_large = bytes(&part) >= IN_LEAF_ORDER_FROM;
+                        let in_leaf_order = is_large && provider.is_in_leaf_order();
+                        let band = if in_leaf_order { 0 } else { subchunk::band(&part, share, shape) };
+                        ChunkPlan { band, region: ChunkRegion::Box(part.clone()), local: part }
                     }));
                 }
-                let bytes =
-                    |chunk: &ChunkPlan| chunk.local.volume().unwrap_or(u64::MAX).saturating_mul(itemsize);
                 *tensor_bytes =
-                    chunks.iter().fold(*tensor_bytes, |sum, chunk| sum.saturating_add(bytes(chunk)));
+                    chunks.iter().fold(*tensor_bytes, |sum, chunk| sum.saturating_add(bytes(&chunk.local)));
                 LeafPlan::Tensor {
                     dtype: *dtype,
                     shape: shape.clone(),

@@ -61,9 +61,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _BUDGET_BYTES = 256 << 20
 _WINDOW_BYTES = 16 << 20
 _JOURNAL_BYTES = 512 << 20
-#: Bytes of the staging ring, if checkpoints of ours are written; seconds between looks at a save.
-_STAGING_BYTES = 128 << 20
-_POLL_SECONDS = 0.05
+#: A save of ours: bytes of the staging ring, threads (two read and one copies what they have
+#: read), and seconds between reports of its progress.
+_STAGING_BYTES = 64 << 20
+_CAPTURE_THREADS = 3
+_PROGRESS_SECONDS = 0.05
 
 
 @final
@@ -362,7 +364,8 @@ def _save(
             if progress is not None and (stats := save.stats) is not None:
                 # The files are a little longer than the tensors.
                 progress(min(stats.written_bytes, stats.nbytes), stats.nbytes)
-            time.sleep(_POLL_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                save.result(_PROGRESS_SECONDS)
     except BaseException:
         stop.set()
         with contextlib.suppress(StepwellError):
@@ -391,7 +394,7 @@ def _begin(
 ) -> Save:
     """Begins a save whose arrays are stored tensors."""
     # The ranks read one source, so their tensors need no comparison.
-    chosen = Options(compare_replicas=False)
+    chosen = Options(compare_replicas=False, capture_threads=_CAPTURE_THREADS)
     options = to_json(chosen, every_steps(1), keep_all(), None, _STAGING_BYTES, 1, False, "raise")
     ticket = _core.PathTicket(path, "error", options, ranks)
     try:

@@ -3,10 +3,11 @@
     python tests/bench/foreign.py                     # 2 GiB, five rounds: about 9 minutes
     python tests/bench/foreign.py --gib 0.5 --rounds 2
 
-A round does every operation once, in a process of its own, in shuffled order, from a cold page
-cache. Each ends with a syncfs. The raw copy reads with one thread and writes with another, past the
-page cache, through windows of 16 MiB. The ratio is the time of the raw copy of a source over that
-of its conversion, in the same round. Memory is the peak beyond the imports.
+The model has the layers of an 8B Llama. A round does every operation once, in a process of its own,
+in shuffled order, from a cold page cache. Each ends with a syncfs. The raw copy reads with one
+thread and writes with another, past the page cache, through windows of 16 MiB. The ratio is the
+time of the raw copy of a source over that of its conversion, in the same round. Memory is the peak
+beyond the imports.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from children import answer, in_child
+from foreign_files import llama
 from measure import Spare, drop_caches, huge_buffer, measured, settle, sync_file_system
-from tables import spread, table, verdict
+from tables import progress, spread, table, verdict
 
 WINDOW = 16 << 20
 WINDOWS = 8
@@ -41,6 +43,15 @@ SOURCES = {
     "safetensors": "model.safetensors",
     "DCP": "dcp",
     "torch.save": "model.pt",
+}
+LAYERS_PER_GIB = 2
+#: The layers of an 8B Llama.
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
 }
 #: Conversions of stepwell: source and target.
 OURS = {
@@ -109,7 +120,8 @@ def conversion(to: Any) -> Operation:
     def prepared() -> Callable[[Path, Path], object]:
         import stepwell as sw
 
-        return lambda source, target: sw.convert(source, target, to=to)
+        convert = sw.convert  # imports what it needs
+        return lambda source, target: convert(source, target, to=to)
 
     return prepared
 
@@ -159,7 +171,7 @@ def write_all(folder: Path, gib: float) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
-    state = {f"layers.{n}": torch.randn(4096, 4096) for n in range(max(1, int(gib * 1024 / 64)))}
+    _, state = llama("bfloat16", **SIZES, num_hidden_layers=max(1, round(gib * LAYERS_PER_GIB)))
     sw.save(folder / SOURCES["stepwell"], state)
     save_file(state, folder / SOURCES["safetensors"])
     torch.save(state, folder / SOURCES["torch.save"])
@@ -200,6 +212,7 @@ def measure(folder: Path, rounds: int) -> None:
         for name in random.Random(number).sample(list(OPERATIONS), len(OPERATIONS)):
             spare.hold()
             took, peak = in_child(__file__, [name, str(folder)], prepare)
+            progress(f"round {number + 1} of {rounds}: {name}", took)
             seconds[name].append(took)
             memory[name].append(peak / 2**20)
             shutil.rmtree(target) if target.is_dir() else target.unlink()

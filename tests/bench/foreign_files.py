@@ -41,27 +41,30 @@ def write_models(folder: Path, gib: float) -> int:
 
 def _write(folder: Path, sizes: dict[str, int], layers: int) -> int:
     """Writes a Llama in each format. Returns the bytes of its tensors."""
-    import torch
-    import transformers
-
-    config = transformers.LlamaConfig(
-        **sizes, num_hidden_layers=layers, num_attention_heads=16, tie_word_embeddings=False, dtype="float32"
-    )
-    with torch.device("meta"):
-        shapes = transformers.LlamaForCausalLM(config).state_dict()
-    noise = torch.randn(max(one.numel() for one in shapes.values()))
-    state = {name: noise[: one.numel()].reshape(one.shape).clone() for name, one in shapes.items()}
+    config, state = llama("float32", **sizes, num_hidden_layers=layers, num_attention_heads=16)
     write_all(folder, state)
     text = json.dumps({**config.to_dict(), "dtype": "float32"}, default=str)
     (folder / PLACES[SAFETENSORS] / "config.json").write_text(text)
     nbytes = sum(one.nbytes for one in state.values())
-    del state, noise
+    del state
     ranks = [
         subprocess.Popen([sys.executable, __file__, str(folder), str(rank)], stderr=subprocess.DEVNULL)
         for rank in range(RANKS)
     ]
     assert [rank.wait() for rank in ranks] == [0] * RANKS
     return nbytes
+
+
+def llama(dtype: str, **sizes: int) -> tuple[Any, dict[str, Any]]:
+    """The configuration and the tensors of a Llama of these sizes, all noise."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False, dtype=dtype)
+    with torch.device("meta"):
+        shapes = transformers.LlamaForCausalLM(config).state_dict()
+    noise = torch.randn(max(one.numel() for one in shapes.values())).to(getattr(torch, dtype))
+    return config, {name: noise[: one.numel()].reshape(one.shape).clone() for name, one in shapes.items()}
 
 
 def write_all(folder: Path, state: dict[str, Any]) -> None:

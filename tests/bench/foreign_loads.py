@@ -33,7 +33,7 @@ import foreign_parts
 from children import answer, in_child
 from foreign_files import DCP, DCP_OF_RANKS, PLACES, SAFETENSORS, TINY, TORCH, write_models
 from measure import Spare, disk_bytes, drop_caches, huge_buffer, settle, warm_cache
-from tables import spread, table, verdict
+from tables import progress, spread, table, verdict
 
 #: A contestant returns the load of a path.
 Contestant = Callable[[Path], Callable[[], Any]]
@@ -264,6 +264,7 @@ def measure(folder: Path, nbytes: int, rounds: int) -> None:
             spare.hold()
             taken, loaded, from_disk = in_child(__file__, [kind, name, str(folder)], prepare)
             assert name == RAW or loaded == nbytes, (kind, name, loaded, nbytes)
+            progress(f"round {number + 1} of {rounds}: {kind}, {name}, {heat}", taken)
             seconds[kind, name, heat].append(taken)
             if heat == "cold":
                 read[kind, name].append(from_disk / nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 
 
@@ -15,6 +16,11 @@ def table(rows: list[list[str]]) -> str:
     ]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
+
+
+def progress(what: str, seconds: float) -> None:
+    """Prints one figure at once, to the error stream: a whole table takes many minutes."""
+    print(f"{what}: {seconds:.2f} s", file=sys.stderr, flush=True)
 
 
 def spread(values: Sequence[float]) -> str:

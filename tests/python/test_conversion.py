@@ -18,7 +18,7 @@ import stepwell as sw
 from command_line import document, documented, flip_a_bit, keys, run
 from conftest import partials
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from stepwell import _convert
 
 LONG = "STEPWELL_LONG" in os.environ
@@ -421,6 +421,26 @@ def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
     assert found["list"][0] is None
     assert found["list"][2] == 3
     assert (found["none"], found["empty"], found["zero"]) == (None, (), 0)
+
+
+def test_each_byte_of_a_source_is_read_once(tmp_path: Path) -> None:
+    # The chunks of "wide" have a part of each of its rows, and some are in two windows of the file.
+    arrays = {"wide": np.ones((1280, 27648), np.float32), "small": np.ones((1000, 999), np.float32)}
+    save_file(arrays, tmp_path / "m.safetensors")
+    script = (
+        "import os, sys, stepwell as sw\n"
+        "read = lambda: int(open('/proc/self/io').read().split('read_bytes: ')[1].split()[0])\n"
+        "convert, file = sw.convert, os.open(sys.argv[1], os.O_RDONLY)\n"
+        "os.fsync(file)\n"
+        "os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)\n"
+        "before = read()\n"
+        "convert(sys.argv[1], sys.argv[2], to='stepwell')\n"
+        "print(read() - before)\n"
+    )
+    command = [sys.executable, "-c", script, tmp_path / "m.safetensors", tmp_path / "out"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    nbytes = sum(array.nbytes for array in arrays.values())
+    assert nbytes <= int(told.stdout) <= 1.05 * nbytes + (4 << 20)
 
 
 def test_chunks_of_a_large_matrix_are_read_in_pieces(tmp_path: Path) -> None:

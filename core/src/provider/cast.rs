@@ -84,6 +84,10 @@ impl StateProvider for CastProvider {
         self.inner.is_in_leaf_order()
     }
 
+    fn read_ahead(&self, local: &Region) -> bool {
+        self.inner.read_ahead(local)
+    }
+
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {
         if itemsize != self.to.size() {
             return Err(format!("its elements are cast to {} bytes, not to {itemsize}", self.to.size()));

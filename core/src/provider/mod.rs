@@ -39,9 +39,15 @@ pub trait StateProvider: Send + Sync {
         CaptureTiming::Copied
     }
 
-    /// True if its chunks are best captured one after the other. Files have them among those of
-    /// other leaves.
+    /// True if its chunks are best captured one after the other. A plan then gives large ones the
+    /// lowest band.
     fn is_in_leaf_order(&self) -> bool {
+        false
+    }
+
+    /// Reads the bytes of a chunk that is captured soon. Returns false if there is nothing to read.
+    fn read_ahead(&self, local: &Region) -> bool {
+        let _ = local;
         false
     }
 

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::windows::{Leaf, PartSource, Windows};
+use super::windows::{Leaf, PartSource, WindowPart, Windows};
 use crate::provider::CaptureTiming;
 use crate::sync::AtomicUsize;
 use crate::sys::Device;
+
+/// Windows that are read ahead of the capture.
+const WINDOWS_AHEAD: usize = 4;
 
 /// A window to capture.
 #[derive(Clone, Copy)]
@@ -32,7 +35,7 @@ fn position(devices: &[Arc<Device>], device: &Device) -> Option<usize> {
     devices.iter().position(|known| known.ordinal() == device.ordinal())
 }
 
-/// Returns all windows in file order, or in the order of leaves if one asks for it.
+/// Returns all windows in file order.
 pub(super) fn schedule(all: &Windows, devices: &[Arc<Device>]) -> Vec<ScheduledWindow> {
     let is_copied = |leaf: &Leaf| leaf.provider.timing() == CaptureTiming::Copied;
     if devices.is_empty() && all.leaves.iter().all(is_copied) {
@@ -52,8 +55,7 @@ pub(super) fn schedule(all: &Windows, devices: &[Arc<Device>]) -> Vec<ScheduledW
         .collect();
     // Windows that contain only objects may be captured as late as the last leaf.
     let latest = leaves.iter().map(|&(timing, _)| timing).min().unwrap_or(CaptureTiming::Copied);
-    let mut windows: Vec<_> = all
-        .list
+    all.list
         .iter()
         .zip(0_u32..)
         .map(|(window, number)| {
@@ -77,20 +79,19 @@ pub(super) fn schedule(all: &Windows, devices: &[Arc<Device>]) -> Vec<ScheduledW
                 device: first.unwrap_or(0) as u32,
             }
         })
-        .collect();
-    if all.leaves.iter().any(|leaf| leaf.provider.is_in_leaf_order()) {
-        windows.sort_by(|one, other| place(all, one).cmp(&place(all, other)));
-    }
-    windows
+        .collect()
 }
 
-/// Returns the leaf of a window's longest part, and the place of that part in the leaf.
-fn place<'a>(all: &'a Windows, window: &ScheduledWindow) -> Option<(u32, &'a [u64], u64)> {
-    let window = all.list.get(window.window as usize)?;
-    let longest = all.parts.get(window.parts.clone())?.iter().max_by_key(|part| part.len)?;
-    let PartSource::Chunk(chunk) = longest.source else { return None };
-    let chunk = all.chunks.get(chunk as usize)?;
-    Some((chunk.leaf, &chunk.local.offset, longest.from))
+/// Reads the longest part of a window that is captured soon. Returns false if there is nothing to
+/// read.
+pub(super) fn read_ahead(all: &Windows, window: &ScheduledWindow) -> bool {
+    let parts = all.list.get(window.window as usize).and_then(|window| all.parts.get(window.parts.clone()));
+    let longest = parts.unwrap_or_default().iter().max_by_key(|part| part.len);
+    let Some(&WindowPart { source: PartSource::Chunk(chunk), .. }) = longest else { return false };
+    let chunk = all.chunks.get(chunk as usize);
+    chunk.is_some_and(|chunk| {
+        all.leaves.get(chunk.leaf as usize).is_some_and(|leaf| leaf.provider.read_ahead(&chunk.local))
+    })
 }
 
 /// The windows of one device, in order. Each lane has a thread of its own, if there are enough.
@@ -116,5 +117,12 @@ impl Lane {
     /// Takes the next window.
     pub(super) fn take(&self) -> Option<ScheduledWindow> {
         self.windows.get(self.taken.fetch_add(1, Ordering::Relaxed)).copied()
+    }
+
+    /// Returns the windows that threads take next.
+    pub(super) fn ahead(&self) -> &[ScheduledWindow] {
+        let next = self.taken.load(Ordering::Relaxed).min(self.windows.len());
+        let end = next.saturating_add(WINDOWS_AHEAD).min(self.windows.len());
+        self.windows.get(next..end).unwrap_or_default()
     }
 }

@@ -2,16 +2,17 @@
 //!
 //! A save cuts a matrix along both axes, and captures each chunk in pieces. Other libraries store
 //! whole rows. A read of one chunk would read its neighbours' bytes too. So all rows of a chunk,
-//! the *band*, are read together and kept for its neighbours, which are captured next.
+//! the *band*, are read together and kept for its neighbours, which are captured next. While one
+//! thread copies from a band, another reads the next one.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::{Error, Result};
 
-/// Limit on bytes of bands. The oldest are dropped.
-const KEEP_BYTES: usize = 64 << 20;
+/// Limit on bytes of bands.
+const KEEP_BYTES: usize = 96 << 20;
 
 /// The bands of a checkpoint.
 #[derive(Default)]
@@ -24,8 +25,8 @@ struct KeptBands {
     /// The number of providers that read.
     users: usize,
     /// In order of their first use.
-    bands: VecDeque<Arc<Band>>,
-    /// The memory of the last band that was dropped.
+    bands: Vec<Arc<Band>>,
+    /// The memory of a band that was dropped.
     spare: Vec<u8>,
 }
 
@@ -33,9 +34,14 @@ struct Band {
     leaf: u32,
     region: Region,
     nbytes: usize,
+    /// Bytes that no save has copied yet. At 0 the band is dropped.
+    left: AtomicUsize,
     /// Its row-major bytes. Empty before they are read.
     bytes: RwLock<Vec<u8>>,
 }
+
+/// Reads a region.
+pub(super) type ReadRegion<'a> = &'a dyn Fn(&Region, &mut [u8]) -> Result<()>;
 
 impl Bands {
     /// Adds a provider that reads.
@@ -60,30 +66,39 @@ impl Bands {
         size: u64,
         (region, local): (Region, &Region),
         (from, into): (u64, &mut [u8]),
-        read: Option<impl FnOnce(&Region, &mut [u8]) -> Result<()>>,
+        read: Option<ReadRegion<'_>>,
     ) -> Result<bool> {
-        let nbytes = region.volume().and_then(|count| usize::try_from(count.checked_mul(size)?).ok());
-        let Some(nbytes) = nbytes.filter(|&nbytes| nbytes <= KEEP_BYTES) else { return Ok(false) };
-        let Some(band) = self.band(leaf, region, nbytes, read.is_some()) else { return Ok(false) };
-        let mut bytes = band.bytes.read().unwrap_or_else(PoisonError::into_inner);
-        if bytes.is_empty() {
-            drop(bytes);
-            let Some(read) = read else { return Ok(false) };
-            let mut empty = band.bytes.write().unwrap_or_else(PoisonError::into_inner);
-            if empty.is_empty() {
-                let mut memory = std::mem::take(&mut self.lock().spare);
-                if memory.len() != nbytes {
-                    memory = vec![0; nbytes];
-                }
-                read(&band.region, &mut memory)?;
-                *empty = memory;
-            }
-            drop(empty);
-            bytes = band.bytes.read().unwrap_or_else(PoisonError::into_inner);
-        }
+        let band = match read {
+            None => self.lock().find(leaf, &region),
+            Some(_) => self.reserve(leaf, region, size, true).map(|(band, _)| band),
+        };
+        let Some(band) = band else { return Ok(false) };
+        let Some(bytes) = band.read(self, read)? else { return Ok(false) };
+        let len = into.len();
         copy_rows((&band.region, &bytes), local, size, from, into).ok_or_else(|| {
-            Error::internal("a run inside its band", format!("byte {from} of {local:?} in {:?}", band.region))
+            let found = format!("byte {from} of {local:?} in {:?}", band.region);
+            Error::internal("a run inside its band", found)
         })?;
+        drop(bytes);
+        if band.left.fetch_sub(len, Ordering::Relaxed) <= len {
+            self.lock().bands.retain(|kept| !Arc::ptr_eq(kept, &band));
+        }
+        self.release(band);
+        Ok(true)
+    }
+
+    /// Reads a band that is not kept, for a copy that comes soon. Returns false if it is kept, or
+    /// has no place beside the others.
+    pub(super) fn read_ahead(
+        &self,
+        leaf: u32,
+        size: u64,
+        region: Region,
+        read: ReadRegion<'_>,
+    ) -> Result<bool> {
+        let Some((band, true)) = self.reserve(leaf, region, size, false) else { return Ok(false) };
+        band.read(self, Some(read))?;
+        self.release(band);
         Ok(true)
     }
 
@@ -91,25 +106,78 @@ impl Bands {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the kept band. `makes`: or a new one, which is not read yet.
-    fn band(&self, leaf: u32, region: Region, nbytes: usize, makes: bool) -> Option<Arc<Band>> {
+    /// Returns the kept band and false, or a new one, which is not read yet, and true. `None`: the
+    /// others leave no place for it. `drops`: the oldest of them are dropped for it.
+    fn reserve(&self, leaf: u32, region: Region, size: u64, drops: bool) -> Option<(Arc<Band>, bool)> {
         let mut kept = self.lock();
-        let found = kept.bands.iter().find(|band| band.leaf == leaf && band.region == region);
-        if found.is_some() || !makes {
-            return found.cloned();
+        if let Some(band) = kept.find(leaf, &region) {
+            return Some((band, false));
         }
-        let mut all = nbytes + kept.bands.iter().map(|band| band.nbytes).sum::<usize>();
-        while all > KEEP_BYTES
-            && let Some(oldest) = kept.bands.pop_front()
-        {
-            all -= oldest.nbytes;
-            if let Some(oldest) = Arc::into_inner(oldest) {
-                kept.spare = oldest.bytes.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let nbytes = usize::try_from(region.volume()?.checked_mul(size)?).ok()?;
+        let mut dropped = Vec::new();
+        while nbytes > KEEP_BYTES.saturating_sub(kept.nbytes()) {
+            if !drops || kept.bands.is_empty() {
+                return None;
             }
+            dropped.push(kept.bands.remove(0));
         }
-        let band = Arc::new(Band { leaf, region, nbytes, bytes: RwLock::default() });
-        kept.bands.push_back(Arc::clone(&band));
-        Some(band)
+        let band =
+            Arc::new(Band { leaf, region, nbytes, left: AtomicUsize::new(nbytes), bytes: RwLock::default() });
+        kept.bands.push(Arc::clone(&band));
+        drop(kept);
+        for band in dropped {
+            self.release(band);
+        }
+        Some((band, true))
+    }
+
+    /// Keeps the memory of a band that nobody else has.
+    fn release(&self, band: Arc<Band>) {
+        let Some(band) = Arc::into_inner(band) else { return };
+        let memory = band.bytes.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = self.lock();
+        if kept.users > 0 {
+            kept.spare = memory;
+        }
+    }
+}
+
+impl KeptBands {
+    fn find(&self, leaf: u32, region: &Region) -> Option<Arc<Band>> {
+        self.bands.iter().find(|band| band.leaf == leaf && band.region == *region).cloned()
+    }
+
+    fn nbytes(&self) -> usize {
+        self.bands.iter().map(|band| band.nbytes).sum()
+    }
+}
+
+impl Band {
+    /// Returns its bytes, read now if they have not been. `None` if that takes a missing `read`.
+    fn read(
+        &self,
+        all: &Bands,
+        read: Option<ReadRegion<'_>>,
+    ) -> Result<Option<RwLockReadGuard<'_, Vec<u8>>>> {
+        let bytes = self.bytes.read().unwrap_or_else(PoisonError::into_inner);
+        if !bytes.is_empty() {
+            return Ok(Some(bytes));
+        }
+        drop(bytes);
+        let Some(read) = read else { return Ok(None) };
+        let mut empty = self.bytes.write().unwrap_or_else(PoisonError::into_inner);
+        if empty.is_empty() {
+            let mut memory = std::mem::take(&mut all.lock().spare);
+            if memory.capacity() < self.nbytes {
+                drop(memory);
+                memory = vec![0; self.nbytes];
+            }
+            memory.resize(self.nbytes, 0);
+            read(&self.region, &mut memory)?;
+            *empty = memory;
+        }
+        drop(empty);
+        Ok(Some(self.bytes.read().unwrap_or_else(PoisonError::into_inner)))
     }
 }
 
@@ -161,6 +229,8 @@ fn copy_rows(
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     const SHAPE: [u64; 3] = [6, 10, 8];
@@ -170,7 +240,7 @@ mod tests {
     }
 
     /// The bytes of a region of a tensor whose elements are their own numbers.
-    fn bytes_of(region: &Region) -> Vec<u8> {
+    fn content(region: &Region) -> Vec<u8> {
         let range = |axis: usize| {
             let first = region.offset[axis];
             first..first + region.extent[axis]
@@ -182,28 +252,38 @@ mod tests {
     }
 
     #[test]
-    fn pieces_of_a_band_are_read_once() {
-        let bands = Bands::default();
-        bands.enter();
-        let mut reads = 0;
-        for (offset, extent) in [([2, 0, 0], [3, 10, 4]), ([2, 0, 4], [3, 10, 4])] {
-            let local = region(offset, extent);
-            let expected = bytes_of(&local);
-            let mut found = vec![0; expected.len()];
-            for (number, piece) in found.chunks_mut(14).enumerate() {
-                let both = (band_of(&SHAPE, &local), &local);
-                let read = |band: &Region, into: &mut [u8]| {
-                    reads += 1;
-                    into.copy_from_slice(&bytes_of(band));
-                    Ok(())
-                };
-                assert!(bands.copy(0, 2, both, (number as u64 * 14, piece), Some(read)).unwrap());
+    fn a_band_is_read_once_and_dropped_after_its_last_piece() {
+        for is_read_ahead in [false, true] {
+            let bands = Bands::default();
+            bands.enter();
+            let reads = Cell::new(0);
+            let read = |band: &Region, into: &mut [u8]| {
+                reads.set(reads.get() + 1);
+                into.copy_from_slice(&content(band));
+                Ok(())
+            };
+            let halves = [([2, 0, 0], [3, 10, 4]), ([2, 0, 4], [3, 10, 4])];
+            let halves = halves.map(|(offset, extent)| region(offset, extent));
+            let band = || band_of(&SHAPE, &halves[0]);
+            if is_read_ahead {
+                assert!(bands.read_ahead(0, 2, band(), &read).unwrap());
+                assert!(!bands.read_ahead(0, 2, band(), &read).unwrap());
             }
-            assert_eq!(found, expected);
+            for local in &halves {
+                let expected = content(local);
+                let mut found = vec![0; expected.len()];
+                for (number, piece) in found.chunks_mut(14).enumerate() {
+                    let from = number as u64 * 14;
+                    assert!(bands.copy(0, 2, (band(), local), (from, piece), Some(&read)).unwrap());
+                }
+                assert_eq!(found, expected);
+            }
+            assert_eq!(reads.get(), 1);
+            assert!(bands.lock().bands.is_empty());
+            assert_eq!(bands.lock().spare.len(), content(&band()).len());
+            bands.leave();
+            assert!(bands.lock().spare.is_empty());
         }
-        assert_eq!(reads, 1);
-        bands.leave();
-        assert!(bands.lock().bands.is_empty());
     }
 
     #[test]
@@ -218,18 +298,22 @@ mod tests {
     #[test]
     fn a_failed_read_is_tried_again_and_old_bands_are_dropped() {
         let bands = Bands::default();
+        bands.enter();
         let mut into = [0; 2];
         let large = Region::whole(&[KEEP_BYTES as u64 / 2]);
         let both = || (large.clone(), &large);
         let failing = |_: &Region, _: &mut [u8]| Err(Error::internal("a", "b"));
-        assert!(bands.copy(0, 2, both(), (0, &mut into), Some(failing)).is_err());
+        assert!(bands.copy(0, 2, both(), (0, &mut into), Some(&failing)).is_err());
         let reading = |_: &Region, _: &mut [u8]| Ok(());
         for leaf in 0..3 {
-            let kept = bands.copy(leaf, 2, both(), (0, &mut into), Some(reading).filter(|_| leaf < 2));
-            assert_eq!(kept.unwrap(), leaf < 2, "{leaf}");
+            let read = (leaf < 2).then_some(&reading as ReadRegion<'_>);
+            assert_eq!(bands.copy(leaf, 2, both(), (0, &mut into), read).unwrap(), leaf < 2, "{leaf}");
             assert_eq!(bands.lock().bands.len(), 1);
         }
+        // What is not wanted yet drops nothing.
+        assert!(!bands.read_ahead(2, 2, large.clone(), &reading).unwrap());
+        assert_eq!(bands.lock().bands[0].leaf, 1);
         let larger = Region::whole(&[KEEP_BYTES as u64]);
-        assert!(!bands.copy(0, 2, (larger.clone(), &larger), (0, &mut into), Some(reading)).unwrap());
+        assert!(!bands.copy(0, 2, (larger.clone(), &larger), (0, &mut into), Some(&reading)).unwrap());
     }
 }

@@ -5,6 +5,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use stepwell_core::load::LoadOptions;
 use stepwell_core::provider::{CaptureTiming, Fill, StateProvider};
 use stepwell_core::region::Region;
 use stepwell_core::staging::{Filling, Slot};
@@ -13,10 +14,13 @@ use stepwell_reshard::layout::Place;
 use stepwell_reshard::read_plan::Request;
 use stepwell_reshard::subchunk::run_to_boxes;
 
-use super::bands::band_of;
+use super::bands::{ReadRegion, band_of};
 use super::file_plan::tensor_of;
 use crate::error::Error;
 use crate::reader::Reader;
+
+/// Limit on bytes of read buffers of one read. Several threads of a capture read at a time.
+const READ_BUDGET_BYTES: u64 = 16 << 20;
 
 /// See the module documentation.
 pub struct StoredProvider<R: Deref<Target = Reader>> {
@@ -39,8 +43,8 @@ impl<R: Deref<Target = Reader>> StoredProvider<R> {
         let (size, band) = (tensor.dtype.size() as u64, band_of(&tensor.shape, local));
         let (len, all) = (into.len() as u64, local.volume().unwrap_or(0) * size);
         // Most of a chunk is worth its band. A window also has the ends of other chunks.
-        let reads = (peeks || len >= all / 2)
-            .then_some(|region: &Region, into: &mut [u8]| self.read(region, 0, into));
+        let read = |region: &Region, into: &mut [u8]| self.read(region, 0, into);
+        let reads = (peeks || len >= all / 2).then_some(&read as ReadRegion<'_>);
         let is_kept = (band != *local || (peeks && len < all))
             && self.source.bands().copy(self.leaf, size, (band, local), (from, &mut *into), reads)?;
         if is_kept { Ok(()) } else { self.read(local, from, into) }
@@ -65,7 +69,10 @@ impl<R: Deref<Target = Reader>> StoredProvider<R> {
         }
         let target = HostTarget::from(into);
         let mut go_on = |_| !self.stop.load(Ordering::Relaxed);
-        let read = reader.read_while(&requests, [target], reader.load_options(), &mut go_on);
+        let options = reader.load_options();
+        let options =
+            LoadOptions { budget_bytes: options.budget_bytes.min(READ_BUDGET_BYTES), ..options.clone() };
+        let read = reader.read_while(&requests, [target], &options, &mut go_on);
         read.map(drop).map_err(|failure| core_error(failure.error))
     }
 }
@@ -90,6 +97,14 @@ impl<R: Deref<Target = Reader> + Send + Sync> StateProvider for StoredProvider<R
 
     fn timing(&self) -> CaptureTiming {
         CaptureTiming::Deferred
+    }
+
+    fn read_ahead(&self, local: &Region) -> bool {
+        let Ok(tensor) = tensor_of(&self.source, self.leaf) else { return false };
+        let (size, band) = (tensor.dtype.size() as u64, band_of(&tensor.shape, local));
+        let read = |region: &Region, into: &mut [u8]| self.read(region, 0, into);
+        // After an error the capture reads it again, and fails with it.
+        band != *local && self.source.bands().read_ahead(self.leaf, size, band, &read).unwrap_or(false)
     }
 
     fn is_in_leaf_order(&self) -> bool {

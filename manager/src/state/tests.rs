@@ -16,6 +16,19 @@ impl StateProvider for Nothing {
     }
 }
 
+/// Its chunks are captured one after the other.
+struct InOrder;
+
+impl StateProvider for InOrder {
+    fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<()> {
+        Ok(())
+    }
+
+    fn is_in_leaf_order(&self) -> bool {
+        true
+    }
+}
+
 fn tensor() -> LeafSource {
     LeafSource::whole(Dtype::Uint8, vec![4], Arc::new(Nothing))
 }
@@ -63,6 +76,22 @@ fn a_tie_is_stored_once_per_item() {
     assert!(matches!(items.plans[1].leaves[1], LeafPlan::Alias { of: 0 }));
     assert!(matches!(items.plans[2].leaves[0], LeafPlan::Tensor { .. }));
     assert_eq!(items.tensor_bytes, 12);
+}
+
+#[test]
+fn large_chunks_of_a_leaf_that_asks_for_it_are_in_one_band() {
+    let bands = |provider: Arc<dyn StateProvider>, side: u64, limit: u64| {
+        let mut tree = Tree::new();
+        tree.push_leaf(None, None);
+        let leaves = vec![LeafSource::whole(Dtype::Uint8, vec![side, side], provider)];
+        let options = subchunk::SubchunkOptions { target_bytes: limit, ..subchunk::SubchunkOptions::HOST };
+        let items = items(&StateSource { tree, leaves }, &options, &ALONE).unwrap();
+        let LeafPlan::Tensor { chunks, .. } = &items.plans[0].leaves[0] else { panic!("a tensor") };
+        chunks.iter().map(|chunk| chunk.band).collect::<BTreeSet<_>>().len()
+    };
+    assert_eq!(bands(Arc::new(Nothing), 8192, 8 << 20), 8);
+    assert_eq!(bands(Arc::new(InOrder), 8192, 8 << 20), 1);
+    assert_eq!(bands(Arc::new(InOrder), 2048, 512 << 10), 8, "a reader finds small ones together");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use super::fill::fill;
 use super::{CaptureParts, Message, StartCounter};
 use crate::deadline::deadline_after;
 use crate::provider::CaptureTiming;
-use crate::save::schedule::{Lane, ScheduledWindow};
+use crate::save::schedule::{self, Lane, ScheduledWindow};
 use crate::save::torn::FirstReading;
 use crate::staging::{Door, Filled, Free, Full, Pending, Slot, Task};
 use crate::sync::{AtomicUsize, Mutex, MutexGuard};
@@ -106,6 +106,8 @@ impl CaptureWorker<'_> {
                 Filled::Full(slot) => self.send(window.window, slot)?,
                 Filled::Pending(slot) => self.pending.push_back((window, slot)),
             }
+            let mut ahead = self.job.lanes.iter().flat_map(Lane::ahead);
+            ahead.any(|next| schedule::read_ahead(&parts.windows, next));
         }
         while self.pending.iter().any(|(window, _)| window.timing == CaptureTiming::Copied) {
             self.finish_oldest()?;
