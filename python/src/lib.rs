@@ -99,6 +99,8 @@ mod _core {
     const MAX_METADATA_BYTES: u64 = limits::MAX_METADATA_BYTES;
     #[pymodule_export]
     const MAX_METADATA_DEPTH: u64 = limits::MAX_METADATA_DEPTH;
+    #[pymodule_export]
+    const EXPORT_RECORD: &str = stepwell_manager::directory_layout::EXPORT_RECORD;
 
     #[pymodule_init]
     #[expect(clippy::unnecessary_wraps, reason = "the form that pyo3 calls")]

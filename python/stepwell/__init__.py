@@ -40,7 +40,7 @@ from .errors import (
 if _typing.TYPE_CHECKING:
     from . import coordinators, events, maps, providers, results, sharding
     from ._checkpoint import Checkpoint
-    from ._convert import convert, export
+    from ._conversion.convert import convert, export
     from ._engine_info import engine_info
     from ._exports import Export
     from ._manager import CheckpointManager
@@ -69,7 +69,7 @@ if _typing.TYPE_CHECKING:
 #: importing the package costs almost nothing.
 _MODULES = {
     "_checkpoint": "Checkpoint",
-    "_convert": "convert export",
+    "_conversion.convert": "convert export",
     "_manager": "CheckpointManager",
     "_engine_info": "engine_info",
     "_exports": "Export",

@@ -25,7 +25,7 @@ def _float(dtype: object) -> str:
     name = storable_dtype(dtype)
     if name not in FLOATS:
         raise MisuseError(
-            f"cast= of a save takes {', '.join(FLOATS)} or {{glob: one of them}}, not {shown(dtype)}"
+            f"cast= takes {', '.join(FLOATS)} or {{glob: one of them}}, not {shown(dtype)}"
         )
     return name
 

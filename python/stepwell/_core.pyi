@@ -10,6 +10,7 @@ from ._paths import Component
 from ._restore.structure import Node
 
 __all__ = [
+    "EXPORT_RECORD",
     "MAX_DEPTH",
     "MAX_METADATA_BYTES",
     "MAX_METADATA_DEPTH",
@@ -71,6 +72,8 @@ MAX_DEPTH: int
 MAX_NAME_BYTES: int
 MAX_METADATA_BYTES: int
 MAX_METADATA_DEPTH: int
+#: The file in the directory of an export that names its root and step.
+EXPORT_RECORD: str
 
 _Path = str | PathLike[str]
 #: ``include``, ``exclude``, and ``cast`` as pairs of glob and dtype.

@@ -14,7 +14,6 @@ from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
 from ._checks import shown
 from ._locations import Path, absolute
-from ._passed_along import RECORD
 from .errors import MisuseError, StepwellError
 from .formats.files import read
 
@@ -91,8 +90,8 @@ class Places:
 
     def _record_file(self, step: int) -> str:
         if self.is_directory:
-            return os.path.join(self.template.path(step), RECORD)
-        return os.path.join(self.template.folder, f".{self.template.name(step)}.{RECORD}")
+            return os.path.join(self.template.path(step), _core.EXPORT_RECORD)
+        return os.path.join(self.template.folder, f".{self.template.name(step)}.{_core.EXPORT_RECORD}")
 
     def _read(self, file: str, step: int) -> Record | None:
         try:
@@ -155,13 +154,13 @@ class Places:
         else:
             lifecycle.log(
                 *(_WARNING, "stepwell"),
-                f"leaving {path}{_REMOVED}: it has no {RECORD} of this root and step. Move or delete it",
+                f"leaving {path}{_REMOVED}: it has no {_core.EXPORT_RECORD} of this root and step. Move or delete it",
             )
 
     def _is_rest(self, step: int) -> bool:
         """True for the rest of a removed export. Its record is deleted last."""
         path = self.template.path(step) + _REMOVED
-        return self._read(os.path.join(path, RECORD), step) is not None or (
+        return self._read(os.path.join(path, _core.EXPORT_RECORD), step) is not None or (
             os.path.isdir(path) and not os.listdir(path)
         )
 

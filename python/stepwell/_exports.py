@@ -19,12 +19,13 @@ from . import _core
 from . import _lifecycle as lifecycle
 from ._checks import instance, listed, whole
 from ._choice import choice_of
-from ._convert import Conversion, ConversionResult, Target, is_directory, write
+from ._conversion.files import write
+from ._conversion.passed_along import Files, passed_along
+from ._conversion.spec import Conversion, ConversionResult, Target, is_directory
 from ._export_places import Places, Template
 from ._locations import Path
 from ._opening import opened
 from ._options import reader_json
-from ._passed_along import RECORD, Files, passed_along
 from ._public import public
 from ._restore.options import Globs
 from ._save_result import Save
@@ -313,7 +314,7 @@ class Exporter:
         with opened(self._root, job.step, export.map) as checkpoint:
             what, extra, path = export._conversion(), [], places.template.path(job.step)
             if places.is_directory:
-                extra.append(OutputFile(RECORD))
+                extra.append(OutputFile(_core.EXPORT_RECORD))
                 record = places.record_for(job.step, checkpoint)
                 extra[0].add_bytes(json.dumps(record, indent=2).encode())
             return write(checkpoint, path, what, sharing, extra=extra, progress=progress, beside=self._core)

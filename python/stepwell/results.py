@@ -6,7 +6,7 @@ from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
 from ._comparison import Change, Difference
 from ._contents import StoredChunk, StoredNode
-from ._convert import ConversionResult
+from ._conversion.spec import ConversionResult
 from ._holds import Hold, Rewound
 from ._manifest import Manifest
 from ._repair import RepairedIndex, RepairReport

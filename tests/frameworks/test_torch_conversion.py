@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
-from stepwell import _convert
+from stepwell._conversion import files
 
 torch = pytest.importorskip("torch")
 
@@ -24,8 +24,8 @@ DTYPES = (
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 4096)
-    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 64 << 10)
+    monkeypatch.setattr(files, "_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(files, "_JOURNAL_BYTES", 64 << 10)
 
 
 def tensor(dtype: str, *shape: int) -> Any:

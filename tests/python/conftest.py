@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stepwell import _convert
+from stepwell._conversion import files
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that:
 # what tests interrupt must not.
@@ -33,8 +33,8 @@ def partials(folder: Path) -> list[str]:
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows that cut the tensors of these tests."""
-    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 16 << 10)
-    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 256 << 10)
+    monkeypatch.setattr(files, "_WINDOW_BYTES", 16 << 10)
+    monkeypatch.setattr(files, "_JOURNAL_BYTES", 256 << 10)
 
 
 def same(one: Any, other: Any) -> bool:

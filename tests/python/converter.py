@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 import stepwell as sw
-from stepwell import _convert, _core  # noqa: F401  (imported before the forks)
+from stepwell import _core  # noqa: F401  (imported before the forks)
+from stepwell._conversion import files
 
 WINDOW_BYTES = 64 << 10
 
@@ -30,8 +31,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 def convert(source: str, destination: Path, report: int) -> None:
     """Converts with small windows, and writes the resumed bytes to a pipe."""
-    _convert._WINDOW_BYTES = WINDOW_BYTES
-    _convert._JOURNAL_BYTES = 4 * WINDOW_BYTES
+    files._WINDOW_BYTES = WINDOW_BYTES
+    files._JOURNAL_BYTES = 4 * WINDOW_BYTES
     made = sw.convert(source, destination, to="safetensors", shard_size=5 << 20, objects="skip")
     os.write(report, b"%d\n" % made.resumed_nbytes)
 

@@ -14,6 +14,7 @@ import stepwell as sw
 from command_line import flip_a_bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepwell._conversion import spec
 from stepwell._restore.array_reads import ArrayReads
 
 BF16, FP8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -329,8 +330,8 @@ def test_conversions_that_compute_keep_to_their_memory(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"q": weight, "s": scales, "w": w, "a": a, "b": b})
     script = (
         "import resource, sys, stepwell as sw\n"
-        "from stepwell import _convert\n"
-        "_convert._BUDGET_BYTES = 160 << 20\n"
+        "from stepwell._conversion import files\n"
+        "files._BUDGET_BYTES = 160 << 20\n"
         "rules = [dict(dequantise='q', scale='s', to='float32'), dict(merge='w', a='a', b='b', alpha=1)]\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
@@ -471,7 +472,7 @@ def test_other_constants_are_other_plans(tmp_path: Path) -> None:
 
     def digest(by: float) -> bytes:
         with sw.open(path, map=[{"scale": "x", "by": by}]) as checkpoint:
-            return sw._convert._digest(checkpoint._open(), [], 1)
+            return spec.digest(checkpoint._open(), [], 1)
 
     assert digest(2) != digest(3)
     assert digest(2) == digest(2)

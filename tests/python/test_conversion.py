@@ -19,7 +19,7 @@ from command_line import document, documented, flip_a_bit, keys, run
 from conftest import partials
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from stepwell import _convert
+from stepwell._conversion import files
 
 LONG = "STEPWELL_LONG" in os.environ
 RNG = np.random.default_rng(0)
@@ -169,7 +169,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"subtree": "parms"}, "no container at 'parms'"),
     ({"include": "params", "shard_size": "5 GG"}, "shard_size is a number of bytes"),
     ({"include": "params", "shard_size": 0}, "shard_size is a number of bytes"),
-    ({"include": "params", "cast": "int8"}, "cast= of a save takes"),
+    ({"include": "params", "cast": "int8"}, "cast= takes"),
     ({"include": "params", "objects": "drop"}, "objects is 'error' or 'skip'"),
     ({"include": "params", "to": "onnx"}, "to is 'safetensors' or"),
     ({"include": "params", "step": 4}, "leave the step out"),
@@ -234,13 +234,13 @@ def test_a_dry_run_lists_files_and_writes_nothing(saved: Path) -> None:
 
 
 def test_verify_finds_a_bit_that_the_disk_has_flipped(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = _convert._verify
+    verify = files._verify
 
     def damaged(*arguments: Any) -> None:
         flip_a_bit(saved.parent / "out.partial" / "model.safetensors")
         verify(*arguments)
 
-    monkeypatch.setattr(_convert, "_verify", damaged)
+    monkeypatch.setattr(files, "_verify", damaged)
     with pytest.raises(sw.CorruptCheckpoint, match=r"of .*partial differ from the source"):
         sw.convert(saved, saved.parent / "out", to="safetensors", objects="skip", verify=True)
     assert [one.name for one in saved.parent.iterdir()] == ["saved"]
@@ -251,9 +251,9 @@ def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", {f"w{n}": rng.random((16 << 20) // 8) for n in range(24)})
     script = (
         "import resource, sys, stepwell as sw\n"
-        "from stepwell import _convert\n"
-        "_convert._BUDGET_BYTES = 128 << 20\n"
-        "_convert._STAGING_BYTES = 64 << 20\n"
+        "from stepwell._conversion import files, save\n"
+        "files._BUDGET_BYTES = 128 << 20\n"
+        "save._STAGING_BYTES = 64 << 20\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "sw.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], cast=sys.argv[4] or None)\n"
@@ -281,7 +281,7 @@ def test_files_that_are_passed_along_are_in_the_budget(tmp_path: Path) -> None:
         [sys.executable, "-c", script, tmp_path / "saved", tmp_path / "out", tmp_path / "vocab.txt"],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert int(told.stdout) << 10 < _convert._BUDGET_BYTES + (64 << 20)
+    assert int(told.stdout) << 10 < files._BUDGET_BYTES + (64 << 20)
     with (tmp_path / "more.txt").open("wb") as more:
         more.truncate(5 << 20)
     both = [tmp_path / "vocab.txt", tmp_path / "more.txt"]
@@ -316,7 +316,7 @@ def test_memory_is_the_same_for_100_gb(tmp_path: Path) -> None:
         [sys.executable, "-c", script, tmp_path / "model.safetensors", tmp_path / "out"],
         capture_output=True, text=True, timeout=900, check=True,
     )  # fmt: skip
-    assert int(told.stdout) << 10 < _convert._BUDGET_BYTES + (64 << 20)
+    assert int(told.stdout) << 10 < files._BUDGET_BYTES + (64 << 20)
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -16,7 +16,7 @@ import stepwell as sw
 from command_line import flip_a_bit
 from conftest import partials, same
 from safetensors.numpy import load_file, save_file
-from stepwell import _convert
+from stepwell._conversion import files
 
 LONG = "STEPWELL_LONG" in os.environ
 
@@ -74,13 +74,13 @@ def test_finished_windows_are_not_written_again(larger: Path, small_windows: Non
 def test_an_output_that_fails_its_verification_is_removed(
     larger: Path, offset: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, verify = larger.parent / "out", _convert._verify
+    out, verify = larger.parent / "out", files._verify
 
     def damaged(*given: Any) -> None:
         flip_a_bit(larger.parent / "out.partial" / "model.safetensors", offset)
         verify(*given)
 
-    monkeypatch.setattr(_convert, "_verify", damaged)
+    monkeypatch.setattr(files, "_verify", damaged)
     with pytest.raises(sw.CorruptCheckpoint, match=f"{what}.*the output was removed"):
         sw.convert(larger, out, to="safetensors", verify=True)
     assert partials(larger.parent) == []
@@ -93,7 +93,7 @@ def test_a_kept_traceback_does_not_lock_the_output(larger: Path, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(_convert, "_verify", interrupt)
+        patched.setattr(files, "_verify", interrupt)
         with pytest.raises(KeyboardInterrupt) as kept:
             sw.convert(larger, out, to="safetensors", verify=True)
     made = sw.convert(larger, out, to="safetensors", verify=True)
@@ -186,7 +186,7 @@ def test_an_interrupted_save_from_a_checkpoint_is_whole_or_gone(larger: Path) ->
 def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
     save_file({"w": np.zeros(1000)}, tmp_path / "a.safetensors")
     script = (
-        "import sys\nfrom stepwell import _convert\nfrom stepwell._cli.group import main\n"
+        "import sys\nfrom stepwell._conversion import files\nfrom stepwell._cli.group import main\n"
         "def stop(*_): raise KeyboardInterrupt\n"
         "class Stopped:\n"
         "    def __init__(self, *_): pass\n"
@@ -194,7 +194,7 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
         "    def partial(self): return 'out.partial'\n"
         "    def close(self): pass\n"
         "    write = stop\n"
-        "_convert._core.Conversion = Stopped\n"
+        "files._core.Conversion = Stopped\n"
         "main()\n"
     )
     done = subprocess.run(

@@ -551,8 +551,9 @@ _TRAINER = """
 import os, sys, time
 import numpy as np
 import stepwell as sw
-from stepwell import _convert, _exports
-_convert._WINDOW_BYTES, _convert._JOURNAL_BYTES = 4096, 64 << 10
+from stepwell import _exports
+from stepwell._conversion import files
+files._WINDOW_BYTES, files._JOURNAL_BYTES = 4096, 64 << 10
 root, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 write = _exports.write
 def noting(*arguments, **given):

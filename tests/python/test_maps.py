@@ -13,7 +13,7 @@ import pytest
 import stepwell as sw
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepwell import _convert
+from stepwell._conversion import spec
 from stepwell.maps.arrangement import Arrangement, concat
 from stepwell.maps.patterns import Pattern
 from stepwell.maps.rules import Rename, Stored
@@ -468,7 +468,7 @@ def test_plans_of_two_maps_are_two_plans(tmp_path: Path) -> None:
 
     def digest(rules: list[dict[str, object]]) -> bytes:
         with sw.open(tmp_path / "c", map=rules) as checkpoint:
-            return _convert._digest(checkpoint._open(), [], 1)
+            return spec.digest(checkpoint._open(), [], 1)
 
     turned: list[dict[str, object]] = [{"permute": "w", "axes": [1, 0]}]
     same: list[dict[str, object]] = [{"permute": "w", "axes": [0, 1]}]

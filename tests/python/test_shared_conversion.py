@@ -17,7 +17,8 @@ import pytest
 import stepwell as sw
 from conftest import partials, same
 from ranks import start
-from stepwell import _convert, _core
+from stepwell import _core
+from stepwell._conversion import files, save
 
 LONG = "STEPWELL_LONG" in os.environ
 
@@ -104,8 +105,8 @@ def _stopping(at: int) -> Any:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversions that take a while: small windows, and many records of the journal."""
-    monkeypatch.setattr(_convert, "_WINDOW_BYTES", 4096)
-    monkeypatch.setattr(_convert, "_JOURNAL_BYTES", 32 << 10)
+    monkeypatch.setattr(files, "_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(files, "_JOURNAL_BYTES", 32 << 10)
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -267,7 +268,7 @@ def test_ranks_save_one_checkpoint_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_failed_rank_ends_a_shared_save(source: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_convert, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(save, "_PROGRESS_SECONDS", 0.001)
 
     def progress(rank: int) -> Any:
         def stop(done: int, total: int) -> None:
@@ -304,8 +305,9 @@ def test_ranks_need_a_directory_to_meet_in(source: Path) -> None:
 
 
 _RANK = """
-from stepwell import _convert, _core
-_convert._WINDOW_BYTES, _convert._JOURNAL_BYTES = 4096, 16 << 10
+from stepwell import _core
+from stepwell._conversion import files
+files._WINDOW_BYTES, files._JOURNAL_BYTES = 4096, 16 << 10
 source, meet = sys.argv[5:7]
 print("ready", flush=True)
 made = sw.convert(source, ROOT, to="safetensors", shard_size="3MB",

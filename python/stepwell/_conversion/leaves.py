@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from . import _core
-from ._checkpoint import Checkpoint
-from ._checks import shown
-from ._choice import FLOATS
-from ._paths import Component, named, render
-from ._restore.structure import Structure
-from ._state.leaves import Reviver
-from .errors import MisuseError
-from .formats.writers import PlainValue
+from .. import _core
+from .._checkpoint import Checkpoint
+from .._checks import shown
+from .._choice import FLOATS
+from .._paths import Component, named, render
+from .._restore.structure import Structure
+from .._state.leaves import Reviver
+from ..errors import MisuseError
+from ..formats.writers import PlainValue
 
 #: Containers that are lists or tuples in the output.
 _SEQUENCES = ("list", "tuple", "deque")

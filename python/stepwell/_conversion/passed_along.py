@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
-from ._checks import shown
-from ._locations import Path, absolute
-from .errors import MisuseError
-from .formats.files import read
-from .formats.writers import OutputFile
+from .. import _core
+from .._checks import shown
+from .._locations import Path, absolute
+from ..errors import MisuseError
+from ..formats.files import read
+from ..formats.writers import OutputFile
 
 #: A file, a directory of a model, or several of them.
 Files: TypeAlias = "Path | Sequence[Path]"
 
-#: The file in the directory of an export that names its root and step. It is never passed along:
-#: another directory that has it would claim to be that export.
-RECORD: Final = "stepwell_export.json"
 #: The ends of names of files with weights, and of their indexes.
 _WEIGHTS = (
     ".safetensors",
@@ -70,7 +68,8 @@ def _of_directory(path: str) -> list[str]:
         for file in files
         if not os.path.basename(file).startswith(".")
         and not file.endswith(_WEIGHTS)
-        and os.path.basename(file) != RECORD
+        # Another directory that has it would claim to be that export.
+        and os.path.basename(file) != _core.EXPORT_RECORD
         and os.path.isfile(file)
         and os.path.getsize(file) > 0
     ]

@@ -1,0 +1,1 @@
+"""Conversions: a checkpoint written in another format, in constant memory."""
