@@ -24,9 +24,7 @@ def choice_of(include: Globs, exclude: Globs, cast: object) -> _core._Choice:
 def _float(dtype: object) -> str:
     name = storable_dtype(dtype)
     if name not in FLOATS:
-        raise MisuseError(
-            f"cast= takes {', '.join(FLOATS)} or {{glob: one of them}}, not {shown(dtype)}"
-        )
+        raise MisuseError(f"cast= takes {', '.join(FLOATS)} or {{glob: one of them}}, not {shown(dtype)}")
     return name
 
 

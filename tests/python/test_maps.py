@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from stepwell._conversion import spec
 from stepwell.maps.arrangement import Arrangement, concat
 from stepwell.maps.patterns import Pattern
-from stepwell.maps.rules import Rename, Stored
+from stepwell.maps.rules import Rename
+from stepwell.maps.values import Stored
 
 
 def arange(*shape: int, dtype: str = "float32") -> np.ndarray:

@@ -64,9 +64,7 @@ def write(
     budget = _BUDGET_BYTES - 2 * sum(file.length for file in passed)
     limits = budget, _WINDOW_BYTES, _JOURNAL_BYTES
     is_in_files = options.shard_bytes is not None
-    conversion = _core.Conversion(
-        core, where, is_in_files, rows, _resume_digest(core, plan), limits, sharing
-    )
+    conversion = _core.Conversion(core, where, is_in_files, rows, _resume_digest(core, plan), limits, sharing)
     with contextlib.closing(conversion):
         resumed = conversion.resumed_bytes()
         partial = conversion.partial()

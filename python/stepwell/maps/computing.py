@@ -10,8 +10,9 @@ from typing import ClassVar, Literal, NoReturn
 from ..errors import MisuseError
 from .arrangement import Arrangement, Computed, concat
 from .patterns import Match, Pattern
-from .rules import Crop, Made, Rule, Values, changed, consumed, refuse, untied
+from .rules import Crop, Rule
 from .slots import SLOTS, slot_name
+from .values import Made, Values, changed, consumed, refuse, untied
 
 #: The dtypes that operations compute, and those that they also read, with the bits of exponent and
 #: fraction.

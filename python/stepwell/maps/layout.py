@@ -15,7 +15,7 @@ from .._restore.structure import Structure, kind_of
 from .._state.leaves import Reviver
 from .._state.specs import to_dtype
 from .arrangement import Arrangement, Computed, EngineRows
-from .rules import Stored, Tied, Value, Values, refuse, untied
+from .values import Stored, Tied, Value, Values, refuse, untied
 
 _LISTS = ("list", "tuple", "deque")
 _FIELDS = ("namedtuple", "dataclass")

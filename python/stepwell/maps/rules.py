@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NoReturn, TypeAlias
+from typing import Literal, NoReturn
 
-from .._paths import named
 from ..errors import MisuseError
 from .arrangement import Arrangement, concat
 from .patterns import Match, Pattern
 from .slots import SLOTS, slot_name
+from .values import Made, Tied, Value, Values, add, changed, consumed, refuse, renamed, untied
 
 #: The most leaves and pieces that a rule makes by sizes in a file.
 _MAX_LEAVES, _MAX_PIECES = 1 << 17, 1 << 20
@@ -23,26 +23,6 @@ _FREE_LEAVES, _FREE_PIECES = 1 << 12, 1 << 15
 _MAX_DIGITS, _LISTED = 9, 8
 #: The most paths that are compared with a pattern that matches none.
 _MAX_COMPARED = 1 << 12
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A stored object."""
-
-    leaf: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """The value of another leaf, by its path."""
-
-    to: str
-
-
-Value: TypeAlias = Arrangement | Stored | Tied
-Values: TypeAlias = dict[str, Value]
-#: New leaves by path, each with the path of the leaf that it comes from.
-Made: TypeAlias = dict[str, tuple[Value, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +72,7 @@ class Rename(Rule):
 
     def apply(self, values: Values) -> Values:
         found = self._found(self.pattern, values)
-        return _renamed(values, {path: match.around(self.to.fill(match.captures)) for path, match in found})
+        return renamed(values, {path: match.around(self.to.fill(match.captures)) for path, match in found})
 
     def inverse(self) -> Rule:
         _same_captures(self.pattern, self.to, "rename")
@@ -198,7 +178,7 @@ class Split(Rule):
             if isinstance(whole, Arrangement) and path not in without:
                 parts = self._cut(path, whole, sizes)
             for name, part in zip(names, parts, strict=True):
-                _add(made, name, part, path)
+                add(made, name, part, path)
             gone.add(path)
         return consumed(values, made, gone)
 
@@ -288,7 +268,7 @@ class Unstack(Rule):
                 for number in range(whole.shape[self.axis])
             ]
             for number, name in enumerate(names):
-                _add(made, name, whole.select(self.axis, number), path)
+                add(made, name, whole.select(self.axis, number), path)
             gone.add(path)
         return consumed(values, made, gone)
 
@@ -423,7 +403,7 @@ class Untie(Rule):
             # Raises if neither of the two is there.
             list(self._found(self.to, values))
         after = consumed(values, {}, {path for path, kept in own.items() if kept in values})
-        return _renamed(after, {path: kept for path, kept in own.items() if kept not in values})
+        return renamed(after, {path: kept for path, kept in own.items() if kept not in values})
 
     def inverse(self) -> Rule:
         return Tie(self.to, self.pattern, optional=self.optional)
@@ -473,31 +453,6 @@ def _first_gaps(numbers: Iterable[int]) -> list[int]:
     return missing
 
 
-def _renamed(values: Values, moved: Mapping[str, str]) -> Values:
-    """The leaves under other paths. Ties follow them."""
-    made: Made = {}
-    for path, new in moved.items():
-        _add(made, new, values[path], path)
-    return {
-        path: Tied(moved.get(value.to, value.to)) if isinstance(value, Tied) else value
-        for path, value in _replaced(values, made, moved).items()
-    }
-
-
-def _add(made: Made, path: str, value: Value, source: str) -> None:
-    """Adds a new leaf. Raises if its path is taken."""
-    if path in made:
-        refuse(path, f"the map gives this path to `{made[path][1]}` and to `{source}`")
-    made[path] = value, source
-
-
-def refuse(path: str, what: str) -> NoReturn:
-    """Raises for a leaf."""
-    error = MisuseError(f"{named(path)}: {what}")
-    error.leaf = path
-    raise error
-
-
 def _axis(axis: int, ndim: int) -> int:
     return axis + ndim if axis < 0 else axis
 
@@ -543,57 +498,6 @@ def _unfit(
 def _refuse_unfit(path: str, value: Value, how: str) -> NoReturn:
     what = f"its shape {list(value.shape)} {how}" if isinstance(value, Arrangement) else "it is no tensor"
     refuse(path, f"{what}. Correct the rule, narrow its pattern, or drop this leaf by a rule before it")
-
-
-def changed(
-    values: Values, found: Iterable[tuple[str, Match]], change: Callable[[str, Arrangement], Arrangement]
-) -> Values:
-    """The leaves with changed values at the found paths."""
-    paths = {path for path, _ in found}
-    after: Values = {}
-    for path, value in _without_ties_to(values, paths).items():
-        own = untied(values, path) if path in paths else value
-        after[path] = change(path, own) if path in paths and isinstance(own, Arrangement) else value
-    return after
-
-
-def untied(values: Values, path: str) -> Arrangement | Stored:
-    """The value of a leaf, or of the one that it is tied to."""
-    value = values[path]
-    while isinstance(value, Tied):
-        value = values[value.to]
-    return value
-
-
-def _without_ties_to(values: Values, paths: Container[str]) -> Values:
-    """The leaves without ties to these paths. A leaf that was tied to one has its value."""
-    return {
-        path: untied(values, path) if isinstance(value, Tied) and value.to in paths else value
-        for path, value in values.items()
-    }
-
-
-def consumed(values: Values, made: Made, gone: Container[str]) -> Values:
-    """As :func:`_replaced`, for operations that make other values. Leaves that were tied to those
-    that are gone keep the value."""
-    return _replaced(_without_ties_to(values, gone), made, gone)
-
-
-def _replaced(values: Values, made: Made, gone: Container[str]) -> Values:
-    """The leaves without those that are gone, and with those that are made, each in the place of
-    the leaf that it came from."""
-    by_source: dict[str, list[str]] = {}
-    for path, (_, source) in made.items():
-        if path in values and path not in gone:
-            refuse(path, f"the map gives this path to `{source}`, and another leaf has it")
-        by_source.setdefault(source, []).append(path)
-    after: Values = {}
-    for path, value in values.items():
-        for new in by_source.get(path, ()):
-            after[new] = made[new][0]
-        if path not in gone:
-            after[path] = value
-    return after
 
 
 def _same_captures(one: Pattern, other: Pattern, what: str) -> None:
