@@ -15,8 +15,9 @@ use super::{index_v1, limit};
 use crate::error::{Error, Result};
 use crate::limits::MAX_PAGES;
 
-/// The number of block CRCs in one page, for 64 GiB of blocks of the default size.
-const CRCS_PER_PAGE: usize = (page::TARGET_PAGE_BYTES / 4) as usize;
+/// The number of block CRCs in one page: for 1 GiB of blocks of the default size. A read of one
+/// tensor reads a page of 256 KiB.
+const CRCS_PER_PAGE: usize = 64 << 10;
 
 /// The end of a data file, from the footer's offset on.
 #[derive(Clone, Debug, PartialEq, Eq)]

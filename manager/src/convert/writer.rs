@@ -50,48 +50,76 @@ pub(super) struct WindowWriter {
     pub free: Sender<Buffer>,
 }
 
-/// The state between two records of the journal.
-struct Unrecorded {
+/// The state of the thread.
+struct WriterState {
     queue: Box<dyn Queue>,
+    /// The windows in flight: number and bytes of each.
+    in_flight: Vec<(u64, u64)>,
     /// The file of the last window.
     file: Option<(usize, Arc<dyn File>)>,
-    /// Windows that were submitted, all files together.
-    finished: u64,
+    /// What was submitted since the last record was begun.
+    next: JournalRecord,
     bytes: u64,
+    /// A record whose windows may be in flight. Later ones are written meanwhile.
+    begun: Option<JournalRecord>,
+}
+
+impl WriterState {
+    fn begin_record(&mut self) {
+        self.begun = Some(std::mem::take(&mut self.next));
+        self.bytes = 0;
+    }
+}
+
+/// A record of the journal.
+#[derive(Default)]
+struct JournalRecord {
+    /// Windows before this one are finished, all files together.
+    finished: u64,
     sums: Vec<PieceSum>,
 }
 
 impl WindowWriter {
     /// Writes windows until no more come.
     pub(super) fn run(mut self, windows: &Receiver<FilledWindow>) -> Result<()> {
-        let mut at = Unrecorded {
+        let mut at = WriterState {
             queue: self.disk.queue(QUEUE_DEPTH)?,
+            in_flight: Vec::new(),
             file: None,
-            finished: 0,
+            next: JournalRecord::default(),
             bytes: 0,
-            sums: Vec::new(),
+            begun: None,
         };
-        while let Some(FilledWindow { window, buffer, sums }) = self.next(&mut *at.queue, windows)? {
+        while let Some(FilledWindow { window, buffer, sums }) = self.next(&mut at, windows)? {
             let file = self.open(&mut at, &window)?;
-            at.sums.extend(sums);
-            at.finished = window.number + 1;
-            at.bytes += window.len as u64;
             let len = window.len.next_multiple_of(WINDOW_ALIGNMENT as usize);
             while at.queue.in_flight() >= QUEUE_DEPTH {
-                self.complete(&mut *at.queue)?;
+                self.complete(&mut at)?;
             }
-            at.queue.submit(Transfer::Write, &file, window.offset, len, buffer, window.len as u64);
-            if at.bytes >= self.journal_bytes {
-                self.record(&mut at)?;
+            at.queue.submit(Transfer::Write, &file, window.offset, len, buffer, window.number);
+            at.in_flight.push((window.number, window.len as u64));
+            at.next.sums.extend(sums);
+            at.next.finished = window.number + 1;
+            at.bytes += window.len as u64;
+            if at.bytes >= self.journal_bytes && at.begun.is_none() {
+                at.begin_record();
             }
         }
         self.finish_file(&mut at)?;
-        if at.bytes > 0 { self.record(&mut at) } else { Ok(()) }
+        if at.bytes > 0 {
+            at.begin_record();
+            self.record(&mut at)?;
+        }
+        Ok(())
     }
 
     /// Returns the next window. Until it comes, the memory of finished writes is returned: the
     /// reader may need it. `None`: no more come, or none is wanted.
-    fn next(&self, queue: &mut dyn Queue, windows: &Receiver<FilledWindow>) -> Result<Option<FilledWindow>> {
+    fn next(
+        &mut self,
+        at: &mut WriterState,
+        windows: &Receiver<FilledWindow>,
+    ) -> Result<Option<FilledWindow>> {
         loop {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(None);
@@ -99,14 +127,14 @@ impl WindowWriter {
             match windows.try_recv() {
                 Ok(window) => return Ok(Some(window)),
                 Err(TryRecvError::Disconnected) => return Ok(None),
-                Err(TryRecvError::Empty) if queue.in_flight() == 0 => return Ok(windows.recv().ok()),
-                Err(TryRecvError::Empty) => self.complete(queue)?,
+                Err(TryRecvError::Empty) if at.queue.in_flight() == 0 => return Ok(windows.recv().ok()),
+                Err(TryRecvError::Empty) => self.complete(at)?,
             }
         }
     }
 
     /// Returns the open file of a window.
-    fn open(&self, at: &mut Unrecorded, window: &OutputWindow) -> Result<Arc<dyn File>> {
+    fn open(&mut self, at: &mut WriterState, window: &OutputWindow) -> Result<Arc<dyn File>> {
         if let Some((number, file)) = &at.file
             && *number == window.file
         {
@@ -122,23 +150,26 @@ impl WindowWriter {
         Ok(file)
     }
 
-    /// Waits for one write, and returns its memory.
-    fn complete(&self, queue: &mut dyn Queue) -> Result<()> {
-        let Some(completion) = queue.complete(WRITE_TIMEOUT) else {
+    /// Waits for one write, and returns its memory. Makes the record that was begun, if all its
+    /// windows are written.
+    fn complete(&mut self, at: &mut WriterState) -> Result<()> {
+        let Some(completion) = at.queue.complete(WRITE_TIMEOUT) else {
             let waited_for = format!("a write below {}", self.dir.path().display());
             return Err(Error::Timeout { waited_for, waited: WRITE_TIMEOUT });
         };
         completion.result?;
-        self.written.fetch_add(completion.token, Ordering::Relaxed);
+        if let Some(place) = at.in_flight.iter().position(|&(number, _)| number == completion.token) {
+            self.written.fetch_add(at.in_flight.swap_remove(place).1, Ordering::Relaxed);
+        }
         // Nobody waits for it at the end.
         let _ = self.free.send(completion.buffer);
-        Ok(())
+        self.record(at)
     }
 
     /// Gives a file whose windows have all come its length, and makes it durable.
-    fn finish_file(&self, at: &mut Unrecorded) -> Result<()> {
+    fn finish_file(&mut self, at: &mut WriterState) -> Result<()> {
         while at.queue.in_flight() > 0 {
-            self.complete(&mut *at.queue)?;
+            self.complete(at)?;
         }
         if let Some((number, file)) = at.file.take() {
             // An incomplete file loses only the space that was allocated behind its end.
@@ -152,16 +183,15 @@ impl WindowWriter {
         Ok(())
     }
 
-    /// Makes all windows durable and records them.
-    fn record(&mut self, at: &mut Unrecorded) -> Result<()> {
-        while at.queue.in_flight() > 0 {
-            self.complete(&mut *at.queue)?;
-        }
+    /// Makes the windows of the record that was begun durable, and writes it, if none of them is in
+    /// flight. Earlier files are durable.
+    fn record(&mut self, at: &mut WriterState) -> Result<()> {
+        let is_written =
+            |record: &mut JournalRecord| at.in_flight.iter().all(|&(number, _)| number >= record.finished);
+        let Some(record) = at.begun.take_if(is_written) else { return Ok(()) };
         if let Some((_, file)) = &at.file {
             file.sync()?;
         }
-        self.journal.append(at.finished, &std::mem::take(&mut at.sums))?;
-        at.bytes = 0;
-        Ok(())
+        self.journal.append(record.finished, &record.sums)
     }
 }
