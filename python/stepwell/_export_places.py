@@ -20,6 +20,8 @@ from .formats.files import read
 _MAX_RECORD_BYTES: Final = 1 << 20
 #: Follows the name of an export that is being removed.
 _REMOVED: Final = ".removed"
+#: Follows the name of an export that is not complete.
+_JOURNAL: Final = ".journal"
 #: ``{step}``, ``{step:08}`` and the like.
 _FORMAT: Final = re.compile(r"(0?[1-9]\d*)?d?")
 _WARNING: Final = 30
@@ -137,14 +139,21 @@ class Places:
             os.unlink(self._record_file(step))
 
     def interrupted(self) -> set[int]:
-        """The steps of interrupted exports. Ends interrupted removals."""
-        steps = set()
-        for name in self._names():
+        """The steps of interrupted exports. Ends interrupted removals, and removes the journals of
+        complete exports."""
+        steps, names = set(), set(self._names())
+        for name in names:
             rest = self.template.step(name.removesuffix(_REMOVED)) if name.endswith(_REMOVED) else None
             if rest is not None and self.is_directory:
                 self._end_removal(rest)
-            if ".partial" in name and not name.endswith(".journal"):
-                steps.add(self.template.step(name.replace(".partial", "", 1)))
+            if ".partial" not in name:
+                continue
+            partial = name.removesuffix(_JOURNAL)
+            step = self.template.step(partial.replace(".partial", "", 1))
+            if partial == name:
+                steps.add(step)
+            elif step is not None and partial not in names:
+                self.discard(step)
         return {step for step in steps if step is not None}
 
     def _end_removal(self, step: int) -> None:

@@ -128,6 +128,20 @@ def test_an_export_has_all_options_of_a_conversion(tmp_path: Path, root: Path) -
     assert same(np.asarray(back["model"]["w"]), state_of(7)["model"]["w"])
 
 
+@pytest.mark.parametrize("ending", ["", ".safetensors"])
+def test_the_journal_of_a_complete_export_is_removed(tmp_path: Path, root: Path, ending: str) -> None:
+    exports = [export(tmp_path, destination=tmp_path / "hf" / f"{{step}}{ending}")]
+    with sw.CheckpointManager(root, exports=exports) as manager:
+        manager.save(1, state_of(1))
+    complete = exported(tmp_path)
+    # A kill between the rename of the output and the removal of its journal.
+    for step in (1, 2):
+        (tmp_path / "hf" / f"{step}.partial{ending}.journal").write_bytes(b"")
+    with sw.CheckpointManager(root, exports=exports):
+        pass
+    assert exported(tmp_path) == complete
+
+
 def test_only_the_newest_exports_are_kept(tmp_path: Path, root: Path) -> None:
     # Neither a stranger's directory nor one of another root is deleted.
     (tmp_path / "hf" / "2").mkdir(parents=True)
