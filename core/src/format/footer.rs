@@ -15,9 +15,11 @@ use super::{index_v1, limit};
 use crate::error::{Error, Result};
 use crate::limits::MAX_PAGES;
 
-/// The number of block CRCs in one page: for 1 GiB of blocks of the default size. A read of one
-/// tensor reads a page of 256 KiB.
-const CRCS_PER_PAGE: usize = 64 << 10;
+/// The block CRCs in one page, at least and at most. A read of one tensor reads the pages for the
+/// places of its chunks. So pages are small: 32 KiB for 128 MiB of blocks of the default size.
+const CRCS_PER_PAGE: (usize, usize) = (8 << 10, 256 << 10);
+/// Pages grow from this number of them on.
+const MANY_PAGES: usize = 4096;
 
 /// The end of a data file, from the footer's offset on.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,9 +50,11 @@ pub fn encode(
         )));
     }
     let mut pages = index_v1::encode_pages(index, index_v1::Bounds::Footer { footer_offset })?;
-    for (number, crcs) in block_crcs.chunks(CRCS_PER_PAGE).enumerate() {
+    let (least, most) = CRCS_PER_PAGE;
+    let per_page = (block_crcs.len() / MANY_PAGES).clamp(least, most);
+    for (number, crcs) in block_crcs.chunks(per_page).enumerate() {
         let payload: Vec<u8> = crcs.iter().flat_map(|crc| crc.to_le_bytes()).collect();
-        let first = (number * CRCS_PER_PAGE) as u64;
+        let first = (number * per_page) as u64;
         pages.push(page::encode(PageKind::BlockCrcs, first, crcs.len() as u64, &payload)?);
     }
     limit("the pages of a footer", pages.len() as u64, MAX_PAGES)?;
