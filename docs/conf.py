@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"Best|(coordinators\.)?Coordinator|DeviceMesh|Files|Globs|MapLike|OnEvent|Optimizer"
-        r"|Path|ProcessGroup|Target|_[A-Z]\w*",
+        r"|Path|ProcessGroup|Progress|Target|_[A-Z]\w*",
     ),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
     ("py:.*", r"stepwell\._types\.Array|stepwell\.coordinators\.Board"),
