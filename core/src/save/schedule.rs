@@ -82,12 +82,12 @@ pub(super) fn schedule(all: &Windows, devices: &[Arc<Device>]) -> Vec<ScheduledW
         .collect()
 }
 
-/// Reads the longest part of a window that is captured soon. Returns false if there is nothing to
-/// read.
+/// Reads the chunk at the end of a window that is captured soon. Returns false if there is nothing
+/// to read.
 pub(super) fn read_ahead(all: &Windows, window: &ScheduledWindow) -> bool {
     let parts = all.list.get(window.window as usize).and_then(|window| all.parts.get(window.parts.clone()));
-    let longest = parts.unwrap_or_default().iter().max_by_key(|part| part.len);
-    let Some(&WindowPart { source: PartSource::Chunk(chunk), .. }) = longest else { return false };
+    let last = parts.and_then(|parts| parts.last());
+    let Some(&WindowPart { source: PartSource::Chunk(chunk), .. }) = last else { return false };
     let chunk = all.chunks.get(chunk as usize);
     chunk.is_some_and(|chunk| {
         all.leaves.get(chunk.leaf as usize).is_some_and(|leaf| leaf.provider.read_ahead(&chunk.local))

@@ -310,7 +310,7 @@ mod tests {
             assert_eq!(bands.copy(leaf, 2, both(), (0, &mut into), read).unwrap(), leaf < 2, "{leaf}");
             assert_eq!(bands.lock().bands.len(), 1);
         }
-        // What is not wanted yet drops nothing.
+        // A read ahead drops nothing.
         assert!(!bands.read_ahead(2, 2, large.clone(), &reading).unwrap());
         assert_eq!(bands.lock().bands[0].leaf, 1);
         let larger = Region::whole(&[KEEP_BYTES as u64]);

@@ -57,7 +57,7 @@ struct WriterState {
     in_flight: Vec<(u64, u64)>,
     /// The file of the last window.
     file: Option<(usize, Arc<dyn File>)>,
-    /// What was submitted since the last record was begun.
+    /// The record of the windows that were submitted since, and their bytes.
     next: JournalRecord,
     bytes: u64,
     /// A record whose windows may be in flight. Later ones are written meanwhile.

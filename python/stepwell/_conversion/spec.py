@@ -1,4 +1,4 @@
-"""What a conversion makes, and its result."""
+"""The output of a conversion, and its result."""
 
 from __future__ import annotations
 
