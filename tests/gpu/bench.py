@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import platform
@@ -496,9 +497,11 @@ def run(machine: Machine, gigabytes: float, disk: Path) -> dict[str, Any]:
     del weights, small, tensors
     training = Training(machine, *((1024, 8) if machine.is_cuda else (64, 1)))
     # So many passes that the disk, at 0.8 of its rate, takes what a step makes.
-    seconds = training.step_seconds()
     wanted = training.nbytes / (0.8 * found["disk_write"])
-    training.passes = max(1, min(200, round(wanted / max(seconds, 1e-6)) + 1))
+    first = training.step_seconds()
+    training.passes = 11
+    each = max((training.step_seconds() - first) / 10, 1e-6)
+    training.passes = min(200, 1 + max(0, math.ceil((wanted - first) / each)))
     steps = 10 if machine.is_cuda else 2
     contestants: list[type[Contestant]] = [Nobody, Stepwell, Staged, TorchSave, DcpAsync]
     found["loop_bytes"] = training.nbytes

@@ -79,6 +79,10 @@ impl Started {
         Self { fences: Vec::new(), stall_timeout }
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.fences.is_empty()
+    }
+
     /// Waits until all copies have ended, even after an error, and returns the first error. The
     /// deadline limits lack of progress: it restarts whenever a copy ends.
     pub(crate) fn wait(&mut self) -> Result<()> {

@@ -13,7 +13,7 @@ mod worker;
 pub(super) use worker::read_cached;
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -55,6 +55,9 @@ const CACHED_NUMERATOR: u64 = 7;
 const CACHED_DENOMINATOR: u64 = 8;
 /// Limit on waiting cells per worker.
 const BACKLOG: usize = 32;
+/// Cells of one worker whose copies to devices may run at once. The worker reads and checks the
+/// next cells meanwhile.
+const OWN_BUFFERS: usize = 4;
 
 /// A task of a worker.
 enum WorkerJob {
@@ -88,6 +91,11 @@ struct RunState<S> {
     sink: Arc<S>,
     alignment: u64,
     cell_buffer: usize,
+    /// Limit on the buffers of one worker for reads through the page cache. It uses more than one
+    /// only while copies to devices run.
+    own_buffers: usize,
+    /// Such buffers that all workers have taken.
+    own_taken: AtomicUsize,
     stall_timeout: Duration,
     /// Queues for reads through the page cache. The calling thread makes them; each worker takes
     /// one on first use.
@@ -124,12 +132,16 @@ pub(super) fn run<S: Sink>(
     // The workers' own buffers get at most a quarter of the budget.
     let budget = usize::try_from(options.budget_bytes).unwrap_or(usize::MAX);
     let threads = options.threads.min(budget / 4 / cell_buffer.max(1)).min(schedule.cells.len()).max(1);
-    let most_buffers = (budget.saturating_sub(threads * cell_buffer) / read_buffer.max(1)).max(2);
+    let own_buffers = (budget / 4 / (threads * cell_buffer).max(1)).clamp(1, OWN_BUFFERS);
+    let most_buffers =
+        (budget.saturating_sub(threads * own_buffers * cell_buffer) / read_buffer.max(1)).max(2);
     let shared = Arc::new(RunState {
         schedule,
         sink: Arc::clone(sink),
         alignment,
         cell_buffer,
+        own_buffers,
+        own_taken: AtomicUsize::new(0),
         stall_timeout: options.stall_timeout,
         queues: Mutex::new(Vec::new()),
         over: AtomicBool::new(false),
@@ -160,8 +172,8 @@ pub(super) fn run<S: Sink>(
     let result = reader.drive(progress);
     let ended = reader.finish(workers);
     let mut stats = std::mem::take(&mut reader.stats);
-    let cells = if stats.bytes_cached > 0 { threads * cell_buffer } else { 0 };
-    stats.peak_buffer_bytes = (reader.most_held * read_buffer + cells) as u64;
+    let own = shared.own_taken.load(Ordering::Relaxed) * cell_buffer;
+    stats.peak_buffer_bytes = (reader.most_held * read_buffer + own) as u64;
     stats.elapsed = started.elapsed();
     result.and(ended).map(|()| stats)
 }

@@ -1,5 +1,6 @@
 //! The worker threads, which check and copy.
 
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
@@ -14,7 +15,6 @@ use crate::io::{Completion, File, Queue, Transfer};
 use crate::load::buffers::ReadBuffers;
 use crate::load::destination::Started;
 use crate::load::file_set::short;
-use crate::load::schedule::Cell;
 use crate::sys::{Buffer, Staged, spawn};
 use crate::{Error, Result};
 
@@ -30,7 +30,13 @@ impl Workers {
     ) -> Result<Self> {
         let mut handles = Vec::with_capacity(count);
         for _ in 0..count {
-            let mut worker = LoadWorker { shared: Arc::clone(shared), outbox: outbox.clone(), own: None };
+            let mut worker = LoadWorker {
+                shared: Arc::clone(shared),
+                outbox: outbox.clone(),
+                queue: None,
+                own: Vec::new(),
+                finishing: VecDeque::new(),
+            };
             let inbox = inbox.clone();
             let spawned = spawn("stepwell-load", move || worker.run(&inbox));
             match spawned {
@@ -59,52 +65,101 @@ impl Workers {
 struct LoadWorker<S> {
     shared: Arc<RunState<S>>,
     outbox: Sender<WorkerReport>,
-    /// The worker's queue and buffer for reads through the page cache.
-    own: Option<(Box<dyn Queue>, Option<Buffer>)>,
+    /// The worker's queue for reads through the page cache.
+    queue: Option<Box<dyn Queue>>,
+    /// The worker's free buffers for those reads, the last used one last.
+    own: Vec<Buffer>,
+    /// Jobs whose copies to devices may still run, in the order of their start.
+    finishing: VecDeque<Finishing>,
+}
+
+/// A job that has done everything except wait for its devices.
+struct Finishing {
+    worked: Result<u64>,
+    started: Started,
+    buffer: Option<Arc<Buffer>>,
+    /// True if the worker keeps the buffer for its next read through the page cache.
+    own: bool,
 }
 
 impl<S: Sink> LoadWorker<S> {
     fn run(&mut self, inbox: &Receiver<WorkerJob>) {
-        // The reader closes the channel at the end of the run.
-        while let Ok(job) = inbox.recv() {
-            let event = match job {
-                WorkerJob::Filled { read, skip, buffer } => {
-                    let buffer = Arc::new(buffer);
-                    let worked = guarded(|| self.filled(read, skip, &buffer));
-                    answer(worked, Arc::into_inner(buffer).map_or(BufferOutcome::Kept, BufferOutcome::Buffer))
-                }
-                WorkerJob::Cached { file, cell } => {
-                    answer(guarded(|| self.cached(&file, cell)), BufferOutcome::None)
-                }
-            };
-            if self.outbox.send(event).is_err() {
-                break;
+        while let Some(job) = self.next(inbox) {
+            let finishing = self.start(job);
+            if finishing.started.is_empty() {
+                // The buffer is still in the core's cache. The next read uses it again.
+                self.finish(finishing);
+                continue;
+            }
+            self.finishing.push_back(finishing);
+            if self.finishing.len() >= self.shared.own_buffers {
+                self.finish_first();
             }
         }
-        if let Some((_, Some(buffer))) = self.own.take() {
-            ReadBuffers::shared().give(buffer);
+        self.own.drain(..).for_each(|buffer| ReadBuffers::shared().give(buffer));
+    }
+
+    /// Returns the next job. Waits for copies to devices while there is none. `None` after the
+    /// reader has closed the channel, which it does at the end of the run.
+    fn next(&mut self, inbox: &Receiver<WorkerJob>) -> Option<WorkerJob> {
+        while !self.finishing.is_empty() {
+            match inbox.try_recv() {
+                Ok(job) => return Some(job),
+                Err(_) => self.finish_first(),
+            }
         }
+        inbox.recv().ok()
+    }
+
+    /// Does a job, up to the start of its copies to devices.
+    fn start(&mut self, job: WorkerJob) -> Finishing {
+        let mut started = Started::new(self.shared.stall_timeout);
+        match job {
+            WorkerJob::Filled { read, skip, buffer } => {
+                let buffer = Arc::new(buffer);
+                let worked = guarded(|| self.filled(read, skip, &buffer, &mut started));
+                Finishing { worked, started, buffer: Some(buffer), own: false }
+            }
+            WorkerJob::Cached { file, cell } => {
+                let mut buffer = None;
+                let worked = guarded(|| self.cached(&file, cell, &mut buffer, &mut started));
+                Finishing { worked, started, buffer, own: true }
+            }
+        }
+    }
+
+    fn finish_first(&mut self) {
+        if let Some(finishing) = self.finishing.pop_front() {
+            self.finish(finishing);
+        }
+    }
+
+    /// Waits for the copies of a job and reports it.
+    fn finish(&mut self, Finishing { worked, mut started, buffer, own }: Finishing) {
+        // Wait also after an error: started copies must end before the run does.
+        let ended = started.wait();
+        let result = worked.and_then(|bytes| ended.map(|()| bytes));
+        let outcome = match (buffer.map(Arc::into_inner), own) {
+            (None, _) => BufferOutcome::None,
+            (Some(buffer), true) => {
+                // A device may still hold the buffer and frees it later.
+                self.own.extend(buffer);
+                BufferOutcome::None
+            }
+            (Some(buffer), false) => buffer.map_or(BufferOutcome::Kept, BufferOutcome::Buffer),
+        };
+        // The reader hears nothing after its end.
+        let _ = self.outbox.send(match result {
+            Ok(bytes) => WorkerReport::Done { bytes, buffer: outcome },
+            Err(error) => WorkerReport::Failed { error, buffer: outcome },
+        });
     }
 
     fn is_over(&self) -> bool {
         self.shared.over.load(Ordering::Acquire)
     }
 
-    fn filled(&self, read: usize, skip: usize, buffer: &Arc<Buffer>) -> Result<u64> {
-        let mut started = Started::new(self.shared.stall_timeout);
-        let worked = self.start_filled(read, skip, buffer, &mut started);
-        // Wait also after an error: started copies must end before the run does.
-        let ended = started.wait();
-        worked.and_then(|bytes| ended.map(|()| bytes))
-    }
-
-    fn start_filled(
-        &self,
-        read: usize,
-        skip: usize,
-        buffer: &Arc<Buffer>,
-        started: &mut Started,
-    ) -> Result<u64> {
+    fn filled(&self, read: usize, skip: usize, buffer: &Arc<Buffer>, started: &mut Started) -> Result<u64> {
         let Some(read) = self.shared.schedule.reads.get(read) else { return Ok(0) };
         for number in read.cells.clone() {
             if self.is_over() {
@@ -120,19 +175,28 @@ impl<S: Sink> LoadWorker<S> {
         Ok(read.bytes.end - read.bytes.start)
     }
 
-    fn cached(&mut self, file: &Arc<dyn File>, number: usize) -> Result<u64> {
+    /// Reads a cell into a buffer of the worker and uses it. `used` gets the buffer, unless the
+    /// disk has kept it.
+    fn cached(
+        &mut self,
+        file: &Arc<dyn File>,
+        number: usize,
+        used: &mut Option<Arc<Buffer>>,
+        started: &mut Started,
+    ) -> Result<u64> {
         let Some(cell) = self.shared.schedule.cells.get(number).cloned() else { return Ok(0) };
         if self.is_over() {
             return Ok(0);
         }
         let next_queue = || self.shared.queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let own = self.own.take().or_else(|| next_queue().map(|queue| (queue, None)));
-        let Some((mut queue, buffer)) = own else {
+        let Some(mut queue) = self.queue.take().or_else(next_queue) else {
             return Err(Error::internal("a queue for each worker", "a worker without one"));
         };
-        let buffer = match buffer {
-            Some(buffer) => buffer,
-            None => ReadBuffers::shared().take(self.shared.cell_buffer)?,
+        let buffer = if let Some(buffer) = self.own.pop() {
+            buffer
+        } else {
+            self.shared.own_taken.fetch_add(1, Ordering::Relaxed);
+            ReadBuffers::shared().take(self.shared.cell_buffer)?
         };
         let (offset, len) = aligned(&cell.bytes, self.shared.alignment);
         let timeout = self.shared.stall_timeout;
@@ -142,27 +206,9 @@ impl<S: Sink> LoadWorker<S> {
             std::mem::forget(queue);
             return read.map(|_| 0);
         }
-        self.own = Some((queue, None));
+        self.queue = Some(queue);
         let Completion { buffer, result, .. } = read?;
-        let buffer = Arc::new(buffer);
-        let worked = self.use_cached(file, &cell, number, offset, &buffer, result);
-        if let Some((_, own)) = &mut self.own {
-            // A device may still hold the buffer and frees it later. The next cell then gets
-            // another one.
-            *own = Arc::into_inner(buffer);
-        }
-        worked
-    }
-
-    fn use_cached(
-        &self,
-        file: &Arc<dyn File>,
-        cell: &Cell,
-        number: usize,
-        offset: u64,
-        buffer: &Arc<Buffer>,
-        result: Result<usize>,
-    ) -> Result<u64> {
+        let buffer = used.insert(Arc::new(buffer));
         let skip = (cell.bytes.start - offset) as usize;
         let wanted = (cell.bytes.end - offset) as usize;
         let count = match result {
@@ -173,12 +219,7 @@ impl<S: Sink> LoadWorker<S> {
             }
         };
         match Staged::new(buffer, skip..wanted) {
-            Some(bytes) if count >= wanted => {
-                let mut started = Started::new(self.shared.stall_timeout);
-                let worked = self.shared.sink.cell(number, &bytes, &mut started);
-                let ended = started.wait();
-                worked.and(ended)?;
-            }
+            Some(bytes) if count >= wanted => self.shared.sink.cell(number, &bytes, started)?,
             _ => {
                 let error = short(file.path(), offset + count as u64, cell.bytes.end);
                 self.shared.sink.failed(number..number + 1, error)?;
@@ -211,13 +252,6 @@ pub(in crate::load) fn read_cached(
             let waited_for = format!("{} to be read through the page cache", file.path().display());
             return Err(Error::Timeout { waited_for, seconds: stall_timeout.as_secs_f64() });
         }
-    }
-}
-
-fn answer(worked: Result<u64>, buffer: BufferOutcome) -> WorkerReport {
-    match worked {
-        Ok(bytes) => WorkerReport::Done { bytes, buffer },
-        Err(error) => WorkerReport::Failed { error, buffer },
     }
 }
 

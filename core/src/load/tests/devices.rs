@@ -25,6 +25,8 @@ pub(super) enum Temper {
     Refuses(usize),
     /// Accepts every piece and copies none.
     Stuck,
+    /// Copies nothing before it has this many pieces.
+    Waits(usize),
 }
 
 /// A device's memory, and an engine that copies into it.
@@ -66,7 +68,12 @@ impl Card {
             scope.spawn(|| {
                 while !self.off.load(Ordering::SeqCst) {
                     std::thread::sleep(Duration::from_millis(2));
-                    if self.temper == Temper::Stuck {
+                    let is_idle = match self.temper {
+                        Temper::Stuck => true,
+                        Temper::Waits(pieces) => self.taken.load(Ordering::SeqCst) < pieces,
+                        _ => false,
+                    };
+                    if is_idle {
                         continue;
                     }
                     let Some((number, piece)) = self.waiting.lock().unwrap().pop() else { continue };
@@ -168,6 +175,19 @@ fn a_late_device_copy_is_complete_on_return() {
         assert!(!card.order.lock().unwrap().is_sorted(), "the card was not given several at a time");
     }
     assert_eq!(item.disk.knobs.in_flight.load(Ordering::SeqCst), 0);
+}
+
+#[test]
+fn a_thread_reads_on_while_its_copies_to_a_device_run() {
+    let length = 4 << 20;
+    let item = TestItem::of_tensors(BLOCK, &[length]);
+    item.disk.knobs.cached.store(true, Ordering::SeqCst);
+    let card = Card::new(length, Temper::Waits(3));
+    let options = LoadOptions { threads: 1, ..options() };
+    let targets = [card.target()];
+    let copies = item.copies(&[0]);
+    card.running(|| execute(&item.disk, &item.files(), &item.index, &copies, targets, &options)).unwrap();
+    assert!(card.memory() == pattern(0, length));
 }
 
 #[test]
