@@ -2,7 +2,7 @@
 //! zip archives, values around arrays. Their tensors are read by [`crate::Reader`].
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use stepwell_core::compression::{Compression, Decompressor};
@@ -54,11 +54,39 @@ pub struct Archive {
     pub records: Vec<(usize, Vec<u8>)>,
 }
 
-/// The members of a zip archive, in the order of its directory, and the offsets of their contents.
-pub fn zip_members(path: &Path, environment: &Environment) -> Result<Vec<(ZipMember, u64)>> {
-    let file = open(path, environment)?;
-    let bytes = ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: &[], tail: &[] };
-    members(&bytes, zip::MAX_TAIL_BYTES).map_err(|error| error.at(path))
+/// The directory of a zip archive.
+#[derive(Debug)]
+pub struct ZipDirectory {
+    path: PathBuf,
+    place: zip::ZipDirectory,
+    members: Vec<ZipMember>,
+}
+
+impl ZipDirectory {
+    /// Reads the directory of a file that is an archive.
+    pub fn read(path: &Path, environment: &Environment) -> Result<Self> {
+        let file = open(path, environment)?;
+        let bytes = ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: &[], tail: &[] };
+        let (place, members) = listed(&bytes, zip::MAX_TAIL_BYTES).map_err(|error| error.at(path))?;
+        Ok(Self { path: path.to_owned(), place, members })
+    }
+
+    /// Returns the path of the file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns its members, in its order.
+    pub fn members(&self) -> &[ZipMember] {
+        &self.members
+    }
+
+    /// Reads the offsets of the contents of the members with these numbers.
+    pub fn contents(&self, numbers: &[usize], environment: &Environment) -> Result<Vec<u64>> {
+        let file = open(&self.path, environment)?;
+        let bytes = ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: &[], tail: &[] };
+        contents(&bytes, &self.place, &self.members, numbers).map_err(|error| error.at(&self.path))
+    }
 }
 
 /// The archives at these places of a file (offset, length), and the contents of their short members
@@ -232,23 +260,49 @@ impl ArchiveBytes<'_> {
 /// The members of an archive, and the offsets of their contents in it. Its last `tail_bytes` are
 /// searched for its end record.
 fn members(bytes: &ArchiveBytes<'_>, tail_bytes: u64) -> Result<Vec<(ZipMember, u64)>, ArchiveError> {
-    let tail_at = bytes.length.saturating_sub(tail_bytes);
-    let tail = bytes.read(tail_at, tail_bytes)?;
-    let directory = zip::directory(&tail, bytes.length).map_err(ArchiveError::Fault)?;
-    let listed = bytes.read(directory.offset, directory.length)?;
-    let members = zip::members(&listed, &directory).map_err(ArchiveError::Fault)?;
-    let headers = local_headers(bytes, &members)?;
-    let headers: Vec<&[u8]> = headers.iter().map(Vec::as_slice).collect();
-    let contents = zip::contents(&headers, &members, &directory).map_err(ArchiveError::Fault)?;
+    let (place, members) = listed(bytes, tail_bytes)?;
+    let all: Vec<usize> = (0..members.len()).collect();
+    let contents = contents(bytes, &place, &members, &all)?;
     Ok(members.into_iter().zip(contents).collect())
 }
 
-/// The bytes of each member's local header up to the end of its name.
-fn local_headers(bytes: &ArchiveBytes<'_>, members: &[ZipMember]) -> Result<Vec<Vec<u8>>, ArchiveError> {
-    let mut places: Vec<(u64, u64, usize)> = members
+/// The place of an archive's directory, and the members that it lists.
+fn listed(
+    bytes: &ArchiveBytes<'_>,
+    tail_bytes: u64,
+) -> Result<(zip::ZipDirectory, Vec<ZipMember>), ArchiveError> {
+    let tail_at = bytes.length.saturating_sub(tail_bytes);
+    let tail = bytes.read(tail_at, tail_bytes)?;
+    let place = zip::directory(&tail, bytes.length).map_err(ArchiveError::Fault)?;
+    let listed = bytes.read(place.offset, place.length)?;
+    let members = zip::members(&listed, &place).map_err(ArchiveError::Fault)?;
+    Ok((place, members))
+}
+
+/// The offsets of the contents of the members with these numbers.
+fn contents(
+    bytes: &ArchiveBytes<'_>,
+    place: &zip::ZipDirectory,
+    members: &[ZipMember],
+    numbers: &[usize],
+) -> Result<Vec<u64>, ArchiveError> {
+    let headers = local_headers(bytes, members, numbers)?;
+    let wanted: Vec<(usize, &[u8])> =
+        numbers.iter().zip(&headers).map(|(&number, header)| (number, header.as_slice())).collect();
+    zip::contents(&wanted, members, place).map_err(ArchiveError::Fault)
+}
+
+/// The bytes of the local headers of the members with these numbers, up to the end of the name.
+fn local_headers(
+    bytes: &ArchiveBytes<'_>,
+    members: &[ZipMember],
+    numbers: &[usize],
+) -> Result<Vec<Vec<u8>>, ArchiveError> {
+    let mut places: Vec<(u64, u64, usize)> = numbers
         .iter()
         .enumerate()
-        .map(|(number, member)| (member.header, member.header + zip::local_header_bytes(member), number))
+        .filter_map(|(at, &number)| Some((at, members.get(number)?)))
+        .map(|(at, member)| (member.header, member.header + zip::local_header_bytes(member), at))
         .collect();
     places.sort_unstable();
     let mut groups = Vec::new();
@@ -270,13 +324,13 @@ fn local_headers(bytes: &ArchiveBytes<'_>, members: &[ZipMember]) -> Result<Vec<
         _ => Ok(Vec::new()),
     };
     let found = each("stepwell-foreign", ARCHIVE_THREADS, &groups, read);
-    let mut headers = vec![Vec::new(); members.len()];
+    let mut headers = vec![Vec::new(); numbers.len()];
     for (group, read) in groups.iter().zip(found) {
         let (read, first) = (read?, group.first().map_or(0, |&(first, ..)| first));
-        for &(begin, end, number) in *group {
+        for &(begin, end, at) in *group {
             let found = read.get((begin - first) as usize..).unwrap_or_default();
             let found = found.get(..(end - begin) as usize).unwrap_or(found);
-            if let Some(header) = headers.get_mut(number) {
+            if let Some(header) = headers.get_mut(at) {
                 *header = found.to_vec();
             }
         }

@@ -10,7 +10,7 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-use stepwell_core::format::index::Index;
+use stepwell_core::format::index::{Chunks, Index};
 use stepwell_core::io::Dir;
 use stepwell_core::load::{
     self, ComputedCells, Destination, FileReads, FileSet, GuardedRange, LoadFailure, LoadOptions, LoadStats,
@@ -104,20 +104,25 @@ impl Reader {
         Self::new(dir, Origin::Step, index, files, environment, load_options)
     }
 
-    /// Opens files below `dir` that another library wrote. `index` describes them. Their lengths
-    /// are checked when they are opened. Only a verification compares guarded ranges with their
-    /// checksums, and nothing vouches for other bytes.
-    pub fn foreign(
-        dir: &Path,
-        index: Index,
-        guarded: &[GuardedRange],
-        environment: &Environment,
-    ) -> Result<Self> {
+    /// Opens files below `dir` that another library wrote. `index` describes them; chunks that it
+    /// lacks are described later. The lengths of the files are checked when they are opened.
+    pub fn foreign(dir: &Path, index: Index, environment: &Environment) -> Result<Self> {
         let dir = environment.disk.open_dir(dir)?;
-        let files = FileSet::foreign(Arc::clone(&dir), &index.files, guarded)?;
+        let files = FileSet::foreign(Arc::clone(&dir), &index.files)?;
         let load_options = Options::default().load_options(false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))
+    }
+
+    /// Describes the chunks of tensors whose index lacks them.
+    pub fn describe(&self, leaves: Vec<(u32, Chunks)>) {
+        self.index.describe(leaves);
+    }
+
+    /// Says which ranges of the files have checksums. Only a verification compares them, and
+    /// nothing vouches for other bytes.
+    pub fn guard(&self, ranges: &[GuardedRange]) {
+        self.files.guard(ranges);
     }
 
     /// The same files, with their tensors in another arrangement. `self` must outlive it if a lease
@@ -190,12 +195,13 @@ impl Reader {
     }
 
     /// Returns all items merged: one tree, one numbering of leaves, file names relative to the
-    /// step. For a large index it lacks the chunks of tensors: see [`Checkpoint::index_of`].
+    /// step. It lacks the chunks of tensors that are read or described later: see
+    /// [`Reader::index_of`].
     pub fn outline(&self) -> &Arc<Index> {
         self.index.outline()
     }
 
-    /// [`Checkpoint::outline`] with at least the chunks of those leaves, and of the leaves to which
+    /// [`Reader::outline`] with at least the chunks of those leaves, and of the leaves to which
     /// they are tied.
     pub fn index_of(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
         self.index.with(leaves)

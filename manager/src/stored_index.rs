@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::index::{FileRecord, Index, LeafRecord, TensorRecord, Within};
+use stepwell_core::format::index::{Chunks, FileRecord, Index, LeafRecord, TensorRecord, Within};
 use stepwell_core::format::index_v1::{self, INDEX_HEADER_BYTES, IndexHeader, Outline};
 use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
 use stepwell_core::io::{Dir, File};
@@ -32,8 +32,10 @@ const THREAD: &str = "stepwell-index";
 /// below the step. A large index is read as its structure, and the chunks of a tensor on request.
 #[derive(Default)]
 pub(crate) struct StoredIndex {
-    /// The index without the chunks that are read later.
+    /// The index without the chunks that are read or described later.
     outline: Arc<Index>,
+    /// The index with the chunks that are known.
+    filled: Mutex<FilledIndex>,
     paged: Option<Paged>,
 }
 
@@ -42,7 +44,6 @@ struct Paged {
     items: Vec<PagedItem>,
     /// By leaf: its item in `items` and its leaf there, if its chunks are not in the outline.
     places: Vec<Option<(usize, u32)>>,
-    filled: Mutex<FilledIndex>,
 }
 
 struct PagedItem {
@@ -52,6 +53,7 @@ struct PagedItem {
     path: PathBuf,
 }
 
+#[derive(Default)]
 struct FilledIndex {
     index: Arc<Index>,
     /// The pages that were read: item and page.
@@ -67,7 +69,12 @@ enum ReadIndex {
 impl StoredIndex {
     /// An index that is in memory already.
     pub fn in_memory(index: Index) -> Self {
-        Self { outline: Arc::new(index), paged: None }
+        Self::new(Arc::new(index), None)
+    }
+
+    fn new(outline: Arc<Index>, paged: Option<Paged>) -> Self {
+        let filled = FilledIndex { index: Arc::clone(&outline), pages: HashSet::new() };
+        Self { outline, filled: Mutex::new(filled), paged }
     }
 
     /// Reads the indexes of a step and checks them against the manifest. Reads only the outline of
@@ -106,7 +113,7 @@ impl StoredIndex {
         };
         let outline = Arc::new(index);
         if later.is_empty() {
-            return Ok(Self { outline, paged: None });
+            return Ok(Self::new(outline, None));
         }
         let mut places = vec![None; outline.leaves.len()];
         let mut items = Vec::with_capacity(later.len());
@@ -120,11 +127,10 @@ impl StoredIndex {
             }
             items.push(PagedItem { outline: item_outline, numbers, file, path: path.unwrap_or_default() });
         }
-        let filled = Mutex::new(FilledIndex { index: Arc::clone(&outline), pages: HashSet::new() });
-        Ok(Self { outline, paged: Some(Paged { items, places, filled }) })
+        Ok(Self::new(outline, Some(Paged { items, places })))
     }
 
-    /// Returns the structure: the index without the chunks that are read later.
+    /// Returns the structure: the index without the chunks that are read or described later.
     pub fn outline(&self) -> &Arc<Index> {
         &self.outline
     }
@@ -137,8 +143,8 @@ impl StoredIndex {
     /// Returns the index with at least the chunks of those leaves, and of the leaves to which they
     /// are tied.
     pub fn with(&self, leaves: impl IntoIterator<Item = u32>) -> Result<Arc<Index>> {
-        let Some(paged) = &self.paged else { return Ok(Arc::clone(&self.outline)) };
-        let mut filled = paged.filled.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut filled = self.filled.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(paged) = &self.paged else { return Ok(Arc::clone(&filled.index)) };
         let mut wanted = BTreeSet::new();
         for leaf in leaves {
             let place = paged.places.get(self.holder(leaf) as usize).copied().flatten();
@@ -162,11 +168,22 @@ impl StoredIndex {
         Ok(Arc::clone(&filled.index))
     }
 
+    /// Adds the chunks of tensors.
+    pub fn describe(&self, leaves: Vec<(u32, Chunks)>) {
+        let mut filled = self.filled.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = Arc::make_mut(&mut filled.index);
+        for (leaf, chunks) in leaves {
+            if let Some(LeafRecord::Tensor(tensor)) = index.leaves.get_mut(leaf as usize) {
+                tensor.chunks = chunks;
+            }
+        }
+    }
+
     /// Of the indexes that are read page by page, the bytes that have been read, and all of them.
     #[cfg(test)]
     pub(crate) fn bytes_read(&self) -> (u64, u64) {
         let Some(paged) = &self.paged else { return (0, 0) };
-        let filled = paged.filled.lock().unwrap();
+        let filled = self.filled.lock().unwrap();
         let (mut read, mut all) = (0, 0);
         for (number, item) in paged.items.iter().enumerate() {
             let pages = item.outline.pages();

@@ -148,7 +148,7 @@ impl ArrayGroup {
     }
 
     /// The stored leaves, in the order of the arrays.
-    fn stored(&self) -> Vec<u32> {
+    pub(crate) fn stored(&self) -> Vec<u32> {
         self.lock().stored.clone()
     }
 

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -14,7 +14,7 @@ use pyo3::types::{PyList, PyTuple};
 use stepwell_core::format::index::{ChunkRegion, Extent, FileRecord, Index, LeafRecord};
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::leaf_path::{Component, named};
-use stepwell_core::load::{FileReads, GuardedRange, VerifyProgress};
+use stepwell_core::load::{FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
@@ -33,8 +33,9 @@ use crate::values::to_python;
 use crate::wait;
 
 use self::described::{
-    ComputedRow, ForeignFile, ForeignLayout, ForeignLeaf, ForeignNode, GuardedRow, MappedRow,
-    computed_tensor, foreign_file, foreign_leaf, is_negated, layout_row, mapped_leaf, tree_of,
+    ComputedRow, ForeignChunk, ForeignFile, ForeignLayout, ForeignLeaf, ForeignNode, GuardedRow, MappedRow,
+    computed_tensor, foreign_chunks, foreign_file, foreign_leaf, guarded_ranges, is_negated, layout_row,
+    mapped_leaf, tree_of,
 };
 
 mod described;
@@ -90,6 +91,10 @@ struct ForeignFacts {
     objects: HashMap<u32, Py<PyAny>>,
     /// Facts in the form of a manifest.
     manifest: String,
+    /// Names chunks and checksums when they are needed.
+    details: Py<PyAny>,
+    /// Tensors whose chunks are not described yet.
+    undescribed: Mutex<BTreeSet<u32>>,
 }
 
 /// An open checkpoint: leased, if it is a step of ours.
@@ -112,6 +117,46 @@ impl Checkpoint {
     pub(crate) fn get(&self, py: Python<'_>) -> PyResult<Arc<Opened>> {
         let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
         inner.clone().ok_or_else(|| closed(py, "this checkpoint was closed; open it again"))
+    }
+
+    /// [`Checkpoint::get`], with all chunks described.
+    pub(crate) fn described(&self, py: Python<'_>) -> PyResult<Arc<Opened>> {
+        let inner = self.get(py)?;
+        self.describe(py, &inner, 0..inner.outline().leaves.len() as u32)?;
+        Ok(inner)
+    }
+
+    /// Describes the chunks of leaves of a foreign checkpoint, unless they are known.
+    fn describe(&self, py: Python<'_>, inner: &Opened, leaves: impl Iterator<Item = u32>) -> PyResult<()> {
+        let Some(facts) = &self.foreign else { return Ok(()) };
+        let outline = inner.outline();
+        let wanted: BTreeSet<u32> = {
+            let undescribed = facts.undescribed();
+            let holder = |leaf| outline.resolve(leaf).map(|(holder, _)| holder);
+            leaves.filter_map(holder).filter(|leaf| undescribed.contains(leaf)).collect()
+        };
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        // Without the lock: this reads files. Two threads may describe the same leaf.
+        let rows: Vec<Vec<ForeignChunk>> =
+            facts.details.bind(py).call_method1("chunks", (&wanted,))?.extract()?;
+        let described = wanted.iter().zip(rows).map(|(&leaf, chunks)| {
+            let ndim = match outline.leaves.get(leaf as usize) {
+                Some(LeafRecord::Tensor(tensor)) => tensor.shape.len(),
+                _ => 0,
+            };
+            Ok((leaf, foreign_chunks(ndim, chunks)?))
+        });
+        inner.describe(described.collect::<PyResult<_>>()?);
+        facts.undescribed().retain(|leaf| !wanted.contains(leaf));
+        Ok(())
+    }
+}
+
+impl ForeignFacts {
+    fn undescribed(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+        self.undescribed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -177,8 +222,9 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
 #[pymethods]
 impl Checkpoint {
     /// Opens files below `directory` that another library wrote: `files` by name and length, the
-    /// nodes of the tree, its leaves, the objects by leaf, and ranges with checksums. `manifest`
-    /// has facts about them, in the form of a manifest.
+    /// nodes of the tree, its leaves, and the objects by leaf. `manifest` has facts about them, in
+    /// the form of a manifest. `details.chunks(leaves)` returns the chunks that the leaves lack, and
+    /// `details.guarded()` the ranges of files that have checksums.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "a description, part by part")]
     fn foreign(
@@ -188,31 +234,27 @@ impl Checkpoint {
         nodes: Vec<ForeignNode<'_>>,
         leaves: Vec<ForeignLeaf>,
         objects: HashMap<u32, Py<PyAny>>,
-        guarded: Vec<GuardedRow>,
+        details: Py<PyAny>,
         manifest: String,
         engine: &str,
     ) -> PyResult<Self> {
         let engine = options::engine(py, engine)?;
+        let lacks_chunks = |leaf: &ForeignLeaf| matches!(leaf, (Some((.., None)), _));
+        let undescribed = (0_u32..)
+            .zip(&leaves)
+            .filter_map(|(number, leaf)| lacks_chunks(leaf).then_some(number))
+            .collect();
         let index = Index {
             tree: tree_of(nodes, &Tree::new())?,
             leaves: leaves.into_iter().map(foreign_leaf).collect::<PyResult<_>>()?,
             files: files.into_iter().map(foreign_file).collect::<PyResult<_>>()?,
         };
-        let ranges = |(file, ranges): GuardedRow| {
-            ranges.into_iter().map(move |(offset, length, crc32)| GuardedRange {
-                file,
-                offset,
-                length,
-                crc32,
-            })
-        };
-        let guarded: Vec<GuardedRange> = guarded.into_iter().flat_map(ranges).collect();
         let opened = wait::on_thread(py, move || {
             let environment = options::environment(&directory, engine, Purpose::Read)?;
-            Reader::foreign(&directory, index, &guarded, &environment)
+            Reader::foreign(&directory, index, &environment)
         })?
         .map_err(|error| raise_manager(py, &error))?;
-        let foreign = Some(ForeignFacts { objects, manifest });
+        let foreign = Some(ForeignFacts { objects, manifest, details, undescribed: Mutex::new(undescribed) });
         Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), foreign })
     }
 
@@ -225,7 +267,7 @@ impl Checkpoint {
         leaves: Vec<MappedRow>,
         computed: Vec<ComputedRow>,
     ) -> PyResult<Self> {
-        let inner = self.get(py)?;
+        let inner = self.described(py)?;
         let computed = computed.into_iter().map(computed_tensor).collect::<PyResult<Vec<_>>>()?;
         let tree = tree_of(nodes, inner.tree())?;
         let leaves = leaves.into_iter().map(mapped_leaf).collect::<PyResult<Vec<_>>>()?;
@@ -240,6 +282,8 @@ impl Checkpoint {
             ForeignFacts {
                 objects: (0_u32..).zip(&leaves).filter_map(object).collect(),
                 manifest: facts.manifest.clone(),
+                details: facts.details.clone_ref(py),
+                undescribed: Mutex::default(),
             }
         });
         let mapped = {
@@ -334,7 +378,7 @@ impl Checkpoint {
     /// offsets, elements or extents)`. A run of the flattened array has one number each, an object
     /// none.
     fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<PlaceRow>)> {
-        let inner = self.get(py)?;
+        let inner = self.described(py)?;
         let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
         let files = index.files.iter().map(|file| file.stored_name().to_owned()).collect();
         Ok((files, index.leaves.iter().map(|leaf| place_row(&index, leaf)).collect()))
@@ -343,7 +387,7 @@ impl Checkpoint {
     /// The layouts of chunks whose elements are not row-major and little-endian, in the order of
     /// the chunks.
     fn layouts(&self, py: Python<'_>) -> PyResult<Vec<ForeignLayout>> {
-        let inner = self.get(py)?;
+        let inner = self.described(py)?;
         let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
         let chunks = index.leaves.iter().flat_map(|leaf| match leaf {
             LeafRecord::Tensor(tensor) => tensor.chunks.as_slice(),
@@ -390,6 +434,13 @@ impl Checkpoint {
         groups: Vec<Bound<'_, ArrayGroup>>,
     ) -> PyResult<u64> {
         let inner = self.get(py)?;
+        let mut index = Arc::clone(inner.outline());
+        if self.foreign.is_some() {
+            let mut leaves: Vec<u32> = requests.iter().map(|(leaf, ..)| *leaf).collect();
+            leaves.extend(groups.iter().flat_map(|group| group.get().stored()));
+            self.describe(py, &inner, leaves.iter().copied())?;
+            index = inner.index_of(leaves).map_err(|error| raise_manager(py, &error))?;
+        }
         let known = arrays::known();
         let mut targets = Vec::with_capacity(requests.len());
         let mut parts: Vec<Request> = Vec::with_capacity(requests.len());
@@ -402,7 +453,7 @@ impl Checkpoint {
                 )));
             }
             let itemsize = target.itemsize() as u64;
-            match inner.outline().resolve(leaf) {
+            match index.resolve(leaf) {
                 Some((_, LeafRecord::Tensor(tensor))) if tensor.dtype.size() as u64 == itemsize => {
                     if target.device().is_some() && tensor.chunks.iter().any(is_negated) {
                         let path = named(&inner.tree().leaf_path(leaf).to_string());
@@ -436,6 +487,7 @@ impl Checkpoint {
         objects: Vec<u32>,
     ) -> PyResult<Vec<PlanRow>> {
         let inner = self.get(py)?;
+        self.describe(py, &inner, tensors.iter().map(|(leaf, _)| *leaf))?;
         let index = Arc::clone(inner.outline());
         let mut requests = Vec::with_capacity(tensors.len());
         for (leaf, extent) in tensors {
@@ -483,10 +535,15 @@ impl Checkpoint {
         py: Python<'_>,
         progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<(u64, u64, u64, Vec<(String, Option<u64>, Vec<String>, String)>)> {
-        let inner = match &*self.get(py)? {
+        let opened = self.described(py)?;
+        let inner = match &*opened {
             Opened::Mapped(stored, _) => Arc::clone(stored),
-            _ => self.get(py)?,
+            _ => opened,
         };
+        if let Some(facts) = &self.foreign {
+            let rows: Vec<GuardedRow> = facts.details.bind(py).call_method0("guarded")?.extract()?;
+            inner.guard(&rows.into_iter().flat_map(guarded_ranges).collect::<Vec<_>>());
+        }
         let checked = Arc::clone(&inner);
         let report = telling(py, progress.as_ref(), move |seen| {
             let options = checked.load_options();

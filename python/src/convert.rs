@@ -99,7 +99,7 @@ impl Conversion {
         limits: (u64, u64, u64),
         sharing: &Sharing,
     ) -> PyResult<Self> {
-        let source = source.get(py)?;
+        let source = source.described(py)?;
         let file = |(name, length, pieces): FileRow<'_>| {
             let pieces = pieces.into_iter().map(piece_of).collect::<PyResult<_>>()?;
             PyResult::Ok(PlannedFile { name, length, pieces })
@@ -152,7 +152,7 @@ impl Conversion {
         progress: Option<Bound<'_, PyAny>>,
         beside: Option<&Manager>,
     ) -> PyResult<()> {
-        let (source, mut beside) = (source.get(py)?, beside.map(Beside::new));
+        let (source, mut beside) = (source.described(py)?, beside.map(Beside::new));
         let Phase::Begun(begun) = self.take(py)? else {
             return Err(invalid(py, "this conversion is written already"));
         };
@@ -194,7 +194,7 @@ pub fn compare_tensors(
     pairs: Vec<(u32, u32, String)>,
     progress: Option<Bound<'_, PyAny>>,
 ) -> PyResult<Vec<usize>> {
-    let (source, made, pairs) = (source.get(py)?, made.get(py)?, pairs_of(pairs)?);
+    let (source, made, pairs) = (source.described(py)?, made.described(py)?, pairs_of(pairs)?);
     telling(py, progress.as_ref(), move |seen| {
         let (source, made): (&Reader, &Reader) = (&source, &made);
         compare(source, made, &pairs, seen)
@@ -311,7 +311,7 @@ impl Sharing {
         pairs: Vec<(u32, u32, String)>,
         beside: Option<&Manager>,
     ) -> PyResult<Vec<usize>> {
-        let (source, made, pairs) = (source.get(py)?, made.get(py)?, pairs_of(pairs)?);
+        let (source, made, pairs) = (source.described(py)?, made.described(py)?, pairs_of(pairs)?);
         let (shared, mut beside) = (self.get(py)?, beside.map(Beside::new));
         telling(py, None, move |seen| {
             let mut go_on = yielding(beside.as_mut(), &shared, seen);
@@ -432,7 +432,7 @@ impl Stop {
 impl StoredTensor {
     #[new]
     fn new(py: Python<'_>, source: &Checkpoint, leaf: u32, stop: &Stop, ranks: (u32, u32)) -> PyResult<Self> {
-        let this = Self { source: source.get(py)?, leaf, stop: Arc::clone(&stop.0), ranks };
+        let this = Self { source: source.described(py)?, leaf, stop: Arc::clone(&stop.0), ranks };
         this.describe(py)?;
         Ok(this)
     }

@@ -1,6 +1,7 @@
 //! Foreign files for the package's format modules: bytes of them, and parsers of these bytes.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -70,30 +71,50 @@ pub fn safetensors_header(
     Ok((header.metadata, header.tensors.into_iter().map(row).collect()))
 }
 
-/// A member of a zip archive: `(name, method, CRC-32 if the archive has any, offset of its content,
-/// stored bytes, bytes)`.
-type MemberRow = (String, &'static str, Option<u32>, u64, u64, u64);
+/// A member of a zip archive: `(name, method, CRC-32 if the archive has any, stored bytes, bytes)`.
+/// A method is `stored` or `deflated`.
+type MemberRow = (String, &'static str, Option<u32>, u64, u64);
 
-/// The members of a zip archive, in the order of its directory. A method is `stored` or `deflated`.
-#[pyfunction]
-pub fn zip_members(py: Python<'_>, path: PathBuf) -> PyResult<Vec<MemberRow>> {
-    let members = call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
-        stepwell_manager::zip_members(&path, &environment)
-    })?;
-    Ok(members.into_iter().map(member_row).collect())
+/// The directory of a file that is a zip archive.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct ZipDirectory(Arc<stepwell_manager::ZipDirectory>);
+
+#[pymethods]
+impl ZipDirectory {
+    #[new]
+    fn read(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let read = call(py, move || {
+            let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+            stepwell_manager::ZipDirectory::read(&path, &environment)
+        })?;
+        Ok(Self(Arc::new(read)))
+    }
+
+    /// Returns the members, in the order of the directory.
+    fn members(&self) -> Vec<MemberRow> {
+        self.0.members().iter().map(member_row).collect()
+    }
+
+    /// Reads the offsets of the contents of the members with these numbers.
+    fn contents(&self, py: Python<'_>, numbers: Vec<usize>) -> PyResult<Vec<u64>> {
+        let directory = Arc::clone(&self.0);
+        call(py, move || {
+            let environment = options::environment(directory.path(), Engine::Auto, Purpose::Read)?;
+            directory.contents(&numbers, &environment)
+        })
+    }
 }
 
-fn member_row((one, content): (ZipMember, u64)) -> MemberRow {
+fn member_row(one: &ZipMember) -> MemberRow {
     let method = match one.method {
         ZipMethod::Stored => "stored",
         ZipMethod::Deflated => "deflated",
     };
-    (one.name, method, one.crc, content, one.stored_length, one.length)
+    (one.name.clone(), method, one.crc, one.stored_length, one.length)
 }
 
-/// An archive: its members, and the contents of some of them by their numbers.
-type ArchiveRow<'py> = (Vec<MemberRow>, Vec<(usize, Bound<'py, PyBytes>)>);
+/// An archive: its members, the offsets of their contents, and some of the contents by number.
+type ArchiveRow<'py> = (Vec<MemberRow>, Vec<u64>, Vec<(usize, Bound<'py, PyBytes>)>);
 
 /// The zip archives at these places of a file (offset, length). Returns the contents of their short
 /// members whose names end with one of `wanted`.
@@ -136,7 +157,9 @@ pub fn compressed_archives<'py>(
 fn archive_rows(py: Python<'_>, found: Vec<Archive>) -> Vec<ArchiveRow<'_>> {
     let row = |one: Archive| {
         let records = one.records.into_iter().map(|(number, bytes)| (number, PyBytes::new(py, &bytes)));
-        (one.members.into_iter().map(member_row).collect(), records.collect())
+        let (members, contents): (Vec<_>, Vec<_>) =
+            one.members.iter().map(|(member, content)| (member_row(member), *content)).unzip();
+        (members, contents, records.collect())
     };
     found.into_iter().map(row).collect()
 }

@@ -66,8 +66,8 @@ mod _core {
     use crate::events::Events;
     #[pymodule_export]
     use crate::foreign::{
-        compressed_archives, npy_headers, read_foreign, safetensors_header, safetensors_header_length,
-        zip_archives, zip_members,
+        ZipDirectory, compressed_archives, npy_headers, read_foreign, safetensors_header,
+        safetensors_header_length, zip_archives,
     };
     #[pymodule_export]
     use crate::manager::{Held, Manager, Ticket};

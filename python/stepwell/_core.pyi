@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, TypedDict, final
+from typing import Any, Literal, Protocol, TypedDict, final
 
 from numpy import ndarray
 
@@ -31,6 +31,7 @@ __all__ = [
     "Stop",
     "StoredTensor",
     "Ticket",
+    "ZipDirectory",
     "add_metrics",
     "array_group",
     "array_type",
@@ -62,7 +63,6 @@ __all__ = [
     "shared_memory",
     "write_record",
     "zip_archives",
-    "zip_members",
 ]
 
 VERSION: str
@@ -322,10 +322,16 @@ _ForeignFile = tuple[str, int, tuple[str, int, int, int | None] | None]
 _ForeignLayout = tuple[Sequence[int], bool, str]
 #: A chunk: file, offset, bytes, offsets, extents, layout.
 _ForeignChunk = tuple[int, int, int, Sequence[int], Sequence[int], _ForeignLayout | None]
-#: Dtype, shape, and chunks.
-_ForeignTensor = tuple[str, Sequence[int], Sequence[_ForeignChunk]]
+#: Dtype, shape, and chunks; ``None`` if they are described later.
+_ForeignTensor = tuple[str, Sequence[int], Sequence[_ForeignChunk] | None]
 #: A tensor, or the leaf that it is tied to, or else an object.
 _ForeignLeaf = tuple[_ForeignTensor | None, int | None]
+
+class _Details(Protocol):
+    """Answers questions of the engine about an open checkpoint."""
+
+    def chunks(self, leaves: Sequence[int]) -> list[list[_ForeignChunk]]: ...
+    def guarded(self) -> list[tuple[int, Sequence[tuple[int, int, int]]]]: ...
 
 def read_foreign(path: _Path, offset: int, length: int) -> tuple[bytes, int]: ...
 def safetensors_header_length(path: _Path, start: bytes, file_length: int) -> int: ...
@@ -333,14 +339,17 @@ def safetensors_header(
     path: _Path, header: bytes, file_length: int
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str, list[int], int, int]]]: ...
 
-#: Name, method (``stored`` or ``deflated``), CRC-32 if the archive has any, offset of the content,
-#: stored bytes, bytes.
-_ZipMember = tuple[str, str, int | None, int, int, int]
+#: Name, method (``stored`` or ``deflated``), CRC-32 if the archive has any, stored bytes, bytes.
+_ZipMember = tuple[str, str, int | None, int, int]
 
-def zip_members(path: _Path) -> list[_ZipMember]: ...
+@final
+class ZipDirectory:
+    def __new__(cls, path: _Path) -> ZipDirectory: ...
+    def members(self) -> list[_ZipMember]: ...
+    def contents(self, numbers: Sequence[int]) -> list[int]: ...
 
-#: Its members, and the contents of some of them by their numbers.
-_Archive = tuple[list[_ZipMember], list[tuple[int, bytes]]]
+#: Its members, the offsets of their contents, and some of the contents by number.
+_Archive = tuple[list[_ZipMember], list[int], list[tuple[int, bytes]]]
 
 def zip_archives(path: _Path, places: Sequence[tuple[int, int]], wanted: Sequence[str]) -> list[_Archive]: ...
 def compressed_archives(
@@ -434,7 +443,7 @@ class Checkpoint:
         nodes: Sequence[_ForeignNode],
         leaves: Sequence[_ForeignLeaf],
         objects: Mapping[int, object],
-        guarded: Sequence[tuple[int, Sequence[tuple[int, int, int]]]],
+        details: _Details,
         manifest: str,
         engine: str,
     ) -> Checkpoint: ...

@@ -29,17 +29,23 @@ def test_members_lie_where_the_archive_says(tmp_path: Path, count: int) -> None:
     path = tmp_path / "a.zip"
     contents = archive(path, count)
     raw = path.read_bytes()
-    members = _core.zip_members(path)
+    directory = _core.ZipDirectory(path)
+    members = directory.members()
     assert [one[0] for one in members] == list(contents)
-    for name, method, crc, at, stored, length in members:
+    offsets = directory.contents(range(len(members)))
+    for (name, method, crc, stored, length), at in zip(members, offsets, strict=True):
         assert raw[at : at + length] == contents[name]
         expected = zlib.crc32(contents[name]) if any(contents.values()) else None
         assert (method, crc, stored) == ("stored", expected, length)
+    some = list(range(len(members)))[-2:]
+    assert directory.contents(some) == offsets[-2:]
 
 
 def test_a_deflated_member_has_two_lengths(tmp_path: Path) -> None:
     contents = archive(tmp_path / "a.zip", 6, zipfile.ZIP_DEFLATED)
-    name, method, _, at, stored, length = _core.zip_members(tmp_path / "a.zip")[-1]
+    directory = _core.ZipDirectory(tmp_path / "a.zip")
+    name, method, _, stored, length = directory.members()[-1]
+    (at,) = directory.contents([5])
     raw = (tmp_path / "a.zip").read_bytes()
     assert (method, length) == ("deflated", len(contents[name]))
     assert zlib.decompress(raw[at : at + stored], -15) == contents[name]
@@ -50,5 +56,5 @@ def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
     archive(path, 13)
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(sw.CorruptCheckpoint, match="end record") as failure:
-        _core.zip_members(path)
+        _core.ZipDirectory(path)
     assert str(path) in str(failure.value)

@@ -292,22 +292,29 @@ fn check(members: &[ZipMember], directory: &ZipDirectory) -> Parsed<()> {
     }
 }
 
-/// The offset of each member's content. `headers` has the first bytes of each local header: as many
-/// as [`local_header_bytes`] says, or what the file has of them.
-pub fn contents(headers: &[&[u8]], members: &[ZipMember], directory: &ZipDirectory) -> Parsed<Vec<u64>> {
-    let mut found = Vec::with_capacity(members.len());
-    for (header, member) in headers.iter().zip(members) {
-        found.push(content(header, member)?);
-    }
-    let mut places: Vec<(u64, u64, &ZipMember)> =
-        members.iter().zip(&found).map(|(member, &content)| (member.header, content, member)).collect();
-    places.sort_unstable_by_key(|&(header, ..)| header);
-    let ends = places.iter().skip(1).map(|&(header, ..)| header).chain([directory.offset]);
-    for (&(header, content, member), end) in places.iter().zip(ends) {
+/// The offsets of the contents of some members: of those with these numbers in `members`, which are
+/// all. Each has the first bytes of its local header: as many as [`local_header_bytes`] says, or
+/// what the file has of them.
+pub fn contents(
+    wanted: &[(usize, &[u8])],
+    members: &[ZipMember],
+    directory: &ZipDirectory,
+) -> Parsed<Vec<u64>> {
+    let mut begins: Vec<u64> = members.iter().map(|member| member.header).collect();
+    begins.sort_unstable();
+    let mut found = Vec::with_capacity(wanted.len());
+    for &(number, header) in wanted {
+        let Some(member) = members.get(number) else {
+            return Err(Fault::new(directory.offset, format!("the archive has no member {number}")));
+        };
+        let content = content(header, member)?;
+        let next = begins.partition_point(|&begin| begin <= member.header);
+        let end = begins.get(next).copied().unwrap_or(directory.offset);
         if content.checked_add(member.stored_length).is_none_or(|last| last > end) {
             let what = format!("member `{}` reaches into what is behind it", member.name);
-            return Err(Fault::new(header, what));
+            return Err(Fault::new(member.header, what));
         }
+        found.push(content);
     }
     Ok(found)
 }

@@ -9,7 +9,7 @@ mod info;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub(super) use info::{FileInfo, check_page, short};
 
@@ -38,7 +38,8 @@ pub struct FileSet {
     dir: Arc<dyn Dir>,
     records: Vec<FileRecord>,
     origin: FileOrigin,
-    guards: Arc<Guards>,
+    /// The guarded ranges of foreign files, once they are known.
+    guards: OnceLock<Arc<Guards>>,
     state: Mutex<OpenFiles>,
 }
 
@@ -66,10 +67,9 @@ impl FileSet {
         Self::of(dir, records, FileOrigin::Own)
     }
 
-    /// Creates the set of a foreign checkpoint's files below `dir`. Only the guarded ranges have
-    /// checksums. Those of one file do not overlap. Fails if a file claims to become more bytes
-    /// than its compressed ones can.
-    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord], guarded: &[GuardedRange]) -> Result<Self> {
+    /// Creates the set of a foreign checkpoint's files below `dir`. Fails if a file claims to become
+    /// more bytes than its compressed ones can.
+    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Result<Self> {
         for record in records {
             let Some(stream) = record.stream() else { continue };
             if record.length > stream.compression.most_decoded(stream.length) {
@@ -77,18 +77,22 @@ impl FileSet {
                 return Err(Error::corrupt(dir.path().join(record.stored_name()), what));
             }
         }
-        let guards = Arc::new(Guards::new(guarded));
-        Ok(Self { guards, ..Self::of(dir, records, FileOrigin::Foreign) })
+        Ok(Self::of(dir, records, FileOrigin::Foreign))
+    }
+
+    /// Says which ranges of foreign files have checksums. Those of one file do not overlap. Only
+    /// the first call counts.
+    pub fn guard(&self, ranges: &[GuardedRange]) {
+        self.guards.get_or_init(|| Arc::new(Guards::new(ranges)));
     }
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
-        let guards = Arc::default();
-        Self { dir, records: records.to_vec(), origin, guards, state: Mutex::default() }
+        Self { dir, records: records.to_vec(), origin, guards: OnceLock::new(), state: Mutex::default() }
     }
 
-    /// The guarded ranges of foreign files.
-    pub(super) fn guards(&self) -> &Arc<Guards> {
-        &self.guards
+    /// Returns the guarded ranges: none, if nobody has named them.
+    pub(super) fn guards(&self) -> Arc<Guards> {
+        self.guards.get().cloned().unwrap_or_default()
     }
 
     /// Returns the records of the files.

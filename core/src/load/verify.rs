@@ -114,7 +114,7 @@ pub fn verify(
         bad: Mutex::default(),
         unread: Mutex::default(),
         blocks: AtomicU64::new(0),
-        guards: GuardCheck::new(Arc::clone(files.guards())),
+        guards: GuardCheck::new(files.guards()),
     });
     decode::run(disk, files, schedule, &checker, options, &mut |done| {
         progress(VerifyProgress { done, total })

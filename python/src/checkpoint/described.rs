@@ -5,9 +5,10 @@ use pyo3::prelude::*;
 
 use stepwell_core::arithmetic::Operation;
 use stepwell_core::format::index::{
-    ChunkRecord, ChunkRegion, Codec, CompressedStream, ElementLayout, Extent, FileRecord, Integrity,
+    ChunkRecord, ChunkRegion, Chunks, Codec, CompressedStream, ElementLayout, Extent, FileRecord, Integrity,
     LeafRecord, NegatedParts, Source, TensorRecord, Within,
 };
+use stepwell_core::load::GuardedRange;
 use stepwell_core::region::Region;
 use stepwell_core::tree::{ContainerKind, Node, Tree};
 use stepwell_reshard::computed::ComputedTensor;
@@ -79,9 +80,9 @@ pub(super) fn computed_tensor(row: ComputedRow) -> PyResult<ComputedTensor> {
     Ok(ComputedTensor { dtype: dtype_named(&dtype)?, shape: shape.into(), operation, operands })
 }
 
-/// A leaf of a foreign checkpoint: a tensor (dtype, shape, chunks), or the leaf
-/// that it is tied to, or else an object.
-pub(super) type ForeignLeaf = (Option<(String, Vec<u64>, Vec<ForeignChunk>)>, Option<u32>);
+/// A leaf of a foreign checkpoint: a tensor (dtype, shape, chunks, or `None` if they are described
+/// later), or the leaf that it is tied to, or else an object.
+pub(super) type ForeignLeaf = (Option<(String, Vec<u64>, Option<Vec<ForeignChunk>>)>, Option<u32>);
 
 /// A file of a foreign checkpoint: name, bytes, and the compressed stream that it is in the file of
 /// that name.
@@ -102,10 +103,15 @@ pub(super) fn foreign_file((name, length, stream): ForeignFile) -> PyResult<File
 
 /// A chunk: file, offset, bytes, offsets, extents, and its layout unless its elements are row-major
 /// and little-endian. A run of the flattened tensor has one offset and one extent.
-type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>, Option<ForeignLayout>);
+pub(super) type ForeignChunk = (u32, u64, u64, Vec<u64>, Vec<u64>, Option<ForeignLayout>);
 
 /// The guarded ranges of a foreign file: file, and offset, bytes and CRC-32 of each.
 pub(super) type GuardedRow = (u32, Vec<(u64, u64, u32)>);
+
+pub(super) fn guarded_ranges((file, ranges): GuardedRow) -> impl Iterator<Item = GuardedRange> {
+    let range = move |(offset, length, crc32)| GuardedRange { file, offset, length, crc32 };
+    ranges.into_iter().map(range)
+}
 
 /// The layout of a chunk's elements: strides in bytes, big-endian, negated parts.
 pub(super) type ForeignLayout = (Vec<u64>, bool, String);
@@ -168,30 +174,35 @@ pub(super) fn tree_of(nodes: Vec<ForeignNode<'_>>, stored: &Tree) -> PyResult<Tr
 }
 
 pub(super) fn foreign_leaf((tensor, of): ForeignLeaf) -> PyResult<LeafRecord> {
-    let extent = |source, offset, length| Extent { source, offset, length, integrity: Integrity::None };
     Ok(match (tensor, of) {
-        (None, None) => LeafRecord::Object(extent(Source::Pulled(0), 0, 0)),
+        (None, None) => LeafRecord::Object(foreign_extent(Source::Pulled(0), 0, 0)),
         (None, Some(of)) => LeafRecord::Alias { of },
-        (Some((dtype, shape, chunks)), _) => {
-            let ndim = shape.len();
-            let chunk = |(file, offset, length, start, size, layout): ForeignChunk| {
-                let region = match (start.as_slice(), size.as_slice()) {
-                    (&[start], &[len]) if ndim != 1 => ChunkRegion::Run { start, len },
-                    _ => ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
-                };
-                Ok::<_, PyErr>(ChunkRecord {
-                    region,
-                    extent: extent(Source::Range(file), offset, length),
-                    codec: codec_of(layout)?,
-                })
-            };
-            LeafRecord::Tensor(TensorRecord {
-                dtype: dtype_named(&dtype)?,
-                shape: shape.into(),
-                view: None,
-                rank_key: None,
-                chunks: chunks.into_iter().map(chunk).collect::<PyResult<_>>()?,
-            })
-        }
+        (Some((dtype, shape, chunks)), _) => LeafRecord::Tensor(TensorRecord {
+            dtype: dtype_named(&dtype)?,
+            chunks: foreign_chunks(shape.len(), chunks.unwrap_or_default())?,
+            shape: shape.into(),
+            view: None,
+            rank_key: None,
+        }),
     })
+}
+
+/// The chunks of a tensor of so many dimensions.
+pub(super) fn foreign_chunks(ndim: usize, chunks: Vec<ForeignChunk>) -> PyResult<Chunks> {
+    let chunk = |(file, offset, length, start, size, layout): ForeignChunk| {
+        let region = match (start.as_slice(), size.as_slice()) {
+            (&[start], &[len]) if ndim != 1 => ChunkRegion::Run { start, len },
+            _ => ChunkRegion::Box(Region { offset: start.into(), extent: size.into() }),
+        };
+        Ok(ChunkRecord {
+            region,
+            extent: foreign_extent(Source::Range(file), offset, length),
+            codec: codec_of(layout)?,
+        })
+    };
+    chunks.into_iter().map(chunk).collect()
+}
+
+fn foreign_extent(source: Source, offset: u64, length: u64) -> Extent {
+    Extent { source, offset, length, integrity: Integrity::None }
 }

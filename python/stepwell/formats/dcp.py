@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .. import _core
 from .._paths import named, printable
+from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, FormatError
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
-from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor
+from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated
 from .files import corrupt, read
 from .safetensors import Header, read_header
 from .torch_archive import Archive, roots_of
@@ -65,13 +66,36 @@ class _Checkpoint:
         #: Places of objects that are no archives.
         self._raw: set[Place] = set()
         self._layouts = Layouts()
-        #: The headers of the files that are safetensors behind their objects.
-        self._headers: dict[str, Header] = {}
-        self._guarded: dict[str, list[Guarded]] = {}
+        #: The offset of the last part of each file that is not compressed, and whether that is a
+        #: tensor.
+        self._last: dict[str, tuple[int, bool]] = {}
+        #: The headers of the files that are safetensors behind their objects, and ``None`` for
+        #: others.
+        self._headers: dict[str, Header | None] = {}
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """Checks the names and the lengths of the files, and reads nothing of them."""
+        ends: dict[str, int] = {}
+        for name, place in self._places():
+            if os.path.basename(place.file) != place.file or place.file in ("", ".", ".."):
+                raise corrupt(self._path, f"{named(name)} is in {place.file!r}, which is no file name")
+            ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
+            if not place.transforms:
+                last = self._last.get(place.file, (0, False))
+                self._last[place.file] = max(last, (place.offset, place not in self._objects))
+        for file, end in ends.items():
+            where = os.path.join(self._path, file)
+            length = read(where, 0, 0)[1]
+            if end > length:
+                raise corrupt(where, f"the metadata name {end} bytes; the file has {length}")
 
     def description(self) -> Description:
-        """All of it."""
-        archives = self._archives()
+        """All of it. The archives of tensors are looked at when they are needed, unless they are
+        compressed."""
+        compressed = [place for _, place in self._places() if place.transforms]
+        copies = [place for _, *two in self._saved.copies for place in two]
+        archives = self._archives([*self._objects, *compressed, *copies])
         leaves: dict[str, object] = {}
         for name, tensor in self._saved.tensors.items():
             leaves[name] = self._tensor(name, tensor, archives)
@@ -87,45 +111,67 @@ class _Checkpoint:
         state = _nested(leaves, self._saved.paths)
         return Description(FAMILY, self._path, state, guarded=self._guarded)
 
-    def _archives(self) -> Mapping[Place, Archive]:
-        """Reads the directories of all archives, file by file."""
-        by_file: dict[str, list[Place]] = {}
-        for name, place in self._places():
-            if place.transforms and not _is_zstd(place):
-                continue
-            if os.path.basename(place.file) != place.file or place.file in ("", ".", ".."):
-                raise corrupt(self._path, f"{named(name)} is in {place.file!r}, which is no file name")
-            by_file.setdefault(place.file, []).append(place)
+    def locate(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Returns parts of tensors with their places and layouts."""
+        parts = [self._part(chunk) for chunk in chunks]
+        archives = self._archives([part.place for _, _, part in parts])
+        found = []
+        for name, tensor, part in parts:
+            chunk = self._chunk(name, tensor, part, archives)
+            if chunk is None:
+                raise self._wrong(name, f"its part at {list(part.offsets)} is a tensor of an unknown form")
+            found.append(chunk)
+        return found
+
+    def _part(self, chunk: Chunk) -> tuple[str, SavedTensor, Part]:
+        assert isinstance(chunk.file, Unlocated)
+        assert isinstance(chunk.file.key, tuple)
+        name, number = chunk.file.key
+        tensor = self._saved.tensors[name]
+        return name, tensor, tensor.parts[number]
+
+    def _guarded(self) -> Mapping[str, Sequence[Guarded]]:
+        """The ranges of the archives that have checksums, by file."""
+        found: dict[str, list[Guarded]] = {}
+        for archive in self._archives([place for _, place in self._places()]).values():
+            found.setdefault(archive.path, []).extend(archive.guarded())
+        return found
+
+    def _archives(self, places: Iterable[Place]) -> Mapping[Place, Archive]:
+        """Reads the directories of archives, file by file."""
+        by_file: dict[str, set[Place]] = {}
+        for place in places:
+            if not place.transforms or _is_zstd(place):
+                by_file.setdefault(place.file, set()).add(place)
         found: dict[Place, Archive] = {}
-        for file, places in by_file.items():
+        for file, some in by_file.items():
             where = os.path.join(self._path, file)
-            places = sorted(set(places), key=lambda one: one.offset)
-            plain = [one for one in places if not one.transforms]
-            last = plain[-1].offset if plain else 0
-            has_tensor = any(one.offset == last and one not in self._objects for one in plain)
-            start, length = read(where, last, 9)
-            end = max(one.offset + one.length for one in places)
-            if end > length:
-                raise corrupt(where, f"the metadata name {end} bytes; the file has {length}")
+            ordered = sorted(some, key=lambda one: one.offset)
             found |= {
                 one: archive
-                for one in places
+                for one in ordered
                 if one.transforms and (archive := self._decoded(where, one)) is not None
             }
-            if has_tensor and start.endswith(b"{"):
-                self._headers[file] = read_header(where, last)
-                plain = [one for one in plain if one.offset < last]
-            elif has_tensor and start and not start.startswith(_ZIP):
-                raise FormatError(f"{where}: archives of torch.save or a file of safetensors were expected")
-            guarded = self._guarded.setdefault(where, [])
-            for place, (members, records) in self._rows(where, plain):
+            plain = [one for one in ordered if not one.transforms]
+            if any(one not in self._objects for one in plain) and self._header(file) is not None:
+                plain = [one for one in plain if one.offset < self._last[file][0]]
+            for place, (members, offsets, records) in self._rows(where, plain):
                 if self._is_raw(place, members):
                     continue
                 contents = {members[number][0]: data for number, data in records}
-                archive = Archive(where, members, contents)
-                guarded += archive.guarded()
-                found[place] = archive
+                found[place] = Archive(where, members, offsets, contents)
         return found
+
+    def _header(self, file: str) -> Header | None:
+        """The header of a file that is safetensors behind its objects. ``None`` for archives."""
+        if file not in self._headers:
+            where, (last, is_tensor) = os.path.join(self._path, file), self._last[file]
+            start = read(where, last, 9)[0] if is_tensor else b""
+            is_header = start.endswith(b"{")
+            if not is_header and start and not start.startswith(_ZIP):
+                raise FormatError(f"{where}: archives of torch.save or a file of safetensors were expected")
+            self._headers[file] = read_header(where, last) if is_header else None
+        return self._headers[file]
 
     def _rows(self, where: str, places: Sequence[Place]) -> Iterator[tuple[Place, _core._Archive]]:
         """Reads the directories of the archives of a file."""
@@ -157,11 +203,11 @@ class _Checkpoint:
             head = min(_MAX_OBJECT_BYTES, max(_OBJECT_BYTES, _OBJECT_RATIO * place.length))
         at = (place.offset, place.length)
         rows = _core.compressed_archives(os.path.realpath(where), [at], "zstd", _RECORDS, head)
-        members, records = rows[0]
+        members, offsets, records = rows[0]
         if self._is_raw(place, members):
             return None
         contents = {members[number][0]: data for number, data in records}
-        return Archive(where, members, contents, Compressed(where, *at, 0, None, "zstd"))
+        return Archive(where, members, offsets, contents, Compressed(where, *at, 0, None, "zstd"))
 
     def _places(self) -> Iterator[tuple[str, Place]]:
         for name, tensor in self._saved.tensors.items():
@@ -174,8 +220,9 @@ class _Checkpoint:
     def _tensor(self, name: str, tensor: SavedTensor, archives: Mapping[Place, Archive]) -> Tensor | Opaque:
         if tensor.dtype is None:
             return Opaque(f"torch tensor of {tensor.stored_dtype}{list(tensor.shape)}")
+        itemsize = to_dtype(tensor.dtype).itemsize
         chunks = []
-        for part in tensor.parts:
+        for number, part in enumerate(tensor.parts):
             transforms = part.place.transforms
             if transforms and not _is_zstd(part.place):
                 return Opaque(
@@ -183,25 +230,37 @@ class _Checkpoint:
                 )
             if 0 in part.sizes:
                 continue
-            layout = self._layout(name, part, archives)
-            if layout is None:
+            file = Unlocated(os.path.join(self._path, part.place.file), (name, number), self)
+            chunk: Chunk | None = Chunk(file, 0, math.prod(part.sizes) * itemsize, part.offsets, part.sizes)
+            if transforms:
+                chunk = self._chunk(name, tensor, part, archives)
+            if chunk is None:
                 return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, of an unknown form")
-            found, (file, offset) = layout
-            if found.dtype != tensor.dtype or found.shape != part.sizes:
-                raise self._wrong(
-                    name,
-                    f"its part at {list(part.offsets)} is {found.dtype}{list(found.shape)}; the metadata "
-                    f"say {tensor.dtype}{list(part.sizes)}",
-                )
-            (chunk,) = found.chunks
-            at = (file, offset + chunk.offset, chunk.nbytes, part.offsets, part.sizes)
-            chunks.append(Chunk(*at, chunk.strides, chunk.big_endian, chunk.negated))
+            chunks.append(chunk)
         covered = sum(math.prod(part.sizes) for part in tensor.parts)
         if covered != math.prod(tensor.shape):
             raise self._wrong(
                 name, f"its parts have {covered} of {math.prod(tensor.shape)} elements; is a file missing?"
             )
         return Tensor(tensor.dtype, tensor.shape, tuple(chunks))
+
+    def _chunk(
+        self, name: str, tensor: SavedTensor, part: Part, archives: Mapping[Place, Archive]
+    ) -> Chunk | None:
+        """A part of a tensor with its place and layout. ``None`` if it has another form."""
+        layout = self._layout(name, part, archives)
+        if layout is None:
+            return None
+        found, (file, offset) = layout
+        if found.dtype != tensor.dtype or found.shape != part.sizes:
+            raise self._wrong(
+                name,
+                f"its part at {list(part.offsets)} is {found.dtype}{list(found.shape)}; the metadata "
+                f"say {tensor.dtype}{list(part.sizes)}",
+            )
+        (chunk,) = found.chunks
+        at = (file, offset + chunk.offset, chunk.nbytes, part.offsets, part.sizes)
+        return Chunk(*at, chunk.strides, chunk.big_endian, chunk.negated)
 
     def _layout(self, name: str, part: Part, archives: Mapping[Place, Archive]) -> TensorLayout | None:
         """The tensor of a part."""

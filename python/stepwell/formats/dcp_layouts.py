@@ -52,7 +52,7 @@ class Layouts:
             )
 
         stream, root = archive.pickle()
-        value = converted(Stream(stream.file, stream.data, None), root, storage, ()).state
+        value = converted(Stream(stream.file, stream.data, None), root, storage).state
         if not isinstance(value, Tensor) or len(value.chunks) != 1 or len(keys) != 1:
             return None
         ((key, nbytes),) = keys

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from .. import _core
 from .._manifest import Manifest
@@ -30,10 +30,29 @@ class Compressed:
     compression: Literal["deflate", "zstd", "latin1"] = "deflate"
 
 
+@dataclass(frozen=True, slots=True)
+class Unlocated:
+    """A part of a file whose first byte is found when it is needed. Only the parts that a restore
+    reads are looked for. Offsets of chunks in it count from that byte."""
+
+    #: Path of the file.
+    file: str
+    #: Its name for the locator.
+    key: Hashable
+    locator: Locator = field(repr=False)
+
+
+class Locator(Protocol):
+    """Finds parts of files."""
+
+    def locate(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """Returns these chunks of unlocated parts with their files and layouts."""
+
+
 #: A range of a file: offset, bytes, and their CRC-32.
 Guarded: TypeAlias = tuple[int, int, int]
-#: A file or a compressed one, and an offset in it.
-Place: TypeAlias = tuple[str | Compressed, int]
+#: A file, a compressed one, or a part of one, and an offset in it.
+Place: TypeAlias = tuple[str | Compressed | Unlocated, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +60,8 @@ class Chunk:
     """A box of a tensor in a file. Unless stated otherwise, its elements are row-major and
     little-endian."""
 
-    #: Path of the file, or a compressed one.
-    file: str | Compressed
+    #: Path of the file, or a compressed or unlocated one.
+    file: str | Compressed | Unlocated
     #: Its first byte, and the number of bytes from there to the end of its last element.
     offset: int
     nbytes: int
@@ -101,8 +120,8 @@ class Description:
     metadata: Mapping[str, str] = field(default_factory=dict)
     #: Files of the checkpoint, also those without a tensor.
     files: Sequence[str] = ()
-    #: Ranges that have checksums, by file. Those of one file do not overlap.
-    guarded: Mapping[str, Sequence[Guarded]] = field(default_factory=dict)
+    #: Returns the ranges that have checksums, by file. Those of one file do not overlap.
+    guarded: Callable[[], Mapping[str, Sequence[Guarded]]] = dict
 
     def open(self, engine: str) -> _core.Checkpoint:
         """Opens it."""
@@ -112,7 +131,6 @@ class Description:
             rows.file(own)
         if not rows.files and os.path.isfile(self.path):
             rows.file(self.path)
-        guarded = [(rows.file(file), ranges) for file, ranges in self.guarded.items()]
         # Links are followed here: a hub's cache has its files behind links.
         real = {file: os.path.realpath(file) for file in map(_path_of, rows.files)}
         places = real.values() or [os.path.realpath(self.path)]
@@ -163,7 +181,7 @@ class Description:
             rows.nodes,
             rows.leaves,
             rows.objects,
-            guarded,
+            _Details(rows, self.guarded),
             json.dumps(manifest),
             engine,
         )
@@ -177,6 +195,8 @@ class _Rows:
         self.nodes: list[_core._ForeignNode] = []
         self.leaves: list[_core._ForeignLeaf] = []
         self.objects: dict[int, object] = {}
+        #: Tensors with unlocated chunks, by leaf.
+        self.unlocated: dict[int, Tensor] = {}
         #: Bytes of all tensors.
         self.nbytes = 0
         #: Tensors by identity, with their leaf.
@@ -210,14 +230,22 @@ class _Rows:
         else:
             self._seen[id(value)] = leaf
             self.nbytes += sum(one.nbytes for one in value.chunks)
-            chunks = [self._chunk(value, one) for one in value.chunks]
+            chunks = None
+            if any(isinstance(one.file, Unlocated) for one in value.chunks):
+                self.unlocated[leaf] = value
+                for one in value.chunks:
+                    self.file(one.file.file if isinstance(one.file, Unlocated) else one.file)
+            else:
+                chunks = [self.chunk(value, one) for one in value.chunks]
             self.leaves.append(((value.dtype, value.shape, chunks), None))
 
     def file(self, file: str | Compressed) -> int:
         """The number of a file."""
         return self.files.setdefault(file, len(self.files))
 
-    def _chunk(self, tensor: Tensor, chunk: Chunk) -> _core._ForeignChunk:
+    def chunk(self, tensor: Tensor, chunk: Chunk) -> _core._ForeignChunk:
+        """A located chunk."""
+        assert not isinstance(chunk.file, Unlocated)
         if isinstance(chunk.file, Compressed):
             # The file around it is checked too, and read by a verification.
             self.file(chunk.file.file)
@@ -229,6 +257,34 @@ class _Rows:
                 strides = row_major(chunk.extent, to_dtype(tensor.dtype).itemsize)
             layout = (strides, chunk.big_endian, chunk.negated)
         return file, chunk.offset, chunk.nbytes, chunk.start, chunk.extent, layout
+
+
+class _Details:
+    """Answers questions of the engine about an open checkpoint."""
+
+    def __init__(self, rows: _Rows, guarded: Callable[[], Mapping[str, Sequence[Guarded]]]) -> None:
+        self._rows = rows
+        self._guarded = guarded
+
+    def chunks(self, leaves: Sequence[int]) -> list[list[_core._ForeignChunk]]:
+        """The chunks of tensors that had unlocated ones."""
+        tensors = [self._rows.unlocated[leaf] for leaf in leaves]
+        by_locator: dict[int, tuple[Locator, list[Chunk]]] = {}
+        for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
+            if isinstance(chunk.file, Unlocated):
+                locator = chunk.file.locator
+                by_locator.setdefault(id(locator), (locator, []))[1].append(chunk)
+        located: dict[int, Chunk] = {}
+        for locator, some in by_locator.values():
+            located.update(zip(map(id, some), locator.locate(some), strict=True))
+        return [
+            [self._rows.chunk(tensor, located.get(id(chunk), chunk)) for chunk in tensor.chunks]
+            for tensor in tensors
+        ]
+
+    def guarded(self) -> list[tuple[int, Sequence[Guarded]]]:
+        """The ranges of each file that have checksums."""
+        return [(self._rows.file(file), ranges) for file, ranges in self._guarded().items()]
 
 
 def _path_of(file: str | Compressed) -> str:

@@ -28,11 +28,11 @@ def corrupt(path: str, what: str) -> CorruptCheckpoint:
     return error
 
 
-def guarded(members: Iterable[_core._ZipMember]) -> list[Guarded]:
-    """The ranges of a zip archive that have checksums."""
+def guarded(members: Iterable[_core._ZipMember], offsets: Iterable[int]) -> list[Guarded]:
+    """The ranges of a zip archive that have checksums. ``offsets`` are those of the contents."""
     return [
         (offset, length, crc)
-        for _, method, crc, offset, _, length in members
+        for (_, method, crc, _, length), offset in zip(members, offsets, strict=True)
         if crc is not None and method == "stored"
     ]
 

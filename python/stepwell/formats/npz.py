@@ -57,12 +57,14 @@ def describe(path: str) -> Description | None:
 
 
 def _archive(path: str) -> Description | None:
-    members = _core.zip_members(os.path.realpath(path))
+    directory = _core.ZipDirectory(os.path.realpath(path))
+    members = directory.members()
     if not any(member[0].endswith(_SUFFIX) for member in members) and (members or not path.endswith(".npz")):
         return None
     state: dict[str, Tensor | Opaque] = {}
     arrays: list[tuple[str, str | Compressed, int, int]] = []
-    for member, method, crc, offset, stored, length in members:
+    offsets = directory.contents(range(len(members)))
+    for (member, method, crc, stored, length), offset in zip(members, offsets, strict=True):
         name = member.removesuffix(_SUFFIX)
         if name in state:
             raise corrupt(path, f"array `{name}` occurs twice, as `{name}` and `{name}{_SUFFIX}`")
@@ -71,7 +73,7 @@ def _archive(path: str) -> Description | None:
             stream = Compressed(path, offset, stored, length, crc)
             arrays.append((name, path, offset, length) if method == "stored" else (name, stream, 0, length))
     state.update(zip((name for name, *_ in arrays), _arrays(path, arrays), strict=True))
-    return Description(FAMILY, path, state, guarded={path: guarded(members)})
+    return Description(FAMILY, path, state, guarded=lambda: {path: guarded(members, offsets)})
 
 
 def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> list[Tensor | Opaque]:

@@ -34,6 +34,8 @@ _MAX_KEY_BYTES = 4096
 #: The longest integer that is a value.
 _MAX_INTEGER_BITS = 8192
 _MAX_INT64 = 1 << 63
+#: The longest tuple of numbers that is converted without a frame. A pickle may repeat it.
+_MAX_AT_ONCE = 64
 
 
 class Malformed(Exception):
@@ -82,7 +84,7 @@ class Stream:
         file, offset = self.place[0], self.place[1] + node.start
         if not node.is_text:
             return file, offset
-        if isinstance(file, Compressed):
+        if not isinstance(file, str):
             return None
         return Compressed(file, offset, node.length, len(self.bytes_of(node)), None, "latin1"), 0
 
@@ -128,6 +130,10 @@ def plain(value: object, text: int = 0) -> Found:
 def name_of(name: Name) -> str:
     """A name in a message."""
     return printable(f"{name.module}.{name.name}"[:200])
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_INT64
 
 
 class _Frame:
@@ -213,6 +219,9 @@ class Converter:
             return plain(node)
         if isinstance(node, Name):
             return self._named(node)
+        if isinstance(node, tuple) and 0 < len(node) <= _MAX_AT_ONCE and all(map(_is_count, node)):
+            # The size or the stride of a tensor.
+            return Found(node, Value(node), True, values=1 + len(node), leaves=len(node), depth=1)
         known = self._known.get(id(node))
         if known is not None:
             return known

@@ -64,7 +64,7 @@ def refuse(path: str) -> None:
             raise FormatError(f"{path}: this is {what}")
     if start.startswith(b"PK\x03\x04"):
         try:
-            names = [one[0] for one in _core.zip_members(os.path.realpath(path))]
+            names = [one[0] for one in _core.ZipDirectory(os.path.realpath(path)).members()]
         except CorruptCheckpoint:
             return
         for end, what in _MEMBERS:

@@ -5,6 +5,7 @@ An archive has the pickle of the object in ``data.pkl``, and its storages as mem
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from .. import _core
 from ..errors import FormatError
-from .description import Compressed, Guarded, Place
+from .description import Chunk, Compressed, Guarded, Place, Unlocated
 from .files import corrupt, guarded, read
 from .old_torch_stream import MAX_PICKLE_BYTES
 from .pickle_values import Found, Malformed, Stream, opaque
@@ -38,7 +39,6 @@ class _Member(NamedTuple):
     method: str
     #: `None`: the archive has no checksums.
     crc: int | None
-    offset: int
     stored_length: int
     length: int
 
@@ -55,13 +55,15 @@ class Archive:
         self,
         path: str,
         members: Sequence[_core._ZipMember],
+        offsets: Sequence[int] | _core.ZipDirectory,
         contents: Mapping[str, bytes] | None = None,
         stream: Compressed | None = None,
     ) -> None:
+        """``offsets`` are those of the members' contents, or the directory that finds them."""
         self.path = path
         #: The stream that it is in the file, if it is compressed as a whole.
         self._stream = stream
-        self._members = {one[0]: one for one in members}
+        self._members = {one[0]: _Member(*one) for one in members}
         roots = roots_of(self._members)
         if len(roots) != 1:
             raise corrupt(
@@ -69,6 +71,18 @@ class Archive:
             )
         #: The directory of its records.
         self.root = roots[0]
+        #: Finds members without an offset.
+        self._directory: _core.ZipDirectory | None = None
+        self._offsets: dict[str, int] = {}
+        if isinstance(offsets, _core.ZipDirectory):
+            self._directory = offsets
+            self._numbers = {name: number for number, name in enumerate(self._members)}
+            # A compressed member is a file of its own, which the engine must know from the start.
+            is_stored = all(one.is_stored for one in self._members.values())
+            first = [f"{self.root}/{record}" for record in ("data.pkl", "byteorder")]
+            self._find([name for name in first if name in self._members] if is_stored else self._members)
+        else:
+            self._offsets = dict(zip(self._members, offsets, strict=True))
         #: Contents of members that were read with its directory.
         self._contents = contents or {}
         order = self._text("byteorder")
@@ -78,6 +92,33 @@ class Archive:
         self.big_endian = order == "big"
         self._storages: dict[tuple[str, str | None], Found] = {}
 
+    @classmethod
+    def of_file(cls, path: str) -> Archive | None:
+        """The archive that is a whole file. ``None`` if ``torch.save`` did not write it."""
+        directory = _core.ZipDirectory(os.path.realpath(path))
+        members = directory.members()
+        return cls(path, members, directory) if roots_of(one[0] for one in members) else None
+
+    def has(self, beginning: str) -> bool:
+        """True if the name of a record begins like that."""
+        return any(name.startswith(f"{self.root}/{beginning}") for name in self._members)
+
+    def _find(self, names: Iterable[str]) -> None:
+        """Reads the offsets of the contents of members, unless they are known."""
+        missing = [name for name in dict.fromkeys(names) if name not in self._offsets]
+        if missing and self._directory is not None:
+            numbers = [self._numbers[name] for name in missing]
+            self._offsets.update(zip(missing, self._directory.contents(numbers), strict=True))
+
+    def locate(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Returns chunks of storages with their places in the file."""
+        names = [one.file.key for one in chunks if isinstance(one.file, Unlocated)]
+        self._find(str(name) for name in names)
+        return [
+            replace(chunk, file=self.path, offset=self._offsets[str(name)] + chunk.offset)
+            for chunk, name in zip(chunks, names, strict=True)
+        ]
+
     @property
     def is_cut(self) -> bool:
         """True if the read part of a compressed archive does not have the whole pickle."""
@@ -85,12 +126,15 @@ class Archive:
 
     def guarded(self) -> list[Guarded]:
         """The ranges that have checksums."""
-        return guarded(self._members.values()) if self._stream is None else []
+        if self._stream is not None:
+            return []
+        self._find(self._members)
+        return guarded(self._members.values(), [self._offsets[name] for name in self._members])
 
     def is_copy_of(self, other: Archive) -> bool | None:
         """True if its checksums say that it has the same content. ``None`` if one is missing."""
         mine, theirs = (
-            {name.removeprefix(one.root): row[2] for name, row in one._members.items() if "/data" in name}
+            {name.removeprefix(one.root): row.crc for name, row in one._members.items() if "/data" in name}
             for one in (self, other)
         )
         if None in mine.values() or None in theirs.values():
@@ -110,7 +154,10 @@ class Archive:
         if not member.is_stored:
             data = self._inflated(data, member)
         if member.crc is not None and zlib.crc32(data) != member.crc:
-            raise corrupt(self.path, f"data.pkl at byte {member.offset} does not have its recorded checksum")
+            raise corrupt(
+                self.path,
+                f"data.pkl at byte {self._offsets[member.name]} does not have its recorded checksum",
+            )
         return data
 
     def pickle(self) -> tuple[Stream, object]:
@@ -119,7 +166,9 @@ class Archive:
         assert member is not None
         parsed = _core.pickle(self.path, data, 0, len(data))
         if parsed is None:
-            raise corrupt(self.path, f"data.pkl at byte {member.offset} ends in the middle of its pickle")
+            raise corrupt(
+                self.path, f"data.pkl at byte {self._offsets[member.name]} ends in the middle of its pickle"
+            )
         return Stream(self.path, data, self._file_of(member)), parsed[0]
 
     def _inflated(self, data: bytes, member: _Member) -> bytes:
@@ -155,21 +204,23 @@ class Archive:
 
     def _file_of(self, member: _Member) -> Place:
         """The place of a member's content."""
+        offset = self._offsets.get(member.name)
+        if offset is None:
+            return Unlocated(self.path, member.name, self), 0
         if self._stream is not None:
-            return replace(self._stream, length=member.offset + member.length), member.offset
+            return replace(self._stream, length=offset + member.length), offset
         if member.is_stored:
-            return self.path, member.offset
-        stream = Compressed(self.path, member.offset, member.stored_length, member.length, member.crc)
-        return stream, 0
+            return self.path, offset
+        return Compressed(self.path, offset, member.stored_length, member.length, member.crc), 0
 
     def _member(self, record: str) -> _Member | None:
-        found = self._members.get(f"{self.root}/{record}")
-        return None if found is None else _Member(*found)
+        return self._members.get(f"{self.root}/{record}")
 
     def _content(self, record: str, member: _Member) -> bytes:
-        """The stored bytes of a member."""
+        """The stored bytes of a member with an offset."""
         known = self._contents.get(f"{self.root}/{record}")
-        return read(self.path, member.offset, member.stored_length)[0] if known is None else known
+        offset = self._offsets[member.name]
+        return read(self.path, offset, member.stored_length)[0] if known is None else known
 
     def _text(self, record: str) -> str:
         """A short record of text; empty if there is none."""

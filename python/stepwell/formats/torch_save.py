@@ -8,10 +8,9 @@ stream has five pickles, then the storages in the order of the last one. torch i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from .. import _core
 from ..errors import FormatError
 from . import numpy_symbols, python_symbols
 from .description import Description, Guarded
@@ -19,7 +18,7 @@ from .files import corrupt, read, weight_map
 from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
 from .pickle_values import Converter, Found, Malformed, PersistentLoad, Stream, Symbol
 from .rank_files import Distributions, rank_files, whole_state
-from .torch_archive import Archive, roots_of
+from .torch_archive import Archive
 from .torch_symbols import NAMES, TensorSymbols
 
 FAMILY = "torch.save"
@@ -34,8 +33,9 @@ class TorchFile:
     """The content of a file."""
 
     state: object
-    guarded: Sequence[Guarded]
     distributions: Distributions
+    #: Returns its ranges that have checksums.
+    guarded: Callable[[], Sequence[Guarded]] = tuple
 
 
 def describe(path: str) -> Description | None:
@@ -51,7 +51,9 @@ def describe(path: str) -> Description | None:
 
 
 def _description(path: str, state: object, files: Mapping[str, TorchFile]) -> Description:
-    guarded = {name: file.guarded for name, file in files.items()}
+    def guarded() -> Mapping[str, Sequence[Guarded]]:
+        return {name: file.guarded() for name, file in files.items()}
+
     return Description(FAMILY, path, state, files=list(files), guarded=guarded)
 
 
@@ -123,9 +125,9 @@ def _stream_content(path: str) -> TorchFile:
     source = FileBytes(path)
     root, end = source.pickle(0)
     if not is_magic(root):
-        return converted(Stream(path, source.data, (path, 0)), root, _no_storage, ())
+        return converted(Stream(path, source.data, (path, 0)), root, _no_storage)
     old = OldStream(source, end)
-    return converted(Stream(path, source.data, (path, 0)), old.root, old.storage, ())
+    return converted(Stream(path, source.data, (path, 0)), old.root, old.storage)
 
 
 def _no_storage(_: object) -> Found:
@@ -133,13 +135,11 @@ def _no_storage(_: object) -> Found:
 
 
 def _zip_content(path: str) -> TorchFile | None:
-    members = _core.zip_members(os.path.realpath(path))
-    names = [member[0] for member in members]
-    if not roots_of(names):
+    archive = Archive.of_file(path)
+    if archive is None:
         return None
-    archive = Archive(path, members)
     for record, what in _OTHERS:
-        if any(name.startswith(f"{archive.root}/{record}") for name in names):
+        if archive.has(record):
             raise FormatError(f"{path}: {what}")
     return archived(archive)
 
@@ -147,7 +147,7 @@ def _zip_content(path: str) -> TorchFile | None:
 def archived(archive: Archive) -> TorchFile:
     """The object of an archive."""
     stream, root = archive.pickle()
-    return converted(stream, root, archive.storage, archive.guarded())
+    return replace(converted(stream, root, archive.storage), guarded=archive.guarded)
 
 
 #: Members of archives of torch that are no checkpoints.
@@ -160,9 +160,8 @@ _OTHERS = (
 )
 
 
-def converted(
-    stream: Stream, root: object, persistent: PersistentLoad, guarded: Sequence[Guarded]
-) -> TorchFile:
+def converted(stream: Stream, root: object, persistent: PersistentLoad) -> TorchFile:
+    """The object of a pickle."""
     tensors = TensorSymbols()
     symbols = {
         **_SYMBOLS,
@@ -170,4 +169,4 @@ def converted(
         ("torch.storage", "_load_from_bytes"): NestedStreams().load,
     }
     found = Converter(stream, symbols, _NAMES, persistent).convert(root)
-    return TorchFile(found.placed, guarded, tensors.distributions)
+    return TorchFile(found.placed, tensors.distributions)

@@ -49,7 +49,8 @@ pub fn zip(input: &[u8]) {
     for member in &members {
         assert!(member.header + zip::local_header_bytes(member) + member.stored_length <= directory.offset);
     }
-    let headers: Vec<&[u8]> = members.iter().map(|member| &input[member.header as usize..]).collect();
+    let header = |member: &zip::ZipMember| &input[member.header as usize..];
+    let headers: Vec<(usize, &[u8])> = members.iter().map(header).enumerate().collect();
     let Ok(contents) = zip::contents(&headers, &members, &directory) else { return };
     let mut places: Vec<_> = members.iter().zip(contents).collect();
     places.sort_by_key(|(member, _)| member.header);

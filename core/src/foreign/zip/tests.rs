@@ -68,7 +68,8 @@ fn read(bytes: &[u8]) -> Parsed<Vec<(String, Vec<u8>)>> {
     let listed = &bytes[directory.offset as usize..][..directory.length as usize];
     let mut found = Vec::new();
     let members = members(listed, &directory)?;
-    let headers: Vec<&[u8]> = members.iter().map(|member| &bytes[member.header as usize..]).collect();
+    let header = |member: &ZipMember| &bytes[member.header as usize..];
+    let headers: Vec<(usize, &[u8])> = members.iter().map(header).enumerate().collect();
     for (member, at) in members.iter().zip(contents(&headers, &members, &directory)?) {
         let at = at as usize;
         found.push((member.name.clone(), bytes[at..at + member.length as usize].to_vec()));
@@ -86,6 +87,11 @@ fn members_are_found_by_the_central_directory() {
     let found = read(&bytes).unwrap();
     let expected = [("a/data.pkl", b"one".as_slice()), ("a/data/0", b""), ("ü", b"three")];
     assert_eq!(found, expected.map(|(name, bytes)| (name.to_owned(), bytes.to_vec())));
+    // One content needs one local header.
+    let place = directory(&bytes, bytes.len() as u64).unwrap();
+    let members = members(&bytes[place.offset as usize..][..place.length as usize], &place).unwrap();
+    let third = contents(&[(2, &bytes[members[2].header as usize..])], &members, &place).unwrap();
+    assert_eq!(&bytes[third[0] as usize..][..5], b"three");
     // The tail alone is enough to find the directory.
     let tail = &bytes[bytes.len() - 22..];
     assert_eq!(directory(tail, bytes.len() as u64).unwrap(), directory(&bytes, bytes.len() as u64).unwrap());
@@ -192,7 +198,7 @@ proptest! {
                 && let Ok(members) = members(listed.get(..directory.length as usize).unwrap_or_default(), &directory)
             {
                 let header = |member: &ZipMember| bytes.get(member.header as usize..).unwrap_or_default();
-                let headers: Vec<&[u8]> = members.iter().map(header).collect();
+                let headers: Vec<(usize, &[u8])> = members.iter().map(header).enumerate().collect();
                 let _ = contents(&headers, &members, &directory);
             }
         }

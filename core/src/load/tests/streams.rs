@@ -53,7 +53,7 @@ struct Opened {
 fn opened(bytes: Vec<u8>, records: &[FileRecord]) -> Result<Opened> {
     let disk = MemoryDisk::new();
     disk.put(NAME, bytes);
-    let files = FileSet::foreign(disk.dir(), records, &[])?;
+    let files = FileSet::foreign(disk.dir(), records)?;
     Ok(Opened { disk, files })
 }
 
