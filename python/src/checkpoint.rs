@@ -19,7 +19,6 @@ use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
 use stepwell_manager::{Error, ReadFailure, Reader, copy};
-use stepwell_reshard::computed::Computations;
 use stepwell_reshard::mapping::MappedLeaf;
 use stepwell_reshard::read_plan::Request;
 
@@ -33,9 +32,8 @@ use crate::values::to_python;
 use crate::wait;
 
 use self::described::{
-    ComputedRow, ForeignChunk, ForeignFile, ForeignLayout, ForeignLeaf, ForeignNode, GuardedRow, MappedRow,
-    computed_tensor, foreign_chunks, foreign_file, foreign_leaf, guarded_ranges, is_negated, layout_row,
-    mapped_leaf, tree_of,
+    ComputedRow, ForeignChunk, ForeignFile, ForeignLeaf, ForeignNode, GuardedRow, MappedRow, computed_tensor,
+    foreign_chunks, foreign_file, foreign_leaf, guarded_ranges, is_negated, mapped_leaf, tree_of,
 };
 
 mod described;
@@ -176,12 +174,15 @@ type ReadRow<'py> = (u32, Vec<u64>, Bound<'py, PyAny>);
 /// The reads of a file: `(path, reads, blocks, bytes of the reads, wanted bytes)`.
 type PlanRow = (String, u64, u64, u64, u64);
 
-/// A stored leaf: `(kind, dtype, shape, tied)`.
-type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, bool);
+/// A stored leaf: `(kind, dtype, shape, the leaf that it is tied to)`.
+type LeafRow = (&'static str, Option<&'static str>, Option<Vec<u64>>, Option<u32>);
 
 fn leaf_row(inner: &Reader, leaf: usize) -> LeafRow {
     let index = inner.outline();
-    let tied = matches!(index.leaves.get(leaf), Some(LeafRecord::Alias { .. }));
+    let tied = match index.leaves.get(leaf) {
+        Some(LeafRecord::Alias { of }) => Some(*of),
+        _ => None,
+    };
     match index.resolve(leaf as u32) {
         Some((_, LeafRecord::Tensor(tensor))) => {
             ("tensor", Some(tensor.dtype.name()), Some(tensor.shape.to_vec()), tied)
@@ -194,10 +195,7 @@ fn leaf_row(inner: &Reader, leaf: usize) -> LeafRow {
 /// where it is supplied by a reader.
 type ChunkRow = (Option<u32>, u64, u64, Vec<u64>, Vec<u64>);
 
-/// The leaf that this one is an alias or view of, and its chunks.
-type PlaceRow = (Option<u32>, Vec<ChunkRow>);
-
-fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
+fn chunk_rows(index: &Index, record: &LeafRecord) -> Vec<ChunkRow> {
     let row = |extent: &Extent, first: Vec<u64>, count: Vec<u64>| {
         let file = extent.source.file();
         let record = file.and_then(|file| index.files.get(file as usize));
@@ -205,8 +203,8 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
         (file, offset, extent.length, first, count)
     };
     match record {
-        LeafRecord::Alias { of } => (Some(*of), Vec::new()),
-        LeafRecord::Object(extent) => (None, vec![row(extent, Vec::new(), Vec::new())]),
+        LeafRecord::Alias { .. } => Vec::new(),
+        LeafRecord::Object(extent) => vec![row(extent, Vec::new(), Vec::new())],
         LeafRecord::Tensor(tensor) => {
             let chunks = tensor.chunks.iter().map(|chunk| match &chunk.region {
                 ChunkRegion::Box(region) => {
@@ -214,7 +212,7 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
                 }
                 ChunkRegion::Run { start, len } => row(&chunk.extent, vec![*start], vec![*len]),
             });
-            (tensor.view.as_ref().map(|view| view.of), chunks.collect())
+            chunks.collect()
         }
     }
 }
@@ -223,7 +221,7 @@ fn place_row(index: &Index, record: &LeafRecord) -> PlaceRow {
 impl Checkpoint {
     /// Opens files below `directory` that another library wrote: `files` by name and length, the
     /// nodes of the tree, its leaves, and the objects by leaf. `manifest` has facts about them, in
-    /// the form of a manifest. `details.chunks(leaves)` returns the chunks that the leaves lack, and
+    /// the form of a manifest. `details.chunks(leaves)` returns the chunks that leaves lack, and
     /// `details.guarded()` the ranges of files that have checksums.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "a description, part by part")]
@@ -373,32 +371,20 @@ impl Checkpoint {
         Ok(leaf_row(&*self.get(py)?, leaf))
     }
 
-    /// The places of all bytes: the data files, relative to the step, and for each leaf the leaf
-    /// that it is tied to or a view of, and its chunks: `(file, offset, bytes, first element or
-    /// offsets, elements or extents)`. A run of the flattened array has one number each, an object
-    /// none.
-    fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<PlaceRow>)> {
+    /// The places of all bytes: the data files, relative to the step, and the chunks of each leaf:
+    /// `(file, offset, bytes, first element or offsets, elements or extents)`. A run of the
+    /// flattened array has one number each, an object none.
+    fn places(&self, py: Python<'_>) -> PyResult<(Vec<String>, Vec<Vec<ChunkRow>>)> {
         let inner = self.described(py)?;
         let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
         let files = index.files.iter().map(|file| file.stored_name().to_owned()).collect();
-        Ok((files, index.leaves.iter().map(|leaf| place_row(&index, leaf)).collect()))
+        Ok((files, index.leaves.iter().map(|leaf| chunk_rows(&index, leaf)).collect()))
     }
 
-    /// The layouts of chunks whose elements are not row-major and little-endian, in the order of
-    /// the chunks.
-    fn layouts(&self, py: Python<'_>) -> PyResult<Vec<ForeignLayout>> {
+    /// Names the places and layouts of all bytes, and how leaves are computed.
+    fn fingerprint(&self, py: Python<'_>) -> PyResult<String> {
         let inner = self.described(py)?;
-        let index = py.detach(|| inner.index()).map_err(|error| raise_manager(py, &error))?;
-        let chunks = index.leaves.iter().flat_map(|leaf| match leaf {
-            LeafRecord::Tensor(tensor) => tensor.chunks.as_slice(),
-            _ => &[],
-        });
-        Ok(chunks.filter_map(|chunk| layout_row(&chunk.codec)).collect())
-    }
-
-    /// Names how its leaves are computed. Equal for equal computations.
-    fn computations(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(self.get(py)?.computations().map(Computations::fingerprint).unwrap_or_default())
+        py.detach(|| inner.fingerprint()).map_err(|error| raise_manager(py, &error))
     }
 
     /// The values of object leaves.

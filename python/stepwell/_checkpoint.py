@@ -491,7 +491,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
                     spec = ArraySpec(shape, dtype)
                     found = alike[dtype, shape] = (spec, spec.nbytes or 0)
                 spec, size = found
-                nbytes += 0 if tied else size
+                nbytes += size if tied is None else 0
                 specs.append(spec)
         manifest = self.manifest
         metrics = {str(name): float(value) for name, value in core.metrics().items()}

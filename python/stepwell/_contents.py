@@ -86,7 +86,7 @@ def nodes(core: _core.Checkpoint, structure: Structure, manifest: Manifest) -> l
         if not isinstance(kind, int):
             found.append(StoredNode(path, name, parent, _container(kind), 0, 0))
             continue
-        (what, dtype, shape, tied), (other, chunks) = rows[kind], places[kind]
+        (what, dtype, shape, tied), chunks = rows[kind], places[kind]
         found.append(
             StoredNode(
                 path,
@@ -98,7 +98,7 @@ def nodes(core: _core.Checkpoint, structure: Structure, manifest: Manifest) -> l
                 kind,
                 dtype,
                 None if shape is None else tuple(shape),
-                leaf_paths[other] if tied and other is not None else None,
+                None if tied is None else leaf_paths[tied],
                 item_of.get(tops[number], default),
                 tuple(
                     StoredChunk(None if file is None else files[file], at, n, tuple(start), tuple(extent))

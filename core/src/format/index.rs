@@ -34,7 +34,7 @@ impl Index {
 }
 
 /// The content of a leaf.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Hash)]
 pub enum LeafRecord {
     /// A logical tensor.
     Tensor(TensorRecord),
@@ -79,7 +79,7 @@ impl LeafRecord {
 }
 
 /// A logical tensor: dtype, true global shape, and the chunks that tile it exactly once.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Hash)]
 pub struct TensorRecord {
     /// Element type.
     pub dtype: Dtype,
@@ -99,7 +99,7 @@ pub type Chunks = SmallVec<[ChunkRecord; 1]>;
 
 /// A declared view of another tensor, such as a part of a fused parameter, or a transposed tie.
 /// Readers support it. No writer writes it yet.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ViewRecord {
     /// The viewed leaf.
     pub of: u32,
@@ -124,7 +124,7 @@ pub enum ChunkRegion {
 }
 
 /// How a chunk's bytes are encoded.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Codec {
     /// The elements of its region, row-major.
     #[default]
@@ -134,7 +134,7 @@ pub enum Codec {
 }
 
 /// The layout of a box of elements in another library's file.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct ElementLayout {
     /// Bytes between neighbours along each dimension. Zero repeats an element.
     pub strides: Dims,
@@ -145,7 +145,7 @@ pub struct ElementLayout {
 }
 
 /// The numbers of an element whose sign is stored the other way round.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum NegatedParts {
     /// None of them.
     #[default]
@@ -173,7 +173,7 @@ impl ElementLayout {
 }
 
 /// A region of a logical tensor that is stored contiguously.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ChunkRecord {
     /// Its region.
     pub region: ChunkRegion,

@@ -67,8 +67,8 @@ impl FileSet {
         Self::of(dir, records, FileOrigin::Own)
     }
 
-    /// Creates the set of a foreign checkpoint's files below `dir`. Fails if a file claims to become
-    /// more bytes than its compressed ones can.
+    /// Creates the set of a foreign checkpoint's files below `dir`. Fails if a compressed file
+    /// claims to become more bytes than it can.
     pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Result<Self> {
         for record in records {
             let Some(stream) = record.stream() else { continue };

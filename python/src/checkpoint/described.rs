@@ -114,17 +114,7 @@ pub(super) fn guarded_ranges((file, ranges): GuardedRow) -> impl Iterator<Item =
 }
 
 /// The layout of a chunk's elements: strides in bytes, big-endian, negated parts.
-pub(super) type ForeignLayout = (Vec<u64>, bool, String);
-
-pub(super) fn layout_row(codec: &Codec) -> Option<ForeignLayout> {
-    let Codec::Elements(layout) = codec else { return None };
-    let negated = match layout.negated {
-        NegatedParts::None => "",
-        NegatedParts::All => "all",
-        NegatedParts::Imaginary => "imaginary",
-    };
-    Some((layout.strides.to_vec(), layout.big_endian, negated.to_owned()))
-}
+type ForeignLayout = (Vec<u64>, bool, String);
 
 fn codec_of(layout: Option<ForeignLayout>) -> PyResult<Codec> {
     let Some((strides, big_endian, negated)) = layout else { return Ok(Codec::Raw) };

@@ -66,13 +66,12 @@ def selected(
         _check_matches(checkpoint.path, option, given or [], chosen)
     dropped = _core.first_globs(exclude, chosen)
     taken = [0] * len(chosen) if include is None else _core.first_globs(include, chosen)
-    rows, (_, places) = core.leaves(), core.places()
+    rows = core.leaves()
     found: list[SelectedLeaf] = []
     for number, out, taking in zip(numbers, dropped, taken, strict=True):
         if out is not None or taking is None:
             continue
         _, dtype, shape, tied = rows[number]
-        holder = places[number][0]
         components = structure.components(structure.leaf_nodes[number])[above:]
         found.append(
             SelectedLeaf(
@@ -81,7 +80,7 @@ def selected(
                 components,
                 dtype,
                 tuple(shape or ()),
-                holder if tied and holder is not None else number,
+                number if tied is None else tied,
             )
         )
     if not numbers:

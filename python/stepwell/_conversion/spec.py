@@ -93,8 +93,8 @@ def is_directory(to: Target, path: str) -> bool:
 
 def digest(core: _core.Checkpoint, plan: Iterable[object], ranks: int) -> bytes:
     """Names a plan and its source. All ranks of a conversion have the same."""
-    whole = hashlib.sha256(repr((ranks, core.path(), core.manifest())).encode())
-    whole.update(repr((core.places(), core.layouts(), core.computations())).encode())
+    source = (core.path(), core.manifest(), core.fingerprint())
+    whole = hashlib.sha256(repr((ranks, *source)).encode())
     for part in plan:
         whole.update(repr(part).encode())
     return whole.digest()

@@ -42,11 +42,9 @@ class StoredLeaves:
         rows, paths = core.leaves(), core.leaf_paths()
         #: The leaves, as a map takes them.
         self.values: Values = {}
-        ties = core.places()[1] if any(row[3] for row in rows) else []
         for leaf, (path, (_, dtype, shape, tied)) in enumerate(zip(paths, rows, strict=True)):
-            of = ties[leaf][0] if tied else None
-            if of is not None:
-                self.values[path] = Tied(paths[of])
+            if tied is not None:
+                self.values[path] = Tied(paths[tied])
             elif dtype is None or shape is None:
                 self.values[path] = Stored(leaf)
             else:
