@@ -437,6 +437,32 @@ def test_opening_takes_little_time(tmp_path: Path) -> None:
         assert reads() - before < 10
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_slots_under_numbers_reach_the_optimizer(tmp_path: Path, converted: bool) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    path = save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c")
+    if converted:
+        path = Path(sw.convert(path, tmp_path / "s", to="stepwell").path)
+    fresh = torch.optim.Adam(model.parameters())
+    sw.restore(path, into={"model": model, "optimizer": fresh})
+    for parameter in model.parameters():
+        slots, saved = fresh.state[parameter], optimizer.state[parameter]
+        assert slots.keys() == saved.keys()
+        assert all(torch.equal(slots[name], saved[name]) for name in saved)
+
+
+def test_slots_that_no_parameter_has_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    stored = {"state": {"w": {"momentum_buffer": torch.ones(2, 3)}}, "param_groups": [{"params": [0, 1]}]}
+    path = save({"optimizer": stored}, tmp_path / "c")
+    with pytest.raises(sw.LoadFailed, match="its groups name none of them"):
+        sw.restore(path, into={"optimizer": optimizer})
+
+
 def test_stale_files_are_passed_over(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, tmp_path / "c")
     (tmp_path / "c" / "__7_0.distcp").write_bytes(b"left by an earlier run")

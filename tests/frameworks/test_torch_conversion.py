@@ -139,7 +139,7 @@ def test_dcp_loads_an_export_with_its_ties(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", state)
     made = sw.convert(tmp_path / "saved", tmp_path / "out", to="dcp", shard_size="9KB")
     assert len(made.files) == 3
-    assert made.tied == {"model.w": "model.head"}
+    assert made.tied == {"model.head": "model.w"}
     zeros = {name: torch.zeros_like(w) for name in ("w", "head")}
     empty = [{name: torch.zeros_like(one) for name, one in layer.items()} for layer in layers]
     found = {"model": {**zeros, "layers": empty}, "scalar": torch.tensor(0.0), "empty": torch.ones(0, 3)}
@@ -177,7 +177,7 @@ def test_transformers_loads_an_export_with_its_ties(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config)
     sw.save(tmp_path / "saved", {"model": model.state_dict()})
     made = sw.export(tmp_path / "saved", tmp_path / "out", subtree="model", cast="float32")
-    assert made.tied == {"model.embed_tokens.weight": "lm_head.weight"}
+    assert made.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     (tmp_path / "out" / "config.json").write_text(json.dumps(config.to_dict(), default=str))
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     for name, one in model.state_dict().items():

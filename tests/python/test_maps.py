@@ -94,6 +94,12 @@ def test_a_mapped_restore_fills_a_model_in_place(qkv: Path) -> None:
         np.testing.assert_array_equal(model[name], fused(sw.restore(qkv), layer))
 
 
+def test_two_leaves_at_one_place_of_a_stack_are_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path / "s", {f"a.{i}.{name}": arange(2, 2) for i in range(2) for name in "xy"})
+    with pytest.raises(sw.MisuseError, match=r"`a.0.x` and `a.0.y` at the same place"):
+        sw.restore(tmp_path / "s", map=[{"stack": "a.{i}.{name}", "to": "x", "over": "i"}])
+
+
 def test_layers_are_stacked_and_unstacked(tmp_path: Path) -> None:
     state = {f"h.{i}.w": arange(3, 4) + i for i in range(12)}
     sw.save(tmp_path / "many", state)
@@ -325,16 +331,15 @@ def test_rotary_keeps_a_tensor_without_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "npz"])
-@pytest.mark.parametrize("tied", ["lm_head", "z"])
-def test_an_exported_tie_has_a_way_back(tmp_path: Path, to: str, tied: str) -> None:
-    """An export holds tied tensors once, under the name that sorts first."""
+def test_an_exported_tie_has_a_way_back(tmp_path: Path, to: str) -> None:
+    """An export holds tied tensors once, under the name that comes first in the state."""
     state = {"wte": arange(2, 3), "norm": arange(3)}
-    ties = sw.maps.Map([{"tie": "wte", "to": tied}])
+    ties = sw.maps.Map([{"tie": "wte", "to": "lm_head"}])
     sw.save(tmp_path / "c", state)
     file = tmp_path / f"c.{to}"
     sw.export(tmp_path / "c", file, to=to, map=ties)
     with sw.open(file) as checkpoint:
-        assert set(checkpoint.paths()) == {"norm", min("wte", tied)}
+        assert set(checkpoint.paths()) == {"norm", "wte"}
     back = sw.restore(file, map=ties.inverse())
     assert set(back) == set(state)
     np.testing.assert_array_equal(back["wte"], state["wte"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -54,6 +54,31 @@ def slots_by_name(
         for parameter in parameters(optimizer)
         if optimizer.state.get(parameter) and is_kept(parameter)
     }
+
+
+def numbered(state: object) -> object:
+    """A state of an optimizer with its slots under the names that its groups have. DCP and other
+    formats store numbers as text. ``load_state_dict`` would drop slots under other names.
+
+    Raises:
+        ValueError: no slot is under such a name.
+    """
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return state
+    groups = state.get("param_groups")
+    if not isinstance(groups, Sequence):
+        return state
+    lists = [group.get("params") for group in groups if isinstance(group, Mapping)]
+    names = {name for names in lists if isinstance(names, Sequence) for name in names}
+    slots = {
+        int(key) if isinstance(key, str) and key.isdecimal() and key not in names else key: slot
+        for key, slot in state["state"].items()
+    }
+    if slots and names.isdisjoint(slots):
+        raise ValueError(
+            f"its slots are those of {next(iter(slots))!r} and others, and its groups name none of them"
+        )
+    return {**state, "state": slots}
 
 
 def wrong_slots(optimizer: torch.optim.Optimizer, stored: object) -> str | None:

@@ -99,7 +99,8 @@ def _content(
                 f"{named(other.path)} and {named(leaf.path)} have the same name in the output, {leaf.name!r}. Leave one out with exclude="
             )
     tensors: dict[int, OutputTensor] = {}
-    # Of tied tensors, the first name has the bytes: `transformers` ties the others again.
+    # Of tied tensors, the first one of the state has the bytes. It is the embedding of a model
+    # whose head is tied to it. `transformers` and vLLM tie the head again.
     first: dict[tuple[int, str], str] = {}
     for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True):
         name = names[leaf.number]
@@ -110,8 +111,7 @@ def _content(
         tensors[leaf.number] = OutputTensor(
             name, path, leaf.number, dtype, leaf.shape, leaf.places, leaf.path
         )
-        key = leaf.holder, dtype
-        first[key] = min(first.get(key, name), name)
+        first.setdefault((leaf.holder, dtype), name)
     ties = {
         tensor.name: holder
         for leaf in arrays

@@ -137,7 +137,16 @@ def _state_dict_of(owner: _Owner) -> object:
     return owner.state_dict()
 
 
-_STATE_DICT = Protocol("state_dict", _state_dict_of, lambda o, state: o.load_state_dict(state))
+def _load_state_dict(owner: _Owner, state: _State) -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(owner, torch.optim.Optimizer):
+        from .._adapters import torch_slots
+
+        state = torch_slots.numbered(state)
+    owner.load_state_dict(state)
+
+
+_STATE_DICT = Protocol("state_dict", _state_dict_of, _load_state_dict)
 _GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.set_state(state))
 
 

@@ -225,7 +225,14 @@ class Stack(Rule):
                 refuse(path, f"{{{self.over}}} is {number!r}, not a number")
             if len(number) > _MAX_DIGITS:
                 refuse(path, f"{{{self.over}}} has {len(number)} digits, more than {_MAX_DIGITS}")
-            sets.setdefault(whole, {})[int(number)] = path
+            numbered = sets.setdefault(whole, {})
+            other = numbered.setdefault(int(number), path)
+            if other != path:
+                refuse(
+                    whole,
+                    f"the map stacks `{other}` and `{path}` at the same place. Use all captures except "
+                    f"{{{self.over}}} in `to`, or match fewer leaves",
+                )
         made: Made = {}
         for whole, numbered in sets.items():
             if missing := _first_gaps(numbered):

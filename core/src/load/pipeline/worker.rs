@@ -99,8 +99,8 @@ impl<S: Sink> LoadWorker<S> {
         self.own.drain(..).for_each(|buffer| ReadBuffers::shared().give(buffer));
     }
 
-    /// Returns the next job. Waits for copies to devices while no job is there. `None` at the end of
-    /// the run, when the reader has closed the channel.
+    /// Returns the next job. Waits for copies to devices while no job is there. `None` at the end
+    /// of the run: the reader has closed the channel.
     fn next(&mut self, inbox: &Receiver<WorkerJob>) -> Option<WorkerJob> {
         while !self.finishing.is_empty() {
             match inbox.try_recv() {
