@@ -52,6 +52,12 @@ pub fn msgpack(py: Python<'_>, path: PathBuf, nested: Vec<i8>) -> PyResult<Bound
                             &Error::corrupt(&file, "a key of a map is neither text nor an integer"),
                         ));
                     }
+                    if key.is_instance_of::<pyo3::types::PyInt>() && key.extract::<i64>().is_err() {
+                        return Err(raise(
+                            py,
+                            &Error::corrupt(&file, format!("the key {key} of a map has 64 bits")),
+                        ));
+                    }
                     if map.contains(key)? {
                         return Err(raise(
                             py,

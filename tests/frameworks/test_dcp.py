@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import datetime
 import enum
 import io
@@ -512,6 +513,20 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
         "its parts have 9 of 12",
         lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([3, 3])),
     )
+
+    refused("small number", lambda m: m.planner_data.update(w=("w", 1 << 100)))
+    refused("a number of bytes", lambda m: setattr(m.state_dict_metadata["w"], "size", (0, 1 << 62)))
+
+    def empty(metadata: Any) -> None:
+        tensor = metadata.state_dict_metadata["w"]
+        tensor.size = tensor.chunks[0].offsets = (0, 1 << 61, 1 << 61)
+        tensor.chunks[0].sizes = (0, 0, 0)
+        metadata.storage_data = {
+            dataclasses.replace(index, offset=tensor.size) if index.fqn == "w" else index: info
+            for index, info in metadata.storage_data.items()
+        }
+
+    refused("its shape is too large", empty)
 
     def smaller(metadata: Any) -> None:
         tensor = metadata.state_dict_metadata["w"]

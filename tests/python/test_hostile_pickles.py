@@ -62,6 +62,14 @@ def tensor(begin: int, size: list[int], stride: list[int], source: bytes = b"") 
     )
 
 
+def empty_array(*shape: int) -> bytes:
+    base = call(
+        "numpy.core.multiarray", "_reconstruct", name("numpy", "ndarray"), tuple_(number(0)), text("b")
+    )
+    dtype = call("numpy", "dtype", text("f4"), b"\x89", b"\x88")
+    return base + tuple_(number(1), tuple_(*map(number, shape)), dtype, b"\x89", b"C\0") + b"b"
+
+
 def whole(body: bytes) -> bytes:
     return b"\x80\x02" + body + b"."
 
@@ -132,6 +140,7 @@ OPAQUE: dict[str, tuple[bytes, str]] = {
     "codec": (call("_codecs", "encode", text("x"), text("zip")), "_codecs.encode"),
     "dtype": (call("numpy", "dtype", text("O8"), b"\x89", b"\x88"), "numpy.dtype O8"),
     "dtype expression": (call("numpy", "dtype", text("f4,(1000000,)f8"), b"\x89", b"\x88"), "numpy.dtype"),
+    "long and empty": (empty_array(0, 2**100), "numpy.core.multiarray._reconstruct"),
     "scalar": (
         call("numpy.core.multiarray", "scalar", call("numpy", "dtype", text("f4")), text("x")),
         "numpy scalar",
@@ -184,10 +193,12 @@ def test_what_is_not_understood_is_opaque(tmp_path: Path, bounded: None, case: s
 CORRUPT: dict[str, tuple[bytes, str]] = {
     "beyond": (tensor(0, [5], [1]), "leaf `x`: a tensor reaches to element 4 of a storage of 4"),
     "offset": (tensor(4, [1], [1]), "reaches to element 4"),
-    "stride": (tensor(0, [2, 2], [2**62, 1]), "reaches to element"),
-    "product": (tensor(0, [2**40, 2**40], [0, 0]), "a tensor of"),
+    "stride": (tensor(0, [2, 2], [2**61, 1]), "reaches to element"),
+    "product": (tensor(0, [2**40, 2**40], [0, 0]), "a tensor of 4 bytes times"),
     "negative": (tensor(0, [-1], [1]), "no tuple of counts"),
     "backwards": (tensor(3, [2], [-1]), "no tuple of counts"),
+    "long and empty": (tensor(0, [0, 2**100], [1, 1]), "no tuple of counts"),
+    "long and empty product": (tensor(0, [0, 2**61, 2**61], [1, 1, 1]), "times [0, "),
     "many dimensions": (tensor(0, [1] * 65, [1] * 65), "no tuple of counts"),
     "other dimensions": (tensor(0, [1], [1, 1]), "do not fit together"),
     "few parts": (call("torch._utils", "_rebuild_tensor_v2", storage()), "1 parts of 4"),

@@ -99,6 +99,7 @@ SIZES = mapped(**{"0": b"\x02"})
     [
         (mapped(w=array(b"\x91\x06", "float32", b"abc")), "leaf `w`: 3 bytes are not those of float32"),
         (mapped(w=array(b"\x92" + (b"\xcf" + b"\x7f" * 8) * 2, "uint8", b"")), "0 bytes are not those of"),
+        (mapped(w=array(b"\x92\0\xcf" + b"\xff" * 8, "uint8", b"")), "0 bytes are not those of"),
         (mapped(w=array(b"\x91\xff", "uint8", b"")), "none below zero"),
         (mapped(w=array(b"\xc0", "uint8", b"")), "an array has a shape, a dtype and bytes"),
         (mapped(w=ext(1, b"\xc0")), "an array has a shape, a dtype and bytes"),
@@ -110,6 +111,7 @@ SIZES = mapped(**{"0": b"\x02"})
         (mapped(w=chunked(SIZES, array(b"\x91\x03", "uint8", b"abc"))), "3 bytes are not those of uint8"),
         (b"\x82" + (text("a") + b"\x01") * 2, "the key a occurs twice"),
         (b"\x82" + text("a") + b"\x01\xc0\x01", "neither text nor an integer"),
+        (b"\x82" + text("a") + b"\x01\xcf" + b"\xff" * 8 + b"\x01", "of a map has 64 bits"),
         (mapped(a=b"\xc6\xff\xff\xff\xff"), "4294967295 bytes, and 0 are left"),
         (mapped(a=b"\xdd\xff\xff\xff\xff"), "4294967295 values"),
         (mapped(a=b"\x91" * 100_000), "nested more than 128 deep"),

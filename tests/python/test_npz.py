@@ -267,6 +267,7 @@ def claiming(content: bytes, length: int) -> bytes:
         (SOUND + b"\0", "9 bytes are not those of <f4"),
         (SOUND + SOUND, "are not those of <f4"),
         (array_of(text_of("'<f4'", "(4611686018427387904, 4611686018427387904)")), "are not those of"),
+        (array_of(text_of("'<f4'", "(0, 4611686018427387904)")), "are not those of"),
         (array_of(b"(" * 60_000), "was expected"),
         (array_of(text_of("(" * 50_000, "()")), "without an end"),
         (array_of(text_of("__import__('os').system('ls')", "()")), "text in quotes"),

@@ -145,6 +145,7 @@ def test_packed_dtypes_are_listed_and_not_restored(tmp_path: Path) -> None:
         (written({"w": entry("F32", [2], 0, 8)}, b"\0" * 7), "the last tensor ends at byte"),
         (written({"w": entry("F32", [3], 0, 8)}, b"\0" * 8), "are not those of F32"),
         (written({"w": entry("U8", [2**62, 8], 0, 8)}, b"\0" * 8), "are not those of U8"),
+        (written({"w": entry("U8", [0, 2**63], 0, 0)}), "a shape that is too large"),
         (written(b'{"w":' + b"[" * 50_000), "no valid JSON"),
     ],
 )

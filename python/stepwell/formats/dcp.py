@@ -19,7 +19,7 @@ from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, FormatError
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
-from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated
+from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated, fits
 from .files import corrupt, read
 from .safetensors import Header, read_header
 from .torch_archive import Archive, roots_of
@@ -221,6 +221,8 @@ class _Checkpoint:
         if tensor.dtype is None:
             return Opaque(f"torch tensor of {tensor.stored_dtype}{list(tensor.shape)}")
         itemsize = to_dtype(tensor.dtype).itemsize
+        if not fits(tensor.shape, itemsize):
+            raise self._wrong(name, f"its shape is too large: {list(tensor.shape)}")
         chunks = []
         for number, part in enumerate(tensor.parts):
             transforms = part.place.transforms

@@ -14,6 +14,7 @@ from typing import NamedTuple, NoReturn
 from .. import _core
 from .._paths import printable
 from ..errors import CorruptCheckpoint
+from .description import MAX_SIZE
 from .files import corrupt, read
 from .numpy_symbols import MAX_DIMS
 from .pickled import Call, Name, Pairs
@@ -23,7 +24,6 @@ from .torch_symbols import DTYPES
 _MAX_BYTES = 1 << 30
 #: The most parts of a path in a state.
 _MAX_PATH = 64
-_MAX_SIZE = 1 << 62
 _MODULES = frozenset(
     {
         "torch.distributed.checkpoint.metadata",
@@ -223,7 +223,7 @@ class _Reader:
         return tuple(self._text(one)[:100] for one in self._list(value))
 
     def _count(self, value: object) -> int:
-        if type(value) is not int or not 0 <= value < _MAX_SIZE:
+        if type(value) is not int or not 0 <= value < MAX_SIZE:
             self._wrong("a number of bytes or elements was expected")
         return value
 
@@ -243,8 +243,8 @@ class _Reader:
         for part in value:
             if type(part) is str:
                 self._text(part)
-            elif type(part) is not int or part < 0:
-                self._wrong("a path in a state has parts of other types")
+            elif type(part) is not int or not 0 <= part < MAX_SIZE:
+                self._wrong("a path in a state has a part that is neither text nor a small number")
         return value
 
     def _wrong(self, what: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ from .. import _core
 from .._manifest import Manifest
 from .._paths import Component
 from .._state.specs import to_dtype
+
+#: Sizes, offsets and numbers in paths are below this, so that the engine can count their bytes.
+MAX_SIZE = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +293,12 @@ class _Details:
 
 def _path_of(file: str | Compressed) -> str:
     return file.file if isinstance(file, Compressed) else file
+
+
+def fits(shape: Sequence[int], itemsize: int) -> bool:
+    """True if every size of an array and its row-major strides are below :data:`MAX_SIZE`. A size
+    of zero makes an array empty, and bounds no other size."""
+    return math.prod(size for size in shape if size) * itemsize < MAX_SIZE
 
 
 def row_major(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

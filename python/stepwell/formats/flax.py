@@ -14,7 +14,7 @@ from .. import _core
 from .._paths import extend, named
 from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint
-from .description import Chunk, Description, Opaque, Tensor
+from .description import Chunk, Description, Opaque, Tensor, fits
 from .files import corrupt, read
 
 FAMILY = "flax"
@@ -118,7 +118,8 @@ class _Reader:
             return Opaque(f"array of {dtype} of shape {shape}")
         itemsize = to_dtype(dtype).itemsize
         wrong = any(math.prod(one.extent) * itemsize != one.nbytes for one in chunks)
-        if wrong or sum(one.nbytes for one in chunks) != math.prod(shape) * itemsize:
+        whole = math.prod(shape) * itemsize
+        if wrong or sum(one.nbytes for one in chunks) != whole or not fits(shape, itemsize):
             nbytes = sum(one.nbytes for one in chunks)
             raise self.corrupt(place, f"{nbytes} bytes are not those of {dtype} of shape {list(shape)}")
         return Tensor(dtype, shape, tuple(one for one in chunks if one.nbytes))

@@ -11,7 +11,7 @@ import os
 import re
 
 from .. import _core
-from .description import Chunk, Compressed, Description, Opaque, Tensor
+from .description import Chunk, Compressed, Description, Opaque, Tensor, fits
 from .files import corrupt, guarded, read
 
 FAMILY = "numpy"
@@ -93,7 +93,7 @@ def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> 
             found.append(Opaque(f"{_what(descr)} of shape {shape}"))
             continue
         nbytes = math.prod(shape) * itemsize
-        if nbytes != length - header:
+        if nbytes != length - header or not fits(shape, itemsize):
             where = f"array `{name}`: " if name else ""
             raise corrupt(
                 path, f"{where}{length - header} bytes are not those of {descr} of shape {list(shape)}"

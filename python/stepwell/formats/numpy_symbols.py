@@ -14,7 +14,7 @@ import numpy as np
 
 from .._state.leaves import storable_name
 from .._state.specs import to_dtype
-from .description import Chunk, Opaque, Tensor, row_major
+from .description import Chunk, Opaque, Tensor, fits, row_major
 from .pickle_values import Found, Made, Symbol, opaque, plain
 from .pickled import Name
 from .python_symbols import integer, text
@@ -69,6 +69,8 @@ def _laid_out(
 ) -> Found:
     if not isinstance(data, (bytes, bytearray)):
         raise TypeError("the bytes of an array were expected")
+    if not fits(shape, dtype.itemsize):
+        raise ValueError("an array that is too large")
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes != len(data):
         raise ValueError(f"an array of {nbytes} bytes has {len(data)}")

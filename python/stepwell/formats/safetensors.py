@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .. import _core
-from .description import Chunk, Description, Opaque, Tensor
+from .._state.specs import to_dtype
+from .description import MAX_SIZE, Chunk, Description, Opaque, Tensor, fits
 from .files import corrupt, read, weight_map
 
 FAMILY = "safetensors"
@@ -24,7 +25,6 @@ _INDEX = ".safetensors.index.json"
 #: The entry of the text metadata in which DCP notes where parts begin, and its longest text.
 _SHARDING = "DCP_SHARDING_INFO"
 _MAX_SHARDING_BYTES = 16 << 20
-_MAX_START = 1 << 62
 
 #: The dtypes of the format, by the names that numpy and ml_dtypes give them.
 DTYPES = {
@@ -161,6 +161,8 @@ def read_header(path: str, begin: int = 0) -> Header:
         known = DTYPES.get(dtype)
         if known is None:
             found[name] = Opaque(f"{dtype}{list(shape)}")
+        elif not fits(shape, to_dtype(known).itemsize):
+            raise corrupt(path, f"tensor `{name}` has a shape that is too large: {list(shape)}")
         else:
             chunk = Chunk(path, begin + offset, nbytes, (0,) * len(shape), shape)
             found[name] = Tensor(known, shape, (chunk,) if nbytes else ())
@@ -183,7 +185,7 @@ def _starts(
         raise corrupt(path, f"{_SHARDING}: {type(error).__name__}: {error}") from error
     for name, start in starts.items():
         tensor = tensors[name]
-        is_sound = all(type(at) is int and 0 <= at < _MAX_START for at in start)
+        is_sound = all(type(at) is int and 0 <= at < MAX_SIZE for at in start)
         if not is_sound or (isinstance(tensor, Tensor) and len(start) != len(tensor.shape)):
             raise corrupt(path, f"tensor `{name}` begins at no element of a tensor of its dimensions")
     return starts

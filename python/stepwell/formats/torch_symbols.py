@@ -13,7 +13,7 @@ from typing import Literal
 
 from .._state.specs import to_dtype
 from . import dtensor_symbols
-from .description import Chunk, Place, Tensor, Value, row_major
+from .description import MAX_SIZE, Chunk, Place, Tensor, Value, fits, row_major
 from .numpy_symbols import MAX_DIMS
 from .pickle_values import Found, Made, Malformed, Symbol, name_of, opaque, plain
 from .pickled import Name
@@ -137,8 +137,6 @@ _TENSOR_CLASSES = frozenset(
         ("torch.nn.parameter", "Buffer"),
     }
 )
-#: The longest extent of a tensor in bytes.
-_MAX_TENSOR_BYTES = 1 << 62
 #: A tensor that repeats its elements is listed only if it is longer than that, in bytes, and than
 #: so many times its stored bytes.
 _MAX_REPEATED_BYTES, _MAX_REPEATS = 1 << 30, 4096
@@ -321,9 +319,9 @@ def _placed(
     negated: Negated,
 ) -> Found:
     itemsize = to_dtype(dtype).itemsize
+    if not fits(shape, itemsize):
+        raise Malformed(f"a tensor of {itemsize} bytes times {list(shape)}")
     nbytes = math.prod(shape) * itemsize
-    if nbytes > _MAX_TENSOR_BYTES:
-        raise Malformed(f"a tensor of {nbytes} bytes")
     if 0 in shape:
         tensor = Tensor(dtype, shape, ())
         return Found(tensor, tensor)
@@ -363,7 +361,7 @@ def _at_least(args: Sequence[object], count: int) -> Sequence[object]:
 
 
 def _integers(value: object) -> tuple[int, ...]:
-    is_sound = type(value) is tuple and all(type(one) is int and one >= 0 for one in value)
+    is_sound = type(value) is tuple and all(type(one) is int and 0 <= one < MAX_SIZE for one in value)
     if not is_sound or len(value) > MAX_DIMS:  # type: ignore[arg-type]
         raise Malformed("a tensor's size or stride is no tuple of counts")
     return value  # type: ignore[return-value]
