@@ -85,6 +85,15 @@ impl Decompressor {
         })
     }
 
+    /// Bytes of memory that it uses.
+    pub fn memory_bytes(&self) -> usize {
+        match &self.0 {
+            DecoderState::Deflate(state) => size_of_val(&**state),
+            DecoderState::Zstd(context) => context.as_ref().map_or(0, DCtx::sizeof),
+            DecoderState::Latin1(_) => 0,
+        }
+    }
+
     /// Decodes until `input` is used or `output` is full. A step that uses and writes nothing needs
     /// more of one of them. Fails with a description of the damage.
     pub fn step(&mut self, input: &[u8], output: &mut [u8]) -> Result<DecodedPiece, &'static str> {

@@ -4,9 +4,12 @@
 //! decodes one stream after the other, each from its start to the last cell that is needed, and
 //! gives the cells to the same [`Sink`] as the pipeline. Memory: a buffer of compressed bytes, and
 //! one cell.
+//!
+//! Conversions and comparisons read a tensor piece by piece. So a file set keeps the readers of its
+//! streams ([`PausedStreams`]), and the next read goes on where the last one ended.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::buffers::ReadBuffers;
@@ -24,6 +27,10 @@ use crate::{Error, Result};
 
 /// Compressed bytes of one read: a multiple of any alignment.
 const PIECE_BYTES: u64 = 1 << 20;
+/// Limits on the readers that a file set keeps, and on their memory. A tensor may be cut into
+/// several streams, which a conversion reads in turns.
+pub(super) const MAX_PAUSED: usize = 64;
+pub(super) const MAX_PAUSED_BYTES: usize = 32 << 20;
 
 /// Reads everything in the schedule and passes it to the sink: other files by the pipeline, then
 /// compressed streams.
@@ -47,17 +54,23 @@ pub(super) fn run<S: Sink>(
     for reads in streams.chunk_by(|a, b| a.file == b.file) {
         let (Some(first), Some(last)) = (reads.first(), reads.last()) else { continue };
         let all = first.cells.start..last.cells.end;
-        let decoded =
-            StreamReader::open(disk, files, first.file, options.stall_timeout).and_then(|mut reader| {
-                let cells = all.clone().filter_map(|number| Some((number, cells.get(number)?)));
-                let decoded = reader.cells(cells, &**sink, &mut |bytes| {
-                    done += bytes;
-                    progress(done)
-                });
-                stats.bytes_read += reader.at - reader.begin;
-                stats.reads += reader.reads;
-                decoded
+        let paused = files.paused().take(first.file, first.bytes.start);
+        let reader = match paused {
+            Some(paused) => paused.resume(disk, options.stall_timeout),
+            None => StreamReader::open(disk, files, first.file, options.stall_timeout),
+        };
+        let decoded = reader.and_then(|mut reader| {
+            let cells = all.clone().filter_map(|number| Some((number, cells.get(number)?)));
+            let decoded = reader.cells(cells, &**sink, &mut |bytes| {
+                done += bytes;
+                progress(done)
             });
+            stats.bytes_read += reader.bytes_read;
+            stats.reads += reader.reads;
+            decoded?;
+            files.paused().give(reader.pause());
+            Ok(())
+        });
         match decoded {
             Err(error @ (Error::Corrupt { .. } | Error::Io { .. })) => sink.failed(all, error)?,
             decoded => decoded?,
@@ -66,56 +79,147 @@ pub(super) fn run<S: Sink>(
     Ok(stats)
 }
 
+/// The readers of a file set's streams between two reads, the last used one at the end.
+#[derive(Default)]
+pub(super) struct PausedStreams(Mutex<Vec<StreamReader>>);
+
+impl PausedStreams {
+    /// Takes the reader of a file that is nearest before `start`. A read of a whole stream begins a
+    /// new one, so that it sees what the disk has.
+    fn take(&self, number: u32, start: u64) -> Option<StreamReader> {
+        let mut readers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let usable = |reader: &StreamReader| {
+            reader.number == number && reader.decoded - reader.tail.len() as u64 <= start
+        };
+        let usable = readers.iter().enumerate().filter(|(_, reader)| start > 0 && usable(reader));
+        let (at, _) = usable.max_by_key(|(_, reader)| reader.decoded)?;
+        Some(readers.remove(at))
+    }
+
+    /// Returns the number of readers, and the bytes of their memory.
+    #[cfg(test)]
+    pub(super) fn kept(&self) -> (usize, usize) {
+        let readers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (readers.len(), readers.iter().map(StreamReader::memory_bytes).sum())
+    }
+
+    /// Keeps a reader, and drops those that were used longest ago.
+    fn give(&self, reader: StreamReader) {
+        let mut readers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        readers.retain(|other| (other.number, other.decoded) != (reader.number, reader.decoded));
+        readers.push(reader);
+        let mut count = readers.len();
+        let mut bytes: usize = readers.iter().map(StreamReader::memory_bytes).sum();
+        let mut surplus = 0;
+        for reader in readers.iter() {
+            if count <= MAX_PAUSED && bytes <= MAX_PAUSED_BYTES {
+                break;
+            }
+            count -= 1;
+            bytes -= reader.memory_bytes();
+            surplus += 1;
+        }
+        let dropped: Vec<StreamReader> = readers.drain(..surplus).collect();
+        drop(readers);
+        drop(dropped);
+    }
+}
+
 /// Decodes one stream.
-struct StreamReader<'a> {
+struct StreamReader {
+    /// Ordinal of the file that is the stream.
+    number: u32,
     file: Arc<dyn File>,
     queue: Option<Box<dyn Queue>>,
     alignment: u64,
     stall_timeout: Duration,
-    stream: &'a CompressedStream,
-    /// Bytes of the decoded file.
+    stream: CompressedStream,
+    /// Bytes of the decoded file, and of its blocks.
     length: u64,
+    block_bytes: u64,
     /// The stream's first byte in its file, and the next one that is read.
     begin: u64,
     at: u64,
     /// A read part of the stream, and the bytes of it that were not decoded.
     buffer: Option<Buffer>,
     waiting: Range<usize>,
+    /// The same bytes of a paused reader. Its buffer is given back, because a forked child has no
+    /// buffers of its parent.
+    unread: Vec<u8>,
     decoder: Decompressor,
     ended: bool,
     /// Decoded bytes so far, and their checksum.
     decoded: u64,
     crc: ZipCrc,
+    /// The last decoded block. The next read may need it again: it may begin in it.
+    tail: Vec<u8>,
+    /// Reads since the reader was opened or resumed, and their bytes of the stream.
     reads: u64,
+    bytes_read: u64,
 }
 
-impl<'a> StreamReader<'a> {
-    fn open(disk: &dyn Disk, files: &'a FileSet, file: u32, stall_timeout: Duration) -> Result<Self> {
-        let length = files.info(file)?.data_end;
-        let Some((stream, begin)) = files.stream(file) else {
-            return Err(Error::internal("a compressed stream", format!("file {file}")));
+impl StreamReader {
+    fn open(disk: &dyn Disk, files: &FileSet, number: u32, stall_timeout: Duration) -> Result<Self> {
+        let info = files.info(number)?;
+        let Some((stream, begin)) = files.stream(number) else {
+            return Err(Error::internal("a compressed stream", format!("file {number}")));
         };
         Ok(Self {
-            file: files.ready(file, &(0..0))?,
+            number,
+            file: files.ready(number, &(0..0))?,
             queue: Some(disk.queue_for_reads(1)?),
             alignment: disk.choice().alignment.max(1) as u64,
             stall_timeout,
-            stream,
-            length,
+            stream: *stream,
+            length: info.data_end,
+            block_bytes: info.block_bytes,
             begin,
             at: begin,
             buffer: None,
             waiting: 0..0,
+            unread: Vec::new(),
             decoder: Decompressor::new(stream.compression),
             ended: false,
             decoded: 0,
             crc: ZipCrc::default(),
+            tail: Vec::new(),
             reads: 0,
+            bytes_read: 0,
         })
     }
 
+    /// Gives back what only a running reader needs.
+    fn pause(mut self) -> Self {
+        self.queue = None;
+        if let Some(buffer) = self.buffer.take() {
+            self.unread = buffer.get(self.waiting.clone()).unwrap_or_default().to_vec();
+            ReadBuffers::shared().give(buffer);
+        }
+        self
+    }
+
+    /// Goes on after a pause.
+    fn resume(mut self, disk: &dyn Disk, stall_timeout: Duration) -> Result<Self> {
+        self.queue = Some(disk.queue_for_reads(1)?);
+        self.stall_timeout = stall_timeout;
+        (self.reads, self.bytes_read) = (0, 0);
+        let unread = std::mem::take(&mut self.unread);
+        if !unread.is_empty() {
+            let mut buffer = ReadBuffers::shared().take(PIECE_BYTES as usize)?;
+            self.waiting = 0..unread.len();
+            buffer.get_mut(self.waiting.clone()).unwrap_or_default().copy_from_slice(&unread);
+            self.buffer = Some(buffer);
+        }
+        Ok(self)
+    }
+
+    /// Bytes of memory of a paused reader.
+    fn memory_bytes(&self) -> usize {
+        self.decoder.memory_bytes() + self.unread.len() + self.tail.len()
+    }
+
     /// Decodes up to the last cell, and gives the cells to the sink. `go_on` gets the bytes of
-    /// each.
+    /// each, and zero while bytes before a cell are skipped.
     fn cells<'c>(
         &mut self,
         cells: impl Iterator<Item = (usize, &'c Cell)>,
@@ -129,8 +233,24 @@ impl<'a> StreamReader<'a> {
                 let left = usize::try_from(cell.bytes.start - self.decoded).unwrap_or(usize::MAX);
                 let size = buffer.len().min(left);
                 self.fill(buffer.get_mut(..size).unwrap_or_default())?;
+                if !go_on(0) {
+                    return Err(Error::Cancelled("by the caller".into()));
+                }
             }
-            self.fill(buffer.get_mut(..len).unwrap_or_default())?;
+            // The bytes of the cell that were decoded before.
+            let again = (self.decoded - cell.bytes.start) as usize;
+            let known = self.tail.len().checked_sub(again).and_then(|from| self.tail.get(from..));
+            let Some((known, target)) = known.zip(buffer.get_mut(..again)) else {
+                return Err(Error::internal(
+                    "a stream before its next cell",
+                    format!("{again} bytes behind"),
+                ));
+            };
+            target.copy_from_slice(known);
+            self.fill(buffer.get_mut(again..len).unwrap_or_default())?;
+            self.tail.clear();
+            let last = len.saturating_sub(self.block_bytes as usize);
+            self.tail.extend_from_slice(buffer.get(last..len).unwrap_or_default());
             if self.decoded == self.length {
                 self.check_end()?;
             }
@@ -239,6 +359,7 @@ impl<'a> StreamReader<'a> {
             return Err(short(self.file.path(), offset + count as u64, end));
         }
         self.buffer = Some(completion.buffer);
+        self.bytes_read += end - self.at;
         self.at = end;
         self.reads += 1;
         Ok(())
@@ -249,7 +370,7 @@ impl<'a> StreamReader<'a> {
     }
 }
 
-impl Drop for StreamReader<'_> {
+impl Drop for StreamReader {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
             ReadBuffers::shared().give(buffer);

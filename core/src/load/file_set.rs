@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub(super) use info::{FileInfo, check_page, short};
 
+use super::decode::PausedStreams;
 use super::guards::{GuardedRange, Guards};
 use crate::format::index::{CompressedStream, FileRecord, Within};
 use crate::io::{Dir, File, Section, is_component};
@@ -41,6 +42,7 @@ pub struct FileSet {
     /// The guarded ranges of foreign files, once they are known.
     guards: OnceLock<Arc<Guards>>,
     state: Mutex<OpenFiles>,
+    paused: PausedStreams,
 }
 
 #[derive(Default)]
@@ -87,7 +89,14 @@ impl FileSet {
     }
 
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
-        Self { dir, records: records.to_vec(), origin, guards: OnceLock::new(), state: Mutex::default() }
+        Self {
+            dir,
+            records: records.to_vec(),
+            origin,
+            guards: OnceLock::new(),
+            state: Mutex::default(),
+            paused: PausedStreams::default(),
+        }
     }
 
     /// Returns the guarded ranges: none, if nobody has named them.
@@ -153,6 +162,11 @@ impl FileSet {
     pub(super) fn stream(&self, file: u32) -> Option<(&CompressedStream, u64)> {
         let record = self.records.get(file as usize)?;
         Some((record.stream()?, record.stored_offset(0)))
+    }
+
+    /// Returns the readers of compressed streams that were kept.
+    pub(super) fn paused(&self) -> &PausedStreams {
+        &self.paused
     }
 
     /// Returns the error of a file that ended early.

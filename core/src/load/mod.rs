@@ -19,7 +19,8 @@
 //! | `decode` | the same for compressed streams, from their start on |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
-//! keeps the buffers for the next restore (`buffers`).
+//! keeps the buffers for the next restore (`buffers`). A [`FileSet`] keeps at most 32 MiB of
+//! readers of compressed streams (`decode`).
 //!
 //! Invariants:
 //! * A byte reaches a target only after its block's checksum was verified.

@@ -1,5 +1,6 @@
 //! Files that are compressed streams in other files.
 
+use super::super::decode::{MAX_PAUSED, MAX_PAUSED_BYTES};
 use super::super::testing::{MemoryDisk, flat, options, pattern};
 use super::super::{FileSet, LoadStats, execute, execute_while, plan, verify};
 use crate::compression::Compression;
@@ -80,7 +81,7 @@ fn any_part_of_a_stream_is_read() {
     for (offset, len) in [(0, LENGTH), (0, 1), (17, 900_000), (2_600_000, 300_001), (LENGTH - 1, 1)] {
         let (found, stats) = opened.read(offset, len).unwrap();
         assert!(found == content[offset as usize..][..len as usize], "{offset} + {len}");
-        assert!(stats.reads >= 1);
+        assert!(offset > 0 || stats.reads >= 1);
         assert!(stats.bytes_read <= records[0].length);
     }
     let planned = plan(&opened.files, &Index::default(), &[of_stream(5, 10)]).unwrap();
@@ -121,6 +122,75 @@ fn a_read_of_a_stream_can_be_cancelled() {
     let (disk, files) = (&opened.disk, &opened.files);
     let failed = execute_while(disk, files, &Index::default(), &copies, targets, &options(), &mut go_on);
     assert!(matches!(failed.unwrap_err().error, Error::Cancelled(_)));
+}
+
+#[test]
+fn a_stream_is_decoded_once_for_reads_one_after_the_other() {
+    let content = content();
+    let (bytes, records) = made(&content);
+    let stream = records[1].stream().unwrap().length;
+    let opened = opened(bytes, &records).unwrap();
+    let (mut read, mut offset) = (0, 0);
+    // Pieces that begin in the middle of a block, and some in one block.
+    for len in [100_001, 1, 5000, 299_999].into_iter().cycle() {
+        let len = len.min(LENGTH - offset);
+        let (found, stats) = opened.read(offset, len).unwrap();
+        assert!(found == content[offset as usize..][..len as usize], "{offset} + {len}");
+        read += stats.bytes_read;
+        offset += len;
+        if offset == LENGTH {
+            break;
+        }
+    }
+    assert_eq!(read, stream);
+    // Another reader serves the reads before it.
+    let halves = [0, LENGTH / 2];
+    let mut read = 0;
+    for at in 0..10 {
+        for half in halves {
+            let offset = half + at * 100_000;
+            let (found, stats) = opened.read(offset, 100_000).unwrap();
+            assert!(found == content[offset as usize..][..100_000], "{offset}");
+            read += stats.bytes_read;
+        }
+    }
+    assert!(read <= 2 * stream, "{read} of {stream}");
+}
+
+#[test]
+fn the_readers_that_are_kept_are_bounded() {
+    let content = content();
+    let (bytes, [outer, inner]) = made(&content);
+    let streams = std::iter::repeat_n(inner, 2 * MAX_PAUSED);
+    let records: Vec<FileRecord> = std::iter::once(outer).chain(streams).collect();
+    let opened = opened(bytes, &records).unwrap();
+    for file in 1..records.len() as u32 {
+        let mut into = [0; 1];
+        let targets = [HostTarget::from(into.as_mut_slice())];
+        let copies = [BoxCopy { file, ..flat(0, 0, 17, 1) }];
+        execute(&opened.disk, &opened.files, &Index::default(), &copies, targets, &options()).unwrap();
+        let (count, bytes) = opened.files.paused().kept();
+        assert!(count <= MAX_PAUSED && bytes <= MAX_PAUSED_BYTES, "{count} readers of {bytes} bytes");
+    }
+    assert!(opened.files.paused().kept().0 > 1);
+}
+
+#[test]
+fn a_read_can_be_cancelled_while_bytes_are_skipped() {
+    let (bytes, records) = made(&content());
+    let opened = opened(bytes, &records).unwrap();
+    let mut into = [0; 1];
+    let targets = [HostTarget::from(into.as_mut_slice())];
+    let copies = [of_stream(LENGTH - 1, 1)];
+    let mut asked = 0;
+    let mut go_on = |_| {
+        asked += 1;
+        asked < 5
+    };
+    let (disk, files) = (&opened.disk, &opened.files);
+    let failed = execute_while(disk, files, &Index::default(), &copies, targets, &options(), &mut go_on);
+    assert!(matches!(failed.unwrap_err().error, Error::Cancelled(_)));
+    assert_eq!(asked, 5);
 }
 
 #[test]
