@@ -5,6 +5,7 @@
 //! | `model.partial`, `model.partial.safetensors` | the incomplete output: a directory, a file |
 //! | `model.partial.journal` | its journal, which also locks it; other ranks than the leader have `….journal.3` |
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -187,17 +188,18 @@ impl PartialOutput {
             OutputKind::File => self.parent.stat(&self.partial),
             OutputKind::Directory => self.parent.stat(&format!("{}/{name}", self.partial)),
         };
-        let mut last = None;
+        // Without preallocation, a file ends with the last window that was written to it.
+        let mut ends = BTreeMap::new();
         for window in finished {
-            if last.replace(window.file) == Some(window.file) {
-                continue;
-            }
-            let Some(planned) = plan.files.get(window.file) else { return Ok(false) };
+            ends.insert(window.file, window.offset + window.len as u64);
+        }
+        for (number, end) in ends {
+            let Some(planned) = plan.files.get(number) else { return Ok(false) };
             let stat = match below(&planned.name) {
                 Err(error) if error.is_no_directory() => None,
                 stat => stat?,
             };
-            if stat.is_none_or(|stat| stat.kind != EntryKind::File || stat.len < planned.length) {
+            if stat.is_none_or(|stat| stat.kind != EntryKind::File || stat.len < end) {
                 return Ok(false);
             }
         }
