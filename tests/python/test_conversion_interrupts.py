@@ -86,6 +86,23 @@ def test_an_output_that_fails_its_verification_is_removed(
     assert partials(larger.parent) == []
 
 
+def test_an_error_that_proves_no_damage_keeps_the_output(
+    larger: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = larger.parent / "out"
+
+    def too_many(path: str) -> None:
+        raise sw.StorageError(f"{path} cannot be read: too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "find", too_many)
+        with pytest.raises(sw.StorageError, match="too many open files"):
+            sw.convert(larger, out, to="safetensors", verify=True)
+    assert partials(larger.parent) == ["out.partial", "out.partial.journal"]
+    made = sw.convert(larger, out, to="safetensors", verify=True)
+    assert made.resumed_nbytes == made.nbytes
+
+
 def test_a_kept_traceback_does_not_lock_the_output(larger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = larger.parent / "out"
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from .. import _core
 from .._checkpoint import Checkpoint
 from .._paths import Component, named, render
-from ..errors import CorruptCheckpoint, MisuseError, StepwellError
+from ..errors import CorruptCheckpoint, FormatError, MisuseError
 from ..formats import find
 from ..formats.writers import WRITERS, Content, OutputFile, OutputTensor, PlainValue, Writer
 from .leaves import SelectedLeaf, held_objects, listed, nested, output_dtypes, selected
@@ -186,7 +186,7 @@ def _different(
     try:
         found = find(partial)
         made = None if found is None else found.open("auto")
-    except StepwellError as error:
+    except (CorruptCheckpoint, FormatError) as error:
         raise _unreadable(partial) from error
     if made is None:
         raise _unreadable(partial)
