@@ -15,8 +15,9 @@ use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::region::Region;
 use stepwell_core::sys::lower_priority;
 use stepwell_manager::convert::{
-    self, Complete, Conversion as Engined, ConversionOptions, ConversionPlan, OutputKind, PieceContent,
-    PlannedFile, PlannedPiece, Sharing as Shared, StoredProvider, TensorPair, compare,
+    self, Complete, Conversion as Engined, ConversionOptions, ConversionPlan, Leftover, LeftoverKind,
+    NO_OWNER, OutputKind, PieceContent, PlannedFile, PlannedPiece, Sharing as Shared, StoredProvider,
+    TensorPair, compare,
 };
 use stepwell_manager::state::{Holders, Part};
 use stepwell_manager::{Environment, Error, LeafSource, Manager as EngineManager, Options, Reader};
@@ -86,7 +87,7 @@ impl Conversion {
 #[pymethods]
 impl Conversion {
     /// Begins or resumes the conversion of a checkpoint to a free path, with the ranks of
-    /// `sharing`. `digest` names the plan and its source.
+    /// `sharing`. `digests` name the plan and its source, and the owner.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "a plan and its limits, part by part")]
     fn new(
@@ -95,7 +96,7 @@ impl Conversion {
         path: PathBuf,
         is_directory: bool,
         files: Vec<FileRow<'_>>,
-        digest: [u8; 32],
+        digests: ([u8; 32], Option<[u8; 32]>),
         limits: (u64, u64, u64),
         sharing: &Sharing,
     ) -> PyResult<Self> {
@@ -105,7 +106,7 @@ impl Conversion {
             PyResult::Ok(PlannedFile { name, length, pieces })
         };
         let files = files.into_iter().map(file).collect::<PyResult<_>>()?;
-        let plan = ConversionPlan { files, digest };
+        let plan = ConversionPlan { files, digest: digests.0, owner: digests.1.unwrap_or(NO_OWNER) };
         let (budget_bytes, window_bytes, journal_bytes) = limits;
         // The reader has its own buffers beside the windows.
         let own = source.load_options().budget_bytes + source.computing_bytes();
@@ -343,10 +344,41 @@ fn environment_of(path: &Path) -> Result<Environment, Error> {
     options::environment(path, Engine::Auto, Purpose::Write)
 }
 
-/// Removes what an interrupted conversion to a path has left.
+/// Removes what an interrupted conversion of an owner to a path has left.
 #[pyfunction]
-pub fn discard_conversion(py: Python<'_>, path: PathBuf, is_directory: bool) -> PyResult<()> {
-    call(py, move || convert::discard(&path, kind_of(is_directory), &environment_of(&path)?))
+pub fn discard_conversion(
+    py: Python<'_>,
+    path: PathBuf,
+    is_directory: bool,
+    owner: [u8; 32],
+) -> PyResult<()> {
+    call(py, move || convert::discard(&path, kind_of(is_directory), owner, &environment_of(&path)?))
+}
+
+/// The remains of an output: its name, the kind, and the owner of an incomplete output.
+type LeftoverRow = (String, &'static str, Option<[u8; 32]>);
+
+/// Lists what ended processes have left of outputs in a folder.
+#[pyfunction]
+pub fn leftover_conversions(
+    py: Python<'_>,
+    folder: PathBuf,
+    is_directory: bool,
+) -> PyResult<Vec<LeftoverRow>> {
+    let found =
+        call(py, move || convert::leftovers(&folder, kind_of(is_directory), &environment_of(&folder)?))?;
+    let row = |found: Leftover| match found.kind {
+        LeftoverKind::Partial(owner) => (found.name, "partial", Some(owner)),
+        LeftoverKind::Journal => (found.name, "journal", None),
+        LeftoverKind::Removal => (found.name, "removal", None),
+    };
+    Ok(found.into_iter().map(row).collect())
+}
+
+/// Returns the path that an output has while it is removed.
+#[pyfunction]
+pub fn removal_of(path: &str) -> String {
+    convert::removal_of(path)
 }
 
 /// Removes the file of an earlier conversion, durably.

@@ -48,12 +48,14 @@ __all__ = [
     "flatten",
     "forget_damaged",
     "is_plain",
+    "leftover_conversions",
     "match_state",
     "msgpack",
     "npy_headers",
     "open_path",
     "pickle",
     "read_foreign",
+    "removal_of",
     "remove_conversion",
     "remove_output_file",
     "renamed",
@@ -379,7 +381,7 @@ class Conversion:
         path: _Path,
         is_directory: bool,
         files: list[_FileRow],
-        digest: bytes,
+        digests: tuple[bytes, bytes | None],
         limits: tuple[int, int, int],
         sharing: Sharing,
     ) -> Conversion: ...
@@ -413,7 +415,11 @@ class Sharing:
     def fail(self, cause: str) -> None: ...
     def leave(self) -> None: ...
 
-def discard_conversion(path: _Path, is_directory: bool) -> None: ...
+def discard_conversion(path: _Path, is_directory: bool, owner: bytes) -> None: ...
+def leftover_conversions(
+    folder: _Path, is_directory: bool
+) -> list[tuple[str, Literal["partial", "journal", "removal"], bytes | None]]: ...
+def removal_of(path: str) -> str: ...
 def remove_conversion(path: _Path, only_rest: bool) -> None: ...
 def remove_output_file(path: _Path) -> None: ...
 def write_record(path: _Path, text: str) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -18,10 +19,6 @@ from .errors import MisuseError, StepwellError
 from .formats.files import read
 
 _MAX_RECORD_BYTES: Final = 1 << 20
-#: Follows the name of an export that is being removed.
-_REMOVED: Final = ".removed"
-#: Follows the name of an export that is not complete.
-_JOURNAL: Final = ".journal"
 #: ``{step}``, ``{step:08}`` and the like.
 _FORMAT: Final = re.compile(r"(0?[1-9]\d*)?d?")
 _WARNING: Final = 30
@@ -75,11 +72,16 @@ class Template:
 @dataclass(frozen=True, slots=True)
 class Places:
     """The exports of a root with the names of a template. A record names the root and the step of
-    each: in a directory, or beside a file. Nothing without its record is deleted."""
+    each: in a directory, or beside a file. The journal of an incomplete one names them, too.
+    Nothing without its record is deleted."""
 
     root: str
     template: Template
     is_directory: bool
+
+    def owner(self, step: int) -> bytes:
+        """Names this root and a step, in the journal of an export."""
+        return hashlib.sha256(json.dumps([self.root, step]).encode()).digest()
 
     def record_for(self, step: int, checkpoint: Checkpoint) -> Record:
         """The record of an export to come."""
@@ -114,8 +116,9 @@ class Places:
         """Removes an export that has a record."""
         path = self.template.path(step)
         if self.is_directory:
-            if os.path.lexists(path + _REMOVED) and not self._is_rest(step):
-                raise MisuseError(f"{path}{_REMOVED} is in the way of a removal. Move or delete it")
+            rest = _core.removal_of(path)
+            if os.path.lexists(rest) and not self._is_rest(rest, step):
+                raise MisuseError(f"{rest} is in the way of a removal. Move or delete it")
             _core.remove_conversion(path, only_rest=False)
         else:
             _core.remove_output_file(path)
@@ -130,8 +133,8 @@ class Places:
             self.remove(step)
 
     def discard(self, step: int) -> None:
-        """Removes what an export has written so far."""
-        _core.discard_conversion(self.template.path(step), self.is_directory)
+        """Removes what an export of this root has written so far."""
+        _core.discard_conversion(self.template.path(step), self.is_directory, self.owner(step))
 
     def discard_record(self, step: int) -> None:
         """Removes the record of a file that was not written."""
@@ -139,36 +142,34 @@ class Places:
             os.unlink(self._record_file(step))
 
     def interrupted(self) -> set[int]:
-        """The steps of interrupted exports. Ends interrupted removals, and removes the journals of
-        complete exports."""
-        steps, names = set(), set(self._names())
-        for name in names:
-            rest = self.template.step(name.removesuffix(_REMOVED)) if name.endswith(_REMOVED) else None
-            if rest is not None and self.is_directory:
-                self._end_removal(rest)
-            if ".partial" not in name:
+        """The steps of interrupted exports of this root. Ends interrupted removals, and removes the
+        journals of complete exports."""
+        steps = set()
+        for name, what, owner in _core.leftover_conversions(self.template.folder, self.is_directory):
+            step = self.template.step(name)
+            if step is None:
                 continue
-            partial = name.removesuffix(_JOURNAL)
-            step = self.template.step(partial.replace(".partial", "", 1))
-            if partial == name:
-                steps.add(step)
-            elif step is not None and partial not in names:
+            if what == "removal":
+                self._end_removal(step)
+            elif what == "journal":
                 self.discard(step)
-        return {step for step in steps if step is not None}
+            elif owner == self.owner(step):
+                steps.add(step)
+        return steps
 
     def _end_removal(self, step: int) -> None:
         path = self.template.path(step)
-        if self._is_rest(step):
+        rest = _core.removal_of(path)
+        if self._is_rest(rest, step):
             _core.remove_conversion(path, only_rest=True)
         else:
             lifecycle.log(
                 *(_WARNING, "stepwell"),
-                f"leaving {path}{_REMOVED}: it has no {_core.EXPORT_RECORD} of this root and step. Move or delete it",
+                f"leaving {rest}: it has no {_core.EXPORT_RECORD} of this root and step. Move or delete it",
             )
 
-    def _is_rest(self, step: int) -> bool:
+    def _is_rest(self, path: str, step: int) -> bool:
         """True for the rest of a removed export. Its record is deleted last."""
-        path = self.template.path(step) + _REMOVED
         return self._read(os.path.join(path, _core.EXPORT_RECORD), step) is not None or (
             os.path.isdir(path) and not os.listdir(path)
         )

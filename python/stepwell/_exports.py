@@ -317,7 +317,14 @@ class Exporter:
                 extra.append(OutputFile(_core.EXPORT_RECORD))
                 record = places.record_for(job.step, checkpoint)
                 extra[0].add_bytes(json.dumps(record, indent=2).encode())
-            return write(checkpoint, path, what, sharing, extra=extra, progress=progress, beside=self._core)
+            owner = places.owner(job.step)
+            return write(
+                *(checkpoint, path, what, sharing),
+                extra=extra,
+                progress=progress,
+                beside=self._core,
+                owner=owner,
+            )
 
     def _decide(self, job: _Job) -> Literal["write", "skip", "done"]:
         """The leader's decision. A step is skipped if a newer one waits. Prepares the place of one

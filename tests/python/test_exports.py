@@ -142,6 +142,74 @@ def test_the_journal_of_a_complete_export_is_removed(tmp_path: Path, root: Path,
     assert exported(tmp_path) == complete
 
 
+class _Stop(Exception):
+    """Raised by a progress callback."""
+
+
+def stop(done: int, total: int) -> None:
+    raise _Stop
+
+
+@pytest.mark.parametrize("ending", ["", ".safetensors"])
+def test_interrupted_conversions_of_users_stay(
+    tmp_path: Path, root: Path, ending: str, small_windows: None
+) -> None:
+    exports = [export(tmp_path, destination=tmp_path / "hf" / f"{{step}}{ending}")]
+    with sw.CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+    given: dict[str, Any] = {"to": "safetensors", "subtree": "model"}
+    # 1 is a step of the root, and 7 is none.
+    for step in (1, 7):
+        with pytest.raises(_Stop):
+            sw.convert(root, tmp_path / "hf" / f"{step}{ending}", step=1, progress=stop, **given)
+    users = exported(tmp_path)
+    # Of 8, the output was removed by hand.
+    journal = tmp_path / "hf" / f"8.partial{ending}.journal"
+    journal.write_bytes((tmp_path / "hf" / f"7.partial{ending}.journal").read_bytes())
+    events: list[Any] = []
+    with sw.CheckpointManager(root, exports=exports, on_event=events.append) as manager:
+        manager.wait_for_exports()
+        assert [(event.step, event.outcome) for event in events] == [(2, "exported")]
+        assert {*users, journal.name} <= {*exported(tmp_path)}
+        events.clear()
+        manager.save(7, state_of(7))
+    failed = [event for event in events if isinstance(event, sw.events.ExportEvent)]
+    assert [(event.step, event.outcome) for event in failed] == [(7, "failed")]
+    assert "not one of this export" in failed[0].error
+    assert {*users, journal.name} <= {*exported(tmp_path)}
+    for step in (1, 7):
+        sw.convert(root, tmp_path / "hf" / f"{step}{ending}", step=1, **given)
+
+
+def test_interrupted_exports_of_other_roots_stay(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exports of this root to steps that it does not have any more are deleted."""
+    from stepwell._conversion import files
+
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    def killed(root: Path, step: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "_verify", interrupted)
+            patched.setattr("stepwell._export_places.Places.discard", lambda *given: None)
+            with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+                manager.save(step, state_of(step))
+
+    other = tmp_path / "other"
+    killed(root, 5)
+    killed(other, 6)
+    for folder, step in ((root, 5), (other, 6)):
+        with sw.CheckpointManager(folder) as manager:
+            manager.delete(step)
+    assert exported(tmp_path) == ["5.partial", "5.partial.journal", "6.partial", "6.partial.journal"]
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]):
+        pass
+    assert exported(tmp_path) == ["6.partial", "6.partial.journal"]
+
+
 def test_only_the_newest_exports_are_kept(tmp_path: Path, root: Path) -> None:
     # Neither a stranger's directory nor one of another root is deleted.
     (tmp_path / "hf" / "2").mkdir(parents=True)

@@ -18,7 +18,13 @@ pub struct ConversionPlan {
     pub files: Vec<PlannedFile>,
     /// Names this plan and its source. A conversion is resumed only by a plan with the same digest.
     pub digest: [u8; 32],
+    /// Names the export that the conversion is for. An export does not replace the conversion of
+    /// another owner. [`NO_OWNER`] is not checked.
+    pub owner: [u8; 32],
 }
+
+/// The owner of a conversion that is for no export.
+pub const NO_OWNER: [u8; 32] = [0; 32];
 
 /// An output file.
 #[derive(Debug)]

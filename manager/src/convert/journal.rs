@@ -8,7 +8,7 @@
 //! torn.
 //!
 //! ```text
-//! record: magic 8 │ crc32c of the rest 4 │ bytes 4 │ generation 16 │ digest 32 │ finished 8 │ sums 12 each │ zeros
+//! record: magic 8 │ crc32c of the rest 4 │ bytes 4 │ generation 16 │ digest 32 │ owner 32 │ finished 8 │ sums 12 each │ zeros
 //! ```
 
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 
 const MAGIC: &[u8; 8] = b"swconv\x01\n";
 /// Bytes before the sums.
-const HEAD: usize = 72;
+const HEAD: usize = 104;
 /// Bytes of a sum.
 const SUM: usize = 12;
 /// The longest journal that is read.
@@ -36,6 +36,7 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Recorded {
     pub digest: [u8; 32],
+    pub owner: [u8; 32],
     pub generation: u128,
     /// Windows that are durable.
     pub finished: u64,
@@ -49,6 +50,7 @@ pub(super) struct Journal {
     disk: Arc<dyn Disk>,
     file: Arc<dyn File>,
     digest: [u8; 32],
+    owner: [u8; 32],
     generation: u128,
     end: u64,
 }
@@ -94,17 +96,19 @@ fn decode(bytes: &[u8], at: u64) -> Option<Recorded> {
     Some(Recorded {
         generation: u128::from_le_bytes(record.get(16..32)?.try_into().ok()?),
         digest: record.get(32..64)?.try_into().ok()?,
-        finished: u64::from_le_bytes(record.get(64..HEAD)?.try_into().ok()?),
+        owner: record.get(64..96)?.try_into().ok()?,
+        finished: u64::from_le_bytes(record.get(96..HEAD)?.try_into().ok()?),
         sums: sums.iter().map(sum).collect(),
         end: at + (length as u64).next_multiple_of(WINDOW_ALIGNMENT),
     })
 }
 
-fn encode(digest: [u8; 32], generation: u128, finished: u64, sums: &[PieceSum]) -> Vec<u8> {
+fn encode(digest: [u8; 32], owner: [u8; 32], generation: u128, finished: u64, sums: &[PieceSum]) -> Vec<u8> {
     let length = HEAD + sums.len() * SUM;
     let mut rest = (length as u32).to_le_bytes().to_vec();
     rest.extend(generation.to_le_bytes());
     rest.extend(digest);
+    rest.extend(owner);
     rest.extend(finished.to_le_bytes());
     for sum in sums {
         rest.extend([sum.file, sum.piece, sum.crc].map(u32::to_le_bytes).as_flattened());
@@ -118,22 +122,23 @@ impl Journal {
         disk: Arc<dyn Disk>,
         file: Arc<dyn File>,
         digest: [u8; 32],
+        owner: [u8; 32],
         generation: u128,
     ) -> Result<Self> {
-        let mut this = Self { disk, file, digest, generation, end: 0 };
+        let mut this = Self { disk, file, digest, owner, generation, end: 0 };
         this.append(0, &[])?;
         Ok(this)
     }
 
     /// Goes on after the last record.
     pub(super) fn resume(disk: Arc<dyn Disk>, file: Arc<dyn File>, recorded: &Recorded) -> Self {
-        let Recorded { digest, generation, end, .. } = *recorded;
-        Self { disk, file, digest, generation, end }
+        let Recorded { digest, owner, generation, end, .. } = *recorded;
+        Self { disk, file, digest, owner, generation, end }
     }
 
     /// Appends a durable record. The windows that it counts are durable already.
     pub(super) fn append(&mut self, finished: u64, sums: &[PieceSum]) -> Result<()> {
-        let bytes = encode(self.digest, self.generation, finished, sums);
+        let bytes = encode(self.digest, self.owner, self.generation, finished, sums);
         let length = bytes.len().next_multiple_of(WINDOW_ALIGNMENT as usize);
         let mut buffer = Buffer::alone(length)?;
         if let Some(start) = buffer.get_mut(..bytes.len()) {
@@ -163,9 +168,10 @@ mod tests {
     #[test]
     fn a_record_is_read_as_it_was_written_or_not_at_all() {
         for count in [0, 1, 400] {
-            let bytes = encode([7; 32], 1 << 100 | 5, 42, &sums(count));
+            let bytes = encode([7; 32], [8; 32], 1 << 100 | 5, 42, &sums(count));
             let found = decode(&bytes, 0).unwrap();
-            assert_eq!((found.digest, found.generation, found.finished), ([7; 32], 1 << 100 | 5, 42));
+            assert_eq!((found.digest, found.owner), ([7; 32], [8; 32]));
+            assert_eq!((found.generation, found.finished), (1 << 100 | 5, 42));
             assert_eq!(found.sums, sums(count));
             assert_eq!(found.end % WINDOW_ALIGNMENT, 0);
             for at in 0..bytes.len() {

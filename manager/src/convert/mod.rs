@@ -58,8 +58,10 @@ use crate::singular;
 
 pub(crate) use bands::Bands;
 pub use compare::{TensorPair, compare};
-pub use file_plan::{ConversionPlan, PieceContent, PlannedFile, PlannedPiece};
-pub use partial_output::{discard, end_removal, remove, remove_file, write_record};
+pub use file_plan::{ConversionPlan, NO_OWNER, PieceContent, PlannedFile, PlannedPiece};
+pub use partial_output::{
+    Leftover, LeftoverKind, discard, end_removal, leftovers, removal_of, remove, remove_file, write_record,
+};
 pub use sharing::Sharing;
 pub use stored_provider::StoredProvider;
 
@@ -253,10 +255,14 @@ impl Beginning<'_> {
         // Another process may have finished between the first check and the lock.
         output.check_free()?;
         let recorded = output.read_journal(&output.journal)?;
-        if recorded.is_none() && is_there {
-            return Err(output.in_the_way(&output.partial));
+        match &recorded {
+            None if is_there => return Err(output.in_the_way(&output.partial)),
+            Some(found) if is_there && ![found.owner, NO_OWNER].contains(&self.plan.owner) => {
+                return Err(output.of_another_owner());
+            }
+            _ => {}
         }
-        let recorded = recorded.filter(|found| is_there && found.digest == self.plan.digest);
+        let recorded = recorded.filter(|found| is_there && self.is_same(found));
         Ok((output, recorded, lock))
     }
 
@@ -264,7 +270,12 @@ impl Beginning<'_> {
     /// belongs to this conversion from what an earlier one has left.
     fn recorded(&self, output: &PartialOutput, rank: u32, generation: u128) -> Result<Option<Recorded>> {
         let recorded = output.read_journal(&output.journal_of(rank))?;
-        Ok(recorded.filter(|found| found.digest == self.plan.digest && found.generation == generation))
+        Ok(recorded.filter(|found| self.is_same(found) && found.generation == generation))
+    }
+
+    /// True if a journal is of this plan and owner.
+    fn is_same(&self, found: &Recorded) -> bool {
+        (found.digest, found.owner) == (self.plan.digest, self.plan.owner)
     }
 
     /// True if the files of this rank's finished windows are there.
@@ -275,7 +286,8 @@ impl Beginning<'_> {
     /// Begins the journal of a rank.
     fn start(&self, output: &PartialOutput, rank: u32, generation: u128) -> Result<Journal> {
         let file = output.open_journal(&output.journal_of(rank))?;
-        let journal = Journal::start(Arc::clone(&self.environment.disk), file, self.plan.digest, generation)?;
+        let ConversionPlan { digest, owner, .. } = *self.plan;
+        let journal = Journal::start(Arc::clone(&self.environment.disk), file, digest, owner, generation)?;
         output.parent.sync()?;
         Ok(journal)
     }

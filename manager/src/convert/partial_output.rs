@@ -42,6 +42,15 @@ pub(super) struct PartialOutput {
     pub journal: String,
 }
 
+/// The owner that a journal names.
+enum JournalOwner {
+    /// It is no journal.
+    None,
+    /// Its first record was never finished.
+    Unwritten,
+    Of([u8; 32]),
+}
+
 impl PartialOutput {
     pub(super) fn new(parent: Arc<dyn Dir>, name: String, kind: OutputKind) -> Self {
         // Readers know a file by the end of its name, which stays.
@@ -112,6 +121,19 @@ impl PartialOutput {
         Ok(recorded)
     }
 
+    /// Returns the owner in the journal.
+    fn owner(&self) -> Result<JournalOwner> {
+        let file = match self.parent.open_file(&self.journal) {
+            Err(error) if error.is_not_found() || error.is_no_file() => return Ok(JournalOwner::None),
+            opened => opened?,
+        };
+        Ok(match journal::read(&*file)? {
+            Some(recorded) => JournalOwner::Of(recorded.owner),
+            None if journal::is_unwritten(&*file)? => JournalOwner::Unwritten,
+            None => JournalOwner::None,
+        })
+    }
+
     /// Opens a journal, or creates it.
     pub(super) fn open_journal(&self, name: &str) -> Result<Arc<dyn File>> {
         match self.parent.overwrite_file(name, 0) {
@@ -124,6 +146,13 @@ impl PartialOutput {
         Error::Invalid(format!(
             "{} is in the way: it has the name of an incomplete conversion, and is none. Move or delete it",
             self.parent.path().join(name).display()
+        ))
+    }
+
+    pub(super) fn of_another_owner(&self) -> Error {
+        Error::Invalid(format!(
+            "{} is in the way: it is an incomplete conversion, and not one of this export. Finish it, or delete it and its journal",
+            self.path().display()
         ))
     }
 
@@ -250,22 +279,84 @@ pub(super) fn settle_lengths(dir: &dyn Dir, files: &[OutputFile]) -> Result<()> 
     Ok(())
 }
 
-/// Removes what an interrupted conversion to `path` has left. Does nothing if there is nothing, or
-/// if another process writes it.
-pub fn discard(path: &Path, kind: OutputKind, environment: &Environment) -> Result<()> {
+/// Removes what an interrupted conversion of `owner` to `path` has left. Does nothing if there is
+/// nothing, if it has another owner, or if another process writes it.
+pub fn discard(path: &Path, kind: OutputKind, owner: [u8; 32], environment: &Environment) -> Result<()> {
     let (parent, name) = singular::split(path)?;
     let parent = match environment.disk.open_dir(parent) {
         Err(error) if error.is_not_found() => return Ok(()),
         parent => parent?,
     };
     let output = PartialOutput::new(parent, name, kind);
-    match output.parent.try_lock(&output.journal, LockKind::Exclusive, false) {
+    let _lock = match output.parent.try_lock(&output.journal, LockKind::Exclusive, false) {
         // Without its journal, it may be somebody else's.
-        Err(error) if error.is_not_found() => Ok(()),
-        Ok(None) => Ok(()),
-        Err(error) if !error.is_without_locks() => Err(error.into()),
-        _lock => output.give_up(),
+        Err(error) if error.is_not_found() => return Ok(()),
+        Ok(None) => return Ok(()),
+        Err(error) if !error.is_without_locks() => return Err(error.into()),
+        lock => lock,
+    };
+    match output.owner()? {
+        JournalOwner::Of(found) if found == owner => output.give_up(),
+        // The process was killed before it wrote anything.
+        JournalOwner::Unwritten if !output.is_there()? => output.give_up(),
+        _ => Ok(()),
     }
+}
+
+/// The remains of an output, which an ended process has left.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leftover {
+    /// The name of the complete output.
+    pub name: String,
+    /// The kind of its remains.
+    pub kind: LeftoverKind,
+}
+
+/// The kind of the remains of an output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeftoverKind {
+    /// An incomplete output with its journal, and the owner in it.
+    Partial([u8; 32]),
+    /// A journal alone.
+    Journal,
+    /// A directory that is being removed.
+    Removal,
+}
+
+/// Lists what ended processes have left in a directory of outputs of one kind. A running conversion
+/// is listed, too. Incomplete outputs without a journal are not: they may be somebody else's.
+pub fn leftovers(folder: &Path, kind: OutputKind, environment: &Environment) -> Result<Vec<Leftover>> {
+    let parent = match environment.disk.open_dir(folder) {
+        Err(error) if error.is_not_found() => return Ok(Vec::new()),
+        parent => parent?,
+    };
+    let mut found = Vec::new();
+    for entry in parent.entries()? {
+        if kind == OutputKind::Directory
+            && let Some(name) = entry.name.strip_suffix(REMOVED)
+        {
+            found.push(Leftover { name: name.to_owned(), kind: LeftoverKind::Removal });
+        }
+        let Some(partial) = entry.name.strip_suffix(JOURNAL) else { continue };
+        let names = partial.match_indices(PARTIAL).map(|(at, _)| {
+            let (start, end) = partial.split_at(at);
+            format!("{start}{}", end.strip_prefix(PARTIAL).unwrap_or_default())
+        });
+        let mut outputs = names.map(|name| PartialOutput::new(Arc::clone(&parent), name, kind));
+        let Some(output) = outputs.find(|output| output.partial == partial) else { continue };
+        let kind = match output.owner()? {
+            JournalOwner::Of(owner) if output.is_there()? => LeftoverKind::Partial(owner),
+            JournalOwner::Of(_) | JournalOwner::Unwritten if !output.is_there()? => LeftoverKind::Journal,
+            _ => continue,
+        };
+        found.push(Leftover { name: output.name, kind });
+    }
+    Ok(found)
+}
+
+/// Returns the name that an output has while it is removed.
+pub fn removal_of(name: &str) -> String {
+    format!("{name}{REMOVED}")
 }
 
 /// Removes the directory of a complete output. Its name is free at once, also after a crash, and
@@ -274,7 +365,7 @@ pub fn remove(path: &Path, environment: &Environment) -> Result<()> {
     end_removal(path, environment)?;
     let (parent, name) = singular::split(path)?;
     let parent = environment.disk.open_dir(parent)?;
-    match aside::retire(&*parent, &name, &format!("{name}{REMOVED}")) {
+    match aside::retire(&*parent, &name, &removal_of(&name)) {
         Err(error) if error.is_not_found() => return Ok(()),
         retired => retired?,
     }
@@ -302,5 +393,5 @@ pub fn write_record(path: &Path, bytes: &[u8], environment: &Environment) -> Res
 pub fn end_removal(path: &Path, environment: &Environment) -> Result<()> {
     let (parent, name) = singular::split(path)?;
     let parent = environment.disk.open_dir(parent)?;
-    Ok(ignore_missing(delete_tree(&*parent, &format!("{name}{REMOVED}")))?)
+    Ok(ignore_missing(delete_tree(&*parent, &removal_of(&name)))?)
 }

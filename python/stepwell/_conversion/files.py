@@ -35,10 +35,12 @@ def write(
     extra: Iterable[OutputFile] = (),
     progress: Progress | None = None,
     beside: _core.Manager | None = None,
+    owner: bytes | None = None,
 ) -> ConversionResult:
     """Writes a checkpoint in the format of another library, with the ranks of ``sharing``, whose
     session the caller ends if this fails. ``extra``: more files. ``beside``: at low priority,
-    beside the saves of a manager."""
+    beside the saves of a manager. ``owner``: names an export, which replaces no incomplete output
+    of another owner."""
     begun = time.monotonic()
     options = what.file_options(where)
     core = checkpoint._open()
@@ -64,7 +66,8 @@ def write(
     budget = _BUDGET_BYTES - 2 * sum(file.length for file in passed)
     limits = budget, _WINDOW_BYTES, _JOURNAL_BYTES
     is_in_files = options.shard_bytes is not None
-    conversion = _core.Conversion(core, where, is_in_files, rows, _resume_digest(core, plan), limits, sharing)
+    digests = _resume_digest(core, plan), owner
+    conversion = _core.Conversion(core, where, is_in_files, rows, digests, limits, sharing)
     with contextlib.closing(conversion):
         resumed = conversion.resumed_bytes()
         partial = conversion.partial()

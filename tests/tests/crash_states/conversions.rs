@@ -9,7 +9,7 @@ use stepwell_core::dtype::Dtype;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, Image, OperationKind, SimDisk};
 use stepwell_manager::convert::{
-    self as conversions, Conversion, ConversionOptions, ConversionPlan, OutputKind, PieceContent,
+    self as conversions, Conversion, ConversionOptions, ConversionPlan, NO_OWNER, OutputKind, PieceContent,
     PlannedFile, PlannedPiece, Sharing,
 };
 use stepwell_manager::{Checkpoint, Error, Outcome, SaveRequest, singular};
@@ -52,7 +52,7 @@ fn plan() -> ConversionPlan {
     let two = vec![tensor(0, m, 1), bytes(m, 3), tensor(4096, w, 0), bytes(4096 + w, 40)];
     let file = |name: &str, length, pieces| PlannedFile { name: name.to_owned(), length, pieces };
     let files = vec![file(FILES[0], 104 + w + 10, one), file(FILES[1], 4096 + w + 40, two)];
-    ConversionPlan { files, digest: [3; 32] }
+    ConversionPlan { files, digest: [3; 32], owner: NO_OWNER }
 }
 
 fn begin(
