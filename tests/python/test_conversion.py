@@ -489,6 +489,15 @@ def test_a_name_of_another_format_is_refused(saved: Path, name: str, to: Any, hi
     assert sorted(saved.parent.iterdir()) == before
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch", "npz", "dcp", "stepwell"])
+def test_a_conversion_that_skips_everything_is_refused(tmp_path: Path, to: Any) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({None: torch.ones(2)}, tmp_path / "c.pt")
+    with pytest.raises(sw.MisuseError, match="nothing to convert"):
+        sw.convert(tmp_path / "c.pt", tmp_path / "out", to=to, objects="skip")
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+
+
 def test_skip_is_for_objects_and_not_for_dtypes(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", {"a": [np.zeros(2, np.complex128)], "b": np.zeros(2)})
     error = document("convert", tmp_path / "saved", tmp_path / "x", "--to", "safetensors", code=2)["error"]

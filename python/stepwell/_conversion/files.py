@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from .. import _core
 from .._checkpoint import Checkpoint
-from .._paths import Component, named, render
+from .._paths import named, render
 from ..errors import CorruptCheckpoint, FormatError, MisuseError
 from ..formats import find
 from ..formats.writers import WRITERS, Content, OutputFile, OutputTensor, PlainValue, Writer
-from .leaves import SelectedLeaf, held_objects, listed, nested, output_dtypes, selected
+from .leaves import SelectedLeaf, held_objects, listed, nested, output_dtypes, places, selected
 from .passed_along import as_output
 from .spec import Conversion, ConversionResult, Progress, digest
 
@@ -105,15 +105,13 @@ def _content(
     # Of tied tensors, the first one of the state has the bytes. It is the embedding of a model
     # whose head is tied to it. `transformers` and vLLM tie the head again.
     first: dict[tuple[int, str], str] = {}
-    for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True):
+    for leaf, dtype, parts in zip(arrays, output_dtypes(arrays, choice), places(arrays), strict=True):
         name = names[leaf.number]
-        places: list[Component] = [("k", name)]
-        if writer.has_paths:
-            places = [("k", part) if isinstance(part, str) else ("x", part) for part in leaf.places]
-        path = name if writer.is_nested else render(places)
-        tensors[leaf.number] = OutputTensor(
-            name, path, leaf.number, dtype, leaf.shape, leaf.places, leaf.path
-        )
+        path = name
+        if not writer.is_nested:
+            keys = parts if writer.has_paths else (name,)
+            path = render(("k", part) if isinstance(part, str) else ("x", part) for part in keys)
+        tensors[leaf.number] = OutputTensor(name, path, leaf.number, dtype, leaf.shape, parts, leaf.path)
         first.setdefault((leaf.holder, dtype), name)
     ties = {
         tensor.name: holder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import _core
@@ -40,12 +40,6 @@ class SelectedLeaf:
     def name(self) -> str:
         """Its name in a flat state dict."""
         return ".".join(str(value) for _, value in self.components)
-
-    @property
-    def places(self) -> tuple[str | int, ...]:
-        """The keys and indices of its path, as torch has them: keys are text. A state that is one
-        leaf has it under the empty key."""
-        return tuple(value if tag == "x" else str(value) for tag, value in self.components) or ("",)
 
     @property
     def nested_name(self) -> str:
@@ -137,6 +131,10 @@ def held_objects(
             "leaves with include="
         )
     leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None or leaf.number in values]
+    if not leaves:
+        raise MisuseError(
+            f"{to} cannot hold {listed(paths)}: it holds {held} only. No other leaf is selected, so there is nothing to convert"
+        )
     return values, paths
 
 
@@ -169,6 +167,26 @@ def nested(structure: Structure, node: int, values: Mapping[int, object]) -> obj
         return {value: one for (_, value), one in children}
     found = [one for _, one in children]
     return tuple(found) if what == "tuple" else found
+
+
+def places(leaves: Sequence[SelectedLeaf]) -> list[tuple[str | int, ...]]:
+    """The keys and indices of the leaves' paths, as DCP has them. Keys are text. Indices of a list
+    are text, too, if other elements than its last ones are missing, and at the top. A state that
+    is one leaf has it under the empty key."""
+    indices: dict[tuple[Component, ...], set[int]] = {}
+    for leaf in leaves:
+        for at, (tag, value) in enumerate(leaf.components):
+            if tag == "x" and at:
+                indices.setdefault(leaf.components[:at], set()).add(int(value))
+    whole = {above for above, found in indices.items() if found == set(range(len(found)))}
+    return [
+        tuple(
+            value if tag == "x" and leaf.components[:at] in whole else str(value)
+            for at, (tag, value) in enumerate(leaf.components)
+        )
+        or ("",)
+        for leaf in leaves
+    ]
 
 
 def listed(paths: tuple[str, ...]) -> str:
