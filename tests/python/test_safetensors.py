@@ -185,6 +185,17 @@ def test_a_missing_shard_is_named(shards: Path) -> None:
     assert failure.value.errno == errno.ENOENT
 
 
+def test_a_directory_that_lacks_numbered_files_is_refused(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_file(
+            {f"w{number}": np.ones(2, np.float32)}, tmp_path / f"model-0000{number}-of-00003.safetensors"
+        )
+    with pytest.raises(sw.CorruptCheckpoint, match="2 of 3 files model-…-of-00003"):
+        sw.open(tmp_path)
+    save_file({"w2": np.ones(2, np.float32)}, tmp_path / "model-00002-of-00003.safetensors")
+    assert sw.restore(tmp_path).keys() == {"w1", "w2", "w3"}
+
+
 def test_a_file_that_changes_length_is_damage(model: Path) -> None:
     with sw.open(model) as checkpoint:
         os.truncate(model / "model.safetensors", 300)

@@ -277,10 +277,12 @@ def test_arrays_of_a_pickle_are_read_from_the_file(tmp_path: Path, protocol: int
         "y": np.arange(9, dtype=">i8"),
         "ascii": np.arange(9, dtype=np.int16),
         "f": np.asfortranarray(np.arange(300, dtype=np.int16).reshape(20, 15)),
+        "empty": np.zeros((0, 3), np.float32),
     }
     path = saved(tmp_path / "x.pt", state, pickle_protocol=protocol)
     with sw.open(path) as checkpoint:
         assert checkpoint["ascii"].dtype == np.int16
+        assert type(checkpoint["empty"]) is type(checkpoint["ascii"]), "an array, not an object"
         assert checkpoint["f"][3:5, 7].tolist() == [52, 67]
         assert checkpoint.verify().ok
         assert checkpoint["x"][500:502].tolist() == [500, 501]
@@ -335,6 +337,7 @@ def test_unknown_parts_do_not_cost_the_file(tmp_path: Path) -> None:
         "objects": np.array([{}, 1], object),
         "texts": np.array(["a"]),
         "keys": {(1, 2): torch.ones(1)},
+        "dimensions": torch.ones([1] * 65),
         "w": torch.ones(2),
     }
     with sw.open(saved(tmp_path / "x.pt", state)) as checkpoint:
@@ -350,6 +353,7 @@ def test_unknown_parts_do_not_cost_the_file(tmp_path: Path) -> None:
         "objects": "<opaque numpy.ndarray of numpy.dtype O8>",
         "texts": "<opaque numpy.ndarray of numpy.dtype U1>",
         "keys": "<opaque a dict with keys of type tuple>",
+        "dimensions": "<opaque torch tensor of float32 with 65 dimensions, more than 64>",
     }
 
 

@@ -77,12 +77,15 @@ def _laid_out(
     name = storable_name(dtype.newbyteorder("="))
     if name is None:
         return opaque(f"numpy.ndarray of {dtype}")
+    if not nbytes:
+        tensor = Tensor(name, shape, ())
+        return Found(tensor, tensor)
     place = made.stream.place_of(node)
     if place is None:
         array = np.ndarray(shape, dtype, bytes(data), 0, strides).astype(dtype.newbyteorder("="))
         return Found(array, array)
     chunk = Chunk(*place, nbytes, (0,) * len(shape), shape, tuple(strides), dtype.byteorder == ">")
-    tensor = Tensor(name, shape, (chunk,) if nbytes else ())
+    tensor = Tensor(name, shape, (chunk,))
     return Found(tensor, tensor)
 
 

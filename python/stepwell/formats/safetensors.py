@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ from .files import corrupt, read, weight_map
 FAMILY = "safetensors"
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
+#: A file of several: stem, number and count. Ranks of DCP put their own number before the stem.
+_NUMBERED = re.compile(r"(?:shard-\d+-)?(.+)-(\d{5})-of-(\d{5})\.safetensors")
 #: The entry of the text metadata in which DCP notes where parts begin, and its longest text.
 _SHARDING = "DCP_SHARDING_INFO"
 _MAX_SHARDING_BYTES = 16 << 20
@@ -89,7 +92,25 @@ def describe(path: str) -> Description | None:
         raise corrupt(
             path, f"{len(indexes)} indexes ({', '.join(map(os.path.basename, indexes))}); pass one of them"
         )
+    _check_numbered(path, files)
     return _whole(path, files) if files else None
+
+
+def _check_numbered(path: str, files: Sequence[str]) -> None:
+    """Refuses a directory that lacks some of its numbered files. Ranks of DCP may each write a part
+    of one number."""
+    found: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        match = _NUMBERED.fullmatch(os.path.basename(file))
+        if match is not None:
+            found.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (stem, count), numbers in found.items():
+        present = len(numbers & set(range(1, count + 1)))
+        if present < count:
+            raise corrupt(
+                path,
+                f"{present} of {count} files {stem}-…-of-{count:05}{_SUFFIX} are there. Download or copy the others, or pass one file",
+            )
 
 
 def _whole(path: str, files: Sequence[str]) -> Description:

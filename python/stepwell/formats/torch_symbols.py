@@ -298,6 +298,8 @@ class TensorSymbols:
             return opaque("torch tensor of an unknown storage")
         if not dtype:
             return opaque("torch quantized tensor")
+        if type(size) is tuple and len(size) > MAX_DIMS:
+            return opaque(f"torch tensor of {dtype} with {len(size)} dimensions, more than {MAX_DIMS}")
         shape, strides = _integers(size), _integers(stride)
         if len(shape) != len(strides) or type(begin) is not int or begin < 0:
             raise Malformed("a tensor's size and stride do not fit together")
