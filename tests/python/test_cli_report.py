@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from command_line import document, make_root, run
+from safetensors.numpy import save_file
 from stepwell._cli.report_page import embedded, page
 
 HOSTILE = (
@@ -127,6 +128,18 @@ def test_an_older_report_stays_where_a_new_one_cannot_be_made(root: Path, tmp_pa
     assert out.read_text() == before
     assert run("report", root, "-o", tmp_path / "no" / "such" / "report.html").exit_code == 1
     assert sorted(one.name for one in tmp_path.iterdir()) == ["report.html", "run"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "notes.html"])
+def test_a_report_replaces_nothing_but_a_report(root: Path, tmp_path: Path, name: str) -> None:
+    make_root(root, steps=1)
+    path = tmp_path / name
+    save_file({"w": np.ones(2, np.float32)}, path)
+    before = path.read_bytes()
+    assert run("report", root, "-o", path).exit_code == 2
+    assert path.read_bytes() == before
+    assert run("report", root, "-o", tmp_path / "report").exit_code == 2
+    assert not (tmp_path / "report").exists()
 
 
 def test_twenty_thousand_leaves_have_a_report_of_a_few_megabytes(root: Path, tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import click
 
 import stepwell as sw
 
-from ..errors import StepwellError, from_system
+from ..errors import MisuseError, StepwellError, from_system
 from .command import command
 from .output import FINE, PROBLEMS, Output, safe, size
 from .report_data import of_checkpoint, of_root
-from .report_page import page
+from .report_page import MAX_HEAD_BYTES, is_page, page
 from .retention import RetentionOptions, retention_of, retention_options
 from .targets import TARGET, Target, root_of
 
@@ -39,6 +39,7 @@ def report(out: Output, path: Target, output: str, **options: Unpack[RetentionOp
     shows the steps over time and the decisions of retention. It covers the newest step of a root,
     or that of ROOT@STEP.
     """
+    _check_output(output)
     retention = retention_of(options)
     root = None if root_of(path.path) is None else os.path.abspath(path.path)
     if retention is not None and root is None:
@@ -62,7 +63,7 @@ def report(out: Output, path: Target, output: str, **options: Unpack[RetentionOp
         "checkpoint": about_checkpoint,
         "unread": None if unread is None else safe(unread),
     }
-    text = page(f"{os.path.basename(shown)}: stepwell", data)
+    text = page(os.path.basename(shown), data)
     _write(output, text)
     nbytes = len(text.encode())
     step = None if about_checkpoint is None else about_checkpoint["step"]
@@ -85,6 +86,21 @@ def _rule(options: RetentionOptions) -> str:
     return " ".join(
         f"--{name} {one:g}" if isinstance(one, float) else f"--{name} {one}" for name, one in given
     )
+
+
+def _check_output(output: str) -> None:
+    """Refuses to replace anything but an older report."""
+    if not output.endswith(".html"):
+        raise click.UsageError(f"the name of a report ends with .html, and {safe(output)} does not")
+    if not os.path.lexists(output):
+        return
+    try:
+        with open(output, "rb") as file:
+            is_report = is_page(file.read(MAX_HEAD_BYTES))
+    except OSError as error:
+        raise from_system(f"{output} cannot be read", error, output) from error
+    if not is_report:
+        raise MisuseError(f"{output} exists and is no report of stepwell. Pass a free name")
 
 
 def _write(output: str, text: str) -> None:

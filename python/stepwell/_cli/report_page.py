@@ -19,18 +19,30 @@ from string import Template
 _SCRIPTS = ("base.js", "grid.js", "treemap.js", "files.js", "leaves.js", "steps.js", "main.js")
 
 
-def page(title: str, data: dict[str, object]) -> str:
-    """The whole page."""
+#: The end of the title of every page.
+_TITLE_END = ": stepwell"
+#: The most bytes in front of the style of a page. Escapes make a name up to six times longer.
+MAX_HEAD_BYTES = 8192
+
+
+def page(name: str, data: dict[str, object]) -> str:
+    """The whole page about what has that name."""
     style = _asset("page.css")
     script = '(() => {\n"use strict";\n' + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
     return Template(_asset("page.html")).substitute(
-        TITLE=html.escape(title),
+        TITLE=html.escape(name + _TITLE_END),
         STYLE=style,
         STYLE_HASH=_digest(style),
         SCRIPT=script,
         SCRIPT_HASH=_digest(script),
         DATA=embedded(data),
     )
+
+
+def is_page(start: bytes) -> bool:
+    """True if a file with these first bytes begins as a page does: with its title and its style."""
+    head, style, _ = start.partition(b"<style>")
+    return head.startswith(b"<!doctype html>") and f"{_TITLE_END}</title>".encode() in head and bool(style)
 
 
 def embedded(data: object) -> str:
