@@ -375,14 +375,15 @@ def test_a_value_that_overflows_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "says"),
     [
-        ({"cast": "x", "to": "int8"}, "`to` cannot be"),
+        ({"cast": "x", "to": "int8"}, "`to` cannot be str 'int8': it is one of float16, bfloat16, float32"),
         (
             {"cast": "x", "to": "float16", "from": "bfloat16"},
             "`x`: the map casts it from bfloat16, and it is float32",
         ),
         ({"scale": "n", "by": 2}, "leaf `n`: it is int32; scale takes"),
         ({"scale": "object", "by": 2}, "leaf `object`: it is an object"),
-        ({"scale": "x", "by": 0}, "`by` cannot be int 0"),
+        ({"scale": "x", "by": 0}, "`by` cannot be int 0: it is a number between 1e-18 and 1e18"),
+        ({"dequantize": "q", "scale": "s"}, "`dequantize` is no operation; did you mean dequantise?"),
         ({"add": "x", "value": float("nan")}, "`value` cannot be float nan"),
         ({"pad": "x", "size": 3}, "it has 4 elements along axis 0, more than 3"),
         ({"pad": "x", "size": 9, "from": 5}, "it has 4 elements along axis 0, not 5"),
@@ -463,7 +464,7 @@ def test_an_error_names_the_rule_and_its_file(tmp_path: Path) -> None:
     with pytest.raises(sw.MisuseError, match=rf"\(rule 2 of the inverse of the map {file}\)$"):
         sw.restore(path, map=sw.maps.Map.of(file).inverse())
     file.write_text('[[rule]]\nscale = "x"\nby = 0\n')
-    with pytest.raises(sw.MisuseError, match=rf"rule 1 of the map: `by` cannot be int 0 \({file}\)$"):
+    with pytest.raises(sw.MisuseError, match=rf"rule 1 of the map: `by` cannot be int 0: .* \({file}\)$"):
         sw.restore(path, map=file)
 
 

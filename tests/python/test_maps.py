@@ -236,6 +236,15 @@ def test_a_file_that_is_no_map_is_refused(qkv: Path, tmp_path: Path, text: str |
         ({"unstack": "layers.{i}.q.weight", "to": "{i}.{n}", "over": "n", "axis": 2}, "has no axis 2"),
         ({"crop": "layers.{i}.q.weight", "size": 17}, "16 elements along axis 0, not 17"),
         ({"rotary": "layers.{i}.q.weight", "heads": 3, "to": "pairs"}, "not 3 heads"),
+        (
+            {"rotary": "layers.{i}.q.weight", "heads": 2, "to": "x"},
+            "cannot be str 'x': it is halves or pairs",
+        ),
+        (
+            {"crop": "layers.{i}.q.weight", "size": 1, "axis": -1},
+            "cannot be int -1: it is an integer, at least 0",
+        ),
+        ({"rename": "layers.{i.q.weight", "to": "x"}, "{i has no closing brace"),
         ({"permute": "layers.{i}.q.weight", "axes": [0, 2]}, "`axes` cannot be"),
         ({"renam": "a", "to": "b"}, "did you mean rename?"),
         ({"rename": "a", "drop": "b"}, "has 2 operations"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeGuard, TypeVar
 
 from .._checks import shown
 from ..errors import MisuseError
@@ -14,6 +15,11 @@ from .patterns import Pattern
 from .rules import Concat, Crop, Drop, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
 
 _T = TypeVar("_T")
+
+#: A capture without its closing brace.
+_UNCLOSED = re.compile(r"\{[A-Za-z_]\w*(?:\.\.\.)?(?!\w|\.\.\.|\})")
+#: How much a name resembles an operation that is meant.
+_LIKENESS = 0.8
 
 
 class _Table:
@@ -35,8 +41,8 @@ class _Table:
             return value  # type: ignore[return-value]  # a default is of the kind
         try:
             return kind(value)
-        except (TypeError, ValueError):
-            self.wrong(f"`{name}` cannot be {shown(value)}")
+        except (TypeError, ValueError) as error:
+            self.wrong(f"`{name}` cannot be {shown(value)}: {error}")
 
     def end(self) -> None:
         """Raises if an entry is left."""
@@ -52,6 +58,13 @@ def rule(number: int, entries: Mapping[str, object]) -> Rule:
     if len(operations) > 1 and "scale" in operations:
         # It is also a key of others.
         operations.remove("scale")
+    if operations == ["scale"]:
+        others = [one for one in _OPERATIONS if one != "scale"]
+        for name in entries:
+            if near := difflib.get_close_matches(str(name), others, 1, _LIKENESS):
+                raise MisuseError(
+                    f"rule {number} of the map: `{name}` is no operation; did you mean {near[0]}?"
+                )
     if len(operations) != 1:
         near = [found for name in entries for found in difflib.get_close_matches(str(name), _OPERATIONS, 1)]
         hint = f"; did you mean {near[0]}?" if near and not operations else ""
@@ -66,61 +79,70 @@ def rule(number: int, entries: Mapping[str, object]) -> Rule:
 
 def _pattern(value: object) -> Pattern:
     if not isinstance(value, str):
-        raise TypeError
+        raise TypeError("it is a leaf path with captures such as {i}")
+    if found := _UNCLOSED.search(value):
+        raise ValueError(f"{found[0]} has no closing brace")
     return Pattern(value)
 
 
 def _patterns(value: object) -> tuple[Pattern, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise TypeError
+        raise TypeError("it is a list of leaf paths")
     return tuple(_pattern(one) for one in value)
 
 
+def _is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+
+
 def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError
+    if not _is_integer(value):
+        raise TypeError("it is an integer")
     return value
 
 
 def _positive(value: object) -> int:
-    if _integer(value) < 1:
-        raise ValueError
-    return _integer(value)
+    if not _is_integer(value, 1):
+        raise ValueError("it is an integer, at least 1")
+    return value
 
 
 def _not_negative(value: object) -> int:
-    if _integer(value) < 0:
-        raise ValueError
-    return _integer(value)
+    if not _is_integer(value, 0):
+        raise ValueError("it is an integer, at least 0")
+    return value
+
+
+def _integers(value: object, least: int) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not value or not all(_is_integer(one, least) for one in value):
+        raise ValueError(f"it is a list of integers, each at least {least}")
+    return tuple(value)
 
 
 def _sizes(value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise TypeError
-    return tuple(_positive(one) for one in value)
+    return _integers(value, 1)
 
 
 def _blocks(value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise TypeError
-    return tuple(_not_negative(one) for one in value)
+    return _integers(value, 0)
 
 
 def _order(value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or sorted(value) != list(range(len(value))):
-        raise TypeError
-    return tuple(_integer(one) for one in value)
+    order = value if isinstance(value, (list, tuple)) and all(map(_is_integer, value)) else [-1]
+    if sorted(order) != list(range(len(order))):
+        raise ValueError("it is a list of all axes, such as [1, 0]")
+    return tuple(order)
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise TypeError
+        raise TypeError("it is true or false")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError
+        raise TypeError("it is text")
     return value
 
 
@@ -129,12 +151,12 @@ def _rotated(value: object) -> Literal["halves", "pairs"]:
         return "halves"
     if value == "pairs":
         return "pairs"
-    raise ValueError
+    raise ValueError("it is halves or pairs")
 
 
 def _number(value: object) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError
+        raise TypeError("it is a number")
     return float(value)
 
 
@@ -142,27 +164,27 @@ def _factor(value: object) -> float:
     """A number whose square is a float32 and is not zero."""
     factor = _number(value)
     if not 1e-18 < abs(factor) < 1e18:
-        raise ValueError
+        raise ValueError("it is a number between 1e-18 and 1e18, or the negative of one")
     return factor
 
 
 def _finite(value: object) -> float:
     number = _number(value)
     if not isfinite(number):
-        raise ValueError
+        raise ValueError("it is a finite number")
     return number
 
 
 def _read_dtype(value: object) -> str:
-    if value not in READ:
-        raise ValueError
-    return str(value)
+    if not isinstance(value, str) or value not in READ:
+        raise ValueError(f"it is one of {', '.join(READ)}")
+    return value
 
 
 def _dtype(value: object) -> str:
-    if value not in FLOATS:
-        raise ValueError
-    return str(value)
+    if not isinstance(value, str) or value not in FLOATS:
+        raise ValueError(f"it is one of {', '.join(FLOATS)}")
+    return value
 
 
 def _optional(table: _Table) -> bool:
