@@ -113,7 +113,11 @@ pub enum LockKind {
 ///
 /// An open-file-description lock: it ends with its holder, and also excludes holders in the same
 /// process.
-pub trait Lock: Send + Sync {}
+pub trait Lock: Send + Sync {
+    /// Device and inode of the locked file, as [`Stat::id`]. Its name may be gone, or another
+    /// file's.
+    fn id(&self) -> Result<(u64, u64)>;
+}
 
 /// One file system, seen through one engine.
 pub trait Disk: Send + Sync {

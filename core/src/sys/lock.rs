@@ -6,6 +6,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use super::Descriptor;
+use crate::Result;
 
 fn set(fd: BorrowedFd<'_>, kind: libc::c_int) -> io::Result<()> {
     let request = libc::flock {
@@ -43,6 +44,11 @@ impl HeldLock {
             Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Returns the descriptor of the locked file.
+    pub fn fd(&self) -> Result<BorrowedFd<'_>> {
+        self.0.get()
     }
 }
 

@@ -42,6 +42,15 @@ pub(super) struct PartialOutput {
     pub journal: String,
 }
 
+/// The lock of a journal.
+enum JournalLock {
+    Held(Box<dyn Lock>),
+    /// The file system has no locks.
+    Unsupported,
+    /// Another process has it.
+    Busy,
+}
+
 /// The owner that a journal names.
 enum JournalOwner {
     /// It is no journal.
@@ -93,19 +102,28 @@ impl PartialOutput {
 
     /// Locks the journal, which is created if both are missing. `None` without locks.
     pub(super) fn lock(&self, is_there: bool) -> Result<Option<Box<dyn Lock>>> {
-        let lock = match self.parent.try_lock(&self.journal, LockKind::Exclusive, !is_there) {
-            Err(error) if error.is_without_locks() => return Ok(None),
-            Err(error) if is_there && error.is_not_found() => return Err(self.in_the_way(&self.partial)),
-            lock => lock?,
-        };
-        // The process that held it has removed it.
-        if lock.is_none() || self.parent.stat(&self.journal)?.is_none() {
-            return Err(Error::Invalid(format!(
+        match self.try_lock(!is_there) {
+            Ok(JournalLock::Held(lock)) => Ok(Some(lock)),
+            Ok(JournalLock::Unsupported) => Ok(None),
+            Ok(JournalLock::Busy) => Err(Error::Invalid(format!(
                 "another process writes {}. Wait for it, or pass another path",
                 self.path().display()
-            )));
+            ))),
+            Err(error) if is_there && error.is_not_found() => Err(self.in_the_way(&self.partial)),
+            Err(error) => Err(error.into()),
         }
-        Ok(lock)
+    }
+
+    /// Locks the journal, or makes it if `create`.
+    fn try_lock(&self, create: bool) -> stepwell_core::Result<JournalLock> {
+        let lock = match self.parent.try_lock(&self.journal, LockKind::Exclusive, create) {
+            Err(error) if error.is_without_locks() => return Ok(JournalLock::Unsupported),
+            lock => lock?,
+        };
+        let Some(lock) = lock else { return Ok(JournalLock::Busy) };
+        // The process that held it may have removed the file, and another may have made a new one.
+        let named = self.parent.stat(&self.journal)?.map(|stat| stat.id);
+        Ok(if named == Some(lock.id()?) { JournalLock::Held(lock) } else { JournalLock::Busy })
     }
 
     /// Returns what a journal has recorded.
@@ -288,12 +306,11 @@ pub fn discard(path: &Path, kind: OutputKind, owner: [u8; 32], environment: &Env
         parent => parent?,
     };
     let output = PartialOutput::new(parent, name, kind);
-    let _lock = match output.parent.try_lock(&output.journal, LockKind::Exclusive, false) {
+    let _lock = match output.try_lock(false) {
         // Without its journal, it may be somebody else's.
         Err(error) if error.is_not_found() => return Ok(()),
-        Ok(None) => return Ok(()),
-        Err(error) if !error.is_without_locks() => return Err(error.into()),
-        lock => lock,
+        Ok(JournalLock::Busy) => return Ok(()),
+        lock => lock?,
     };
     match output.owner()? {
         JournalOwner::Of(found) if found == owner => output.give_up(),

@@ -2,12 +2,12 @@
 //! conversion finishes what is there.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::Disk;
-use stepwell_core::io::simulated::{Action, Fault, Image, OperationKind, SimDisk};
+use stepwell_core::io::simulated::{Action, Fault, Image, Moment, OperationKind, SimDisk};
 use stepwell_manager::convert::{
     self as conversions, Conversion, ConversionOptions, ConversionPlan, NO_OWNER, OutputKind, PieceContent,
     PlannedFile, PlannedPiece, Sharing,
@@ -187,6 +187,31 @@ fn a_removed_output_is_not_created_again() {
         assert_eq!(names(&disk), ["b.partial.journal"]);
         assert_eq!(convert(&disk, 3).unwrap(), 0);
     }
+}
+
+#[test]
+fn a_lock_of_an_unlinked_journal_is_worth_nothing() {
+    let base = source();
+    let expected = expected(&base);
+    let disk = SimDisk::from_image(&base);
+    let (other, third) = (disk.process(), disk.process());
+    // Before this process looks at its lock, the one that held it gives up, and a third begins.
+    let writing = Arc::new(Mutex::new(None));
+    let begun = Arc::clone(&writing);
+    disk.set_hook(Some(Arc::new(move |moment, operation| {
+        let is_lock = operation.kind == OperationKind::Lock && operation.process == 1;
+        if moment == Moment::After && is_lock && operation.path.ends_with("b.partial.journal") {
+            let parent = third.open_dir(Path::new("out")).unwrap();
+            parent.remove_file("b.partial.journal").unwrap();
+            *begun.lock().unwrap() = Some(begin(&third, 4, plan(), OutputKind::Directory).unwrap());
+        }
+    })));
+    let refused = convert(&other, 3).unwrap_err().to_string();
+    disk.set_hook(None);
+    assert!(refused.contains("another process writes /out/b.partial"), "{refused}");
+    let (source, begun) = writing.lock().unwrap().take().unwrap();
+    begun.write(&source, &mut |_, _| true).unwrap().publish().unwrap();
+    assert_eq!(output(&disk), Some(expected));
 }
 
 /// The entries beside the output.

@@ -23,7 +23,12 @@ pub struct PosixDir {
     settings: Arc<Settings>,
 }
 
-impl Lock for HeldLock {}
+impl Lock for HeldLock {
+    fn id(&self) -> Result<(u64, u64)> {
+        let stat = rustix::fs::fstat(self.fd()?).map_err(|errno| Error::io("stat", "<a lock>", errno))?;
+        Ok((stat.st_dev, stat.st_ino))
+    }
+}
 
 impl PosixDir {
     pub(super) fn new(fd: Descriptor, path: PathBuf, settings: Arc<Settings>) -> Self {

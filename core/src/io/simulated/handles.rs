@@ -280,9 +280,10 @@ impl Dir for SimDir {
             if !context.locks {
                 return Err(libc::ENOLCK);
             }
-            Ok(world.lock(context.process, ino, kind))
+            Ok(world.lock(context.process, ino, kind).map(|id| (id, ino)))
         })?;
-        Ok(made.map(|id| Box::new(SimLock { context: Arc::clone(context), id }) as Box<dyn Lock>))
+        let lock = |(id, ino)| Box::new(SimLock { context: Arc::clone(context), id, ino }) as Box<dyn Lock>;
+        Ok(made.map(lock))
     }
 
     fn free_bytes(&self) -> Result<u64> {
@@ -294,9 +295,14 @@ impl Dir for SimDir {
 struct SimLock {
     context: Arc<Context>,
     id: u64,
+    ino: Ino,
 }
 
-impl Lock for SimLock {}
+impl Lock for SimLock {
+    fn id(&self) -> Result<(u64, u64)> {
+        Ok((DEVICE, self.ino))
+    }
+}
 
 impl Drop for SimLock {
     fn drop(&mut self) {

@@ -273,6 +273,7 @@ fn locks_end_with_their_holder(scene: &Scene<'_>) {
     assert!(scene.dir.try_lock("lock", LockKind::Exclusive, false).unwrap().is_none());
     // The lock is on the file, not on its name.
     scene.dir.rename("lock", "moved", Rename::NoReplace).unwrap();
+    assert_eq!(held.id().unwrap(), scene.dir.stat("moved").unwrap().unwrap().id);
     assert!(scene.dir.try_lock("moved", LockKind::Exclusive, false).unwrap().is_none());
     assert!(scene.dir.try_lock("lock", LockKind::Exclusive, true).unwrap().is_some());
     std::thread::scope(|threads| {
