@@ -112,7 +112,8 @@ impl Conversion {
         let own = source.load_options().budget_bytes + source.computing_bytes();
         let budget_bytes = budget_bytes.saturating_sub(own);
         let sharing = sharing.get(py)?;
-        let limits = ConversionOptions { budget_bytes, window_bytes, journal_bytes };
+        let stall_timeout = Options::default().stall_timeout;
+        let limits = ConversionOptions { budget_bytes, window_bytes, journal_bytes, stall_timeout };
         let begun = wait::on_thread(py, move || {
             let environment = environment_of(&path)?;
             Engined::begin(&source, plan, &path, kind_of(is_directory), &sharing, &environment, limits)

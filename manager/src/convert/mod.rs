@@ -40,6 +40,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
 
+use stepwell_core::deadline::StallTimer;
 use stepwell_core::io::{Dir, Disk, Lock};
 use stepwell_core::sys::{Buffer, Mapping, spawn};
 
@@ -88,6 +89,8 @@ pub struct ConversionOptions {
     pub window_bytes: u64,
     /// Bytes between two records of the journal: the most that is written again after a kill.
     pub journal_bytes: u64,
+    /// The most time that nothing may be written while the thread that reads waits.
+    pub stall_timeout: Duration,
 }
 
 /// A conversion that has its output's name to itself.
@@ -103,7 +106,7 @@ pub struct Conversion {
     /// The windows of this rank.
     part: Range<u64>,
     /// Excludes another conversion to the same path. The leader has it.
-    lock: Option<Box<dyn Lock>>,
+    lock: Option<Arc<dyn Lock>>,
 }
 
 impl Conversion {
@@ -207,7 +210,9 @@ impl Conversion {
         let Self { plan, options, environment, sharing, output, journal, recorded, part, lock } = self;
         let (files, mut watch) = (output.files(&plan), sharing.watch());
         let wrote = output.dir().and_then(|dir| {
-            let part = WrittenPart { plan: &plan, options: &options, disk: &environment.disk, dir, part };
+            let lock = lock.clone();
+            let part =
+                WrittenPart { plan: &plan, options: &options, disk: &environment.disk, dir, part, lock };
             part.write(source, journal, &recorded, &output, &mut |done, total| {
                 watch.go_on(done) && go_on(done, total)
             })
@@ -244,7 +249,7 @@ struct Beginning<'a> {
 }
 
 /// The locked output, and the leader's windows that an earlier process has finished.
-type Led = (PartialOutput, Option<Recorded>, Option<Box<dyn Lock>>);
+type Led = (PartialOutput, Option<Recorded>, Option<Arc<dyn Lock>>);
 
 impl Beginning<'_> {
     /// Locks the output.
@@ -263,7 +268,7 @@ impl Beginning<'_> {
             _ => {}
         }
         let recorded = recorded.filter(|found| is_there && self.is_same(found));
-        Ok((output, recorded, lock))
+        Ok((output, recorded, lock.map(Arc::from)))
     }
 
     /// Returns the windows of a rank that an earlier process has finished. `generation` tells what
@@ -312,6 +317,8 @@ struct WrittenPart<'a> {
     disk: &'a Arc<dyn Disk>,
     dir: Arc<dyn Dir>,
     part: Range<u64>,
+    /// The lock of the output, for the thread that writes.
+    lock: Option<Arc<dyn Lock>>,
 }
 
 impl WrittenPart<'_> {
@@ -323,7 +330,7 @@ impl WrittenPart<'_> {
         output: &PartialOutput,
         go_on: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<()> {
-        let Self { plan, options, disk, dir, part } = self;
+        let Self { plan, options, disk, dir, part, lock } = self;
         let all = || windows_in(&plan.files, options.window_bytes, part.clone());
         let (total, written) = (all().map(|window| window.len as u64).sum(), Arc::new(AtomicU64::new(0)));
         let mut pending = all().peekable();
@@ -331,7 +338,8 @@ impl WrittenPart<'_> {
             written.fetch_add(window.len as u64, Ordering::Relaxed);
         }
         let mut memory = Ring::new(options, total)?;
-        let (stop, (free, freed)) = (Arc::new(AtomicBool::new(false)), unbounded());
+        let (stop, is_abandoned) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let (free, freed) = unbounded();
         for buffer in memory.windows.drain(..) {
             let _ = free.send(buffer);
         }
@@ -346,12 +354,18 @@ impl WrittenPart<'_> {
             journal_bytes: options.journal_bytes,
             written: Arc::clone(&written),
             stop: Arc::clone(&stop),
+            is_abandoned: Arc::clone(&is_abandoned),
             free,
         };
         let (filled, windows_to_write) = unbounded();
         let (ended, end) = bounded(1);
-        let thread = spawn("stepwell-convert", move || drop(ended.send(writer.run(&windows_to_write))));
+        let thread = spawn("stepwell-convert", move || {
+            let wrote = writer.run(&windows_to_write);
+            drop(lock);
+            drop(ended.send(wrote));
+        });
         thread.map_err(|source| stepwell_core::Error::io("start a thread for", "<a conversion>", source))?;
+        let mut wait = WriterWait::new(output.path(), options.stall_timeout, &written);
         let reading = Reading {
             plan,
             total,
@@ -360,11 +374,12 @@ impl WrittenPart<'_> {
                 .map(|window| PieceSums::resumed(&plan.files, window, &recorded.sums))
                 .unwrap_or_default(),
             assembler: Assembler::new(source, memory.scratch),
-            written: &written,
+            writer: &mut wait,
             go_on: &mut *go_on,
         };
         let mut read = reading.run(pending, &freed, &filled);
         drop(filled);
+        wait.begin();
         let wrote = loop {
             stop.fetch_or(read.is_err(), Ordering::Relaxed);
             match end.recv_timeout(STOP_POLL_INTERVAL) {
@@ -372,12 +387,17 @@ impl WrittenPart<'_> {
                 Err(RecvTimeoutError::Disconnected) => {
                     return Err(Error::internal("an answer of the writer", "none"));
                 }
-                Err(RecvTimeoutError::Timeout) if read.is_ok() => {
-                    if !go_on(written.load(Ordering::Relaxed), total) {
+                Err(RecvTimeoutError::Timeout) => {
+                    if read.is_ok() && !go_on(written.load(Ordering::Relaxed), total) {
                         read = Err(stopped());
                     }
+                    if let Err(error) = wait.check() {
+                        // The thread keeps its memory, its files and the lock until it ends.
+                        stop.store(true, Ordering::Relaxed);
+                        is_abandoned.store(true, Ordering::Relaxed);
+                        return Err(error);
+                    }
                 }
-                Err(RecvTimeoutError::Timeout) => {}
             }
         };
         // A failed writer is why the reader ended.
@@ -390,7 +410,7 @@ impl WrittenPart<'_> {
 pub struct Complete {
     sharing: Arc<Sharing>,
     output: PartialOutput,
-    lock: Option<Box<dyn Lock>>,
+    lock: Option<Arc<dyn Lock>>,
 }
 
 impl Complete {
@@ -449,8 +469,41 @@ struct Reading<'a> {
     total: u64,
     sums: PieceSums,
     assembler: Assembler<'a>,
-    written: &'a AtomicU64,
+    writer: &'a mut WriterWait,
     go_on: &'a mut dyn FnMut(u64, u64) -> bool,
+}
+
+/// The wait for the thread that writes, which may hang in a call of the system.
+struct WriterWait {
+    output: PathBuf,
+    limit: Duration,
+    written: Arc<AtomicU64>,
+    timer: StallTimer<u64>,
+    is_over: bool,
+}
+
+impl WriterWait {
+    fn new(output: PathBuf, limit: Duration, written: &Arc<AtomicU64>) -> Self {
+        let (timer, written) = (StallTimer::new(limit), Arc::clone(written));
+        Self { output, limit, written, timer, is_over: false }
+    }
+
+    /// Begins another wait, unless one has reached its deadline.
+    fn begin(&mut self) {
+        if !self.is_over {
+            self.timer = StallTimer::new(self.limit);
+        }
+    }
+
+    /// Fails once nothing was written for too long.
+    fn check(&mut self) -> Result<()> {
+        if !self.timer.left(self.written.load(Ordering::Relaxed)).is_zero() {
+            return Ok(());
+        }
+        self.is_over = true;
+        let waited_for = format!("the writer of {}", self.output.display());
+        Err(Error::Timeout { waited_for, waited: self.limit })
+    }
 }
 
 impl Reading<'_> {
@@ -473,7 +526,7 @@ impl Reading<'_> {
             if batch.is_empty() {
                 return Ok(());
             }
-            let (written, go_on) = (self.written, &mut *self.go_on);
+            let (written, go_on) = (&self.writer.written, &mut *self.go_on);
             let mut go_on = || go_on(written.load(Ordering::Relaxed), total);
             self.assembler.assemble(&self.plan.files, &batch, &mut buffers, &mut go_on)?;
             for (window, mut buffer) in batch.into_iter().zip(buffers) {
@@ -490,13 +543,14 @@ impl Reading<'_> {
         if !waits {
             return Ok(freed.try_recv().ok());
         }
+        self.writer.begin();
         loop {
-            if !(self.go_on)(self.written.load(Ordering::Relaxed), total) {
+            if !(self.go_on)(self.writer.written.load(Ordering::Relaxed), total) {
                 return Err(stopped());
             }
             match freed.recv_timeout(STOP_POLL_INTERVAL) {
                 Ok(buffer) => return Ok(Some(buffer)),
-                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Timeout) => self.writer.check()?,
                 Err(RecvTimeoutError::Disconnected) => return Err(stopped()),
             }
         }

@@ -46,6 +46,8 @@ pub(super) struct WindowWriter {
     pub written: Arc<AtomicU64>,
     /// True if windows that have come are not written any more.
     pub stop: Arc<AtomicBool>,
+    /// True if nobody waits for this thread any more. Another conversion may use the journal.
+    pub is_abandoned: Arc<AtomicBool>,
     /// Returns the memory of written windows.
     pub free: Sender<Buffer>,
 }
@@ -191,6 +193,9 @@ impl WindowWriter {
         let Some(record) = at.begun.take_if(is_written) else { return Ok(()) };
         if let Some((_, file)) = &at.file {
             file.sync()?;
+        }
+        if self.is_abandoned.load(Ordering::Relaxed) {
+            return Err(stepwell_core::Error::Cancelled("the conversion was given up".to_owned()).into());
         }
         self.journal.append(record.finished, &record.sums)
     }

@@ -2,8 +2,9 @@
 //! conversion finishes what is there.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::Disk;
@@ -61,9 +62,24 @@ fn begin(
     plan: ConversionPlan,
     kind: OutputKind,
 ) -> Result<(Checkpoint, Conversion), Error> {
+    let limits = ConversionOptions {
+        budget_bytes: 1 << 20,
+        window_bytes: 4096,
+        journal_bytes: 8192,
+        stall_timeout: Duration::from_secs(60),
+    };
+    begin_with(disk, seed, plan, kind, limits)
+}
+
+fn begin_with(
+    disk: &SimDisk,
+    seed: u64,
+    plan: ConversionPlan,
+    kind: OutputKind,
+    limits: ConversionOptions,
+) -> Result<(Checkpoint, Conversion), Error> {
     let environment = world::environment(disk, seed);
     let source = Checkpoint::open(Path::new(SOURCE), &environment)?;
-    let limits = ConversionOptions { budget_bytes: 1 << 20, window_bytes: 4096, journal_bytes: 8192 };
     let (output, alone) = (Path::new(OUTPUT), Arc::new(Sharing::alone(&environment)));
     let begun = Conversion::begin(&source, plan, output, kind, &alone, &environment, limits)?;
     Ok((source, begun))
@@ -212,6 +228,45 @@ fn a_lock_of_an_unlinked_journal_is_worth_nothing() {
     let (source, begun) = writing.lock().unwrap().take().unwrap();
     begun.write(&source, &mut |_, _| true).unwrap().publish().unwrap();
     assert_eq!(output(&disk), Some(expected));
+}
+
+#[test]
+fn a_conversion_does_not_wait_for_a_sync_that_hangs() {
+    let base = source();
+    let expected = expected(&base);
+    // With little memory, the reader waits for buffers. With more, it waits for the end.
+    for budget_bytes in [16 << 10, 1 << 20] {
+        let disk = SimDisk::from_image(&base);
+        let stall_timeout = Duration::from_millis(200);
+        let limits =
+            ConversionOptions { budget_bytes, window_bytes: 4096, journal_bytes: 8192, stall_timeout };
+        let (source, begun) = begin_with(&disk, 2, plan(), OutputKind::Directory, limits).unwrap();
+        let hangs = Arc::new(AtomicBool::new(true));
+        let hook = Arc::clone(&hangs);
+        disk.set_hook(Some(Arc::new(move |moment, operation| {
+            let is_output = operation.path.to_string_lossy().contains("b.partial/");
+            while moment == Moment::Before
+                && operation.kind == OperationKind::Sync
+                && is_output
+                && hook.load(Ordering::SeqCst)
+            {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        })));
+        let failed = begun.write(&source, &mut |_, _| true).map(drop).unwrap_err();
+        assert!(matches!(failed, Error::Timeout { .. }), "{failed}");
+        assert!(failed.to_string().contains("the writer of /out/b.partial"), "{failed}");
+        // The thread that hangs may still write.
+        let refused = convert(&disk, 3).unwrap_err().to_string();
+        assert!(refused.contains("another process writes"), "{refused}");
+        hangs.store(false, Ordering::SeqCst);
+        let begun = Instant::now();
+        while let Err(error) = convert(&disk, 3) {
+            assert!(begun.elapsed() < Duration::from_secs(30), "{error}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(output(&disk), Some(expected.clone()));
+    }
 }
 
 /// The entries beside the output.
