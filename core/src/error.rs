@@ -105,6 +105,14 @@ pub enum Error {
         "this {0} was made before a fork and belongs to the parent process; open the checkpoint again in the child"
     )]
     Forked(&'static str),
+    /// A crate above this one failed while it filled a slot.
+    #[error("{what}")]
+    Provider {
+        /// The kind of its error.
+        kind: Kind,
+        /// Its message.
+        what: String,
+    },
     /// The caller's arguments are invalid.
     #[error("{0}")]
     Misuse(String),
@@ -157,6 +165,7 @@ impl Error {
             Self::Torn { .. } => Kind::TornSnapshot,
             Self::Device { .. } | Self::NoDriver(_) => Kind::Device,
             Self::Forked(_) => Kind::ForkedProcess,
+            Self::Provider { kind, .. } => *kind,
             Self::Misuse(_) => Kind::Invalid,
             Self::Internal { .. } => Kind::Internal,
         };

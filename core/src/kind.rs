@@ -15,6 +15,11 @@ macro_rules! kinds {
             /// All kinds.
             pub const ALL: &[Self] = &[$(Self::$kind),*];
 
+            /// Returns the kind with this stable name.
+            pub fn named(name: &str) -> Option<Self> {
+                Self::ALL.iter().copied().find(|kind| kind.name() == name)
+            }
+
             /// Its stable name.
             pub const fn name(self) -> &'static str {
                 match self {

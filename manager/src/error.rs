@@ -337,6 +337,7 @@ impl Error {
             Self::SaveFailed { source, .. } => match source.inner() {
                 stepwell_core::Error::Leaf { .. } => Kind::UnsupportedLeaf,
                 stepwell_core::Error::Torn { .. } => Kind::TornSnapshot,
+                stepwell_core::Error::Provider { kind, .. } => *kind,
                 _ => Kind::SaveFailed,
             },
             Self::DurabilityUncertain { .. } => Kind::DurabilityUncertain,
@@ -502,8 +503,7 @@ impl Relayed {
 
     /// Returns its kind: see [`Error::kind`].
     pub fn kind(&self) -> &'static str {
-        let known = Kind::ALL.iter().find(|kind| kind.name() == self.kind);
-        known.unwrap_or(&Kind::RankFailed).name()
+        Kind::named(&self.kind).unwrap_or(Kind::RankFailed).name()
     }
 }
 

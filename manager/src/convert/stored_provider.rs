@@ -5,6 +5,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use stepwell_core::Kind;
 use stepwell_core::load::LoadOptions;
 use stepwell_core::provider::{CaptureTiming, Fill, StateProvider};
 use stepwell_core::region::Region;
@@ -120,10 +121,30 @@ impl<R: Deref<Target = Reader> + Send + Sync> StateProvider for StoredProvider<R
     }
 }
 
-/// The engine's own error, for those that wait for the save.
+/// Returns the error for those that wait for the save. It has the same kind.
 fn core_error(error: Error) -> stepwell_core::Error {
+    let kind = Kind::named(error.kind()).unwrap_or(Kind::Internal);
     match error {
         Error::Core(error) => error,
-        other => stepwell_core::Error::Misuse(other.to_string()),
+        other => stepwell_core::Error::Provider { kind, what: other.to_string() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_failed_read_of_the_source_keeps_its_kind() {
+        let gone = || Error::StepGone { path: "/run/step_1".into(), what: "a file".to_owned() };
+        let late = || Error::Timeout { waited_for: "a read".to_owned(), waited: Duration::from_secs(1) };
+        for error in [gone(), late()] {
+            let (kind, text) = (error.kind(), error.to_string());
+            let source = core_error(error);
+            assert_eq!((source.kind(), source.to_string()), (kind, text));
+            assert_eq!(Error::SaveFailed { step: 0, source }.kind(), kind);
+        }
     }
 }
