@@ -251,9 +251,8 @@ def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", {f"w{n}": rng.random((16 << 20) // 8) for n in range(24)})
     script = (
         "import resource, sys, stepwell as sw\n"
-        "from stepwell._conversion import files, save\n"
+        "from stepwell._conversion import files\n"
         "files._BUDGET_BYTES = 128 << 20\n"
-        "save._STAGING_BYTES = 64 << 20\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "sw.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], cast=sys.argv[4] or None)\n"

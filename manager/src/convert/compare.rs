@@ -1,16 +1,20 @@
 //! A comparison of two checkpoints, tensor by tensor, in constant memory.
 
+use std::collections::BTreeSet;
+
 use stepwell_core::dtype::Dtype;
 use stepwell_core::sys::Buffer;
 
 use super::assembler::Assembler;
 use super::file_plan::{PieceContent, PlannedFile, PlannedPiece, tensor_of};
-use super::windows::{WINDOW_ALIGNMENT, parts, windows};
+use super::windows::{parts, windows};
 use crate::error::{Error, Result};
 use crate::reader::Reader;
 
 /// Bytes that are compared at a time.
 const COMPARED_BYTES: u64 = 16 << 20;
+/// A multiple of the size of every element.
+const ALIGNMENT: u64 = 64;
 
 /// A tensor of one checkpoint, and the one of the other that must equal it.
 #[derive(Clone, Copy, Debug)]
@@ -31,14 +35,14 @@ pub fn compare(
     pairs: &[TensorPair],
     go_on: &mut dyn FnMut(u64, u64) -> bool,
 ) -> Result<Vec<usize>> {
-    let mut different = Vec::new();
+    let mut different = BTreeSet::new();
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     let (mut numbers, mut offset) = (Vec::new(), 0_u64);
     for (number, pair) in pairs.iter().enumerate() {
         let (here, there) = (tensor_of(source, pair.source)?, tensor_of(made, pair.made)?);
         let length = there.shape.iter().try_fold(pair.dtype.size() as u64, |bytes, &n| bytes.checked_mul(n));
         let Some(length) = length.filter(|_| here.shape == there.shape && there.dtype == pair.dtype) else {
-            different.push(number);
+            different.insert(number);
             continue;
         };
         let piece =
@@ -46,7 +50,7 @@ pub fn compare(
         ours.push(piece(pair.source));
         theirs.push(piece(pair.made));
         numbers.push(number);
-        offset = offset.saturating_add(length).next_multiple_of(WINDOW_ALIGNMENT.min(64));
+        offset = offset.saturating_add(length).next_multiple_of(ALIGNMENT);
     }
     let file = |pieces| [PlannedFile { name: String::new(), length: offset, pieces }];
     let (ours, theirs) = (file(ours), file(theirs));
@@ -64,12 +68,10 @@ pub fn compare(
         for part in parts(&ours[0], &window) {
             let range = part.at..part.at + part.len;
             let number = *numbers.get(part.piece).ok_or_else(|| Error::internal("a pair", "none"))?;
-            if one.get(range.clone()) != other.get(range) && different.last() != Some(&number) {
-                different.push(number);
+            if one.get(range.clone()) != other.get(range) {
+                different.insert(number);
             }
         }
     }
-    different.sort_unstable();
-    different.dedup();
-    Ok(different)
+    Ok(different.into_iter().collect())
 }

@@ -70,11 +70,6 @@ pub enum PieceContent {
 }
 
 impl ConversionPlan {
-    /// Returns the bytes of all files.
-    pub fn total(&self) -> u64 {
-        self.files.iter().fold(0, |bytes, file| bytes.saturating_add(file.length))
-    }
-
     /// Checks the plan against its source. A plan comes from this package, so a wrong one is an
     /// internal error.
     pub(super) fn check(&self, source: &Reader) -> Result<()> {

@@ -23,7 +23,8 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     check_dtypes(content.tensors)
     files: list[OutputFile] = []
     places: dict[str, tuple[str, int, int]] = {}
-    parts = shards(content.tensors, options.shard_bytes or 1) if content.tensors else []
+    assert options.shard_bytes is not None, "the output is a directory"
+    parts = shards(content.tensors, options.shard_bytes) if content.tensors else []
     for number, shard in enumerate(parts):
         file = OutputFile(f"__0_{number}.distcp")
         for tensor in shard:
