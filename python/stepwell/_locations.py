@@ -115,7 +115,7 @@ def check_root(root: str) -> None:
             f"{root} is no root but a checkpoint itself (it has a {MANIFEST}): a manager takes the directory that holds the steps"
             + (f", here {above}" if _is_root(above) else "; sw.restore() and sw.open() read a single one")
         )
-    if inside := _inside(root):
+    if inside := container_of(root):
         raise MisuseError(f"{root} cannot be a root: {inside}")
     if os.path.lexists(root) and not os.path.isdir(root):
         raise MisuseError(
@@ -139,7 +139,7 @@ def check_destination(path: str) -> None:
         raise MisuseError(
             f"{path} is the root of a run, with steps of its own; save through sw.CheckpointManager({path!r}), or pass another path"
         )
-    if inside := _inside(path):
+    if inside := container_of(path):
         raise MisuseError(f"{path} cannot be a checkpoint: {inside}")
     if os.path.lexists(path) and not os.path.isfile(os.path.join(path, MANIFEST)):
         kind = "a directory" if os.path.isdir(path) else _no_directory(path)
@@ -152,7 +152,7 @@ def check_watched(root: str) -> None:
     """Refuses to wait for steps where none can come. A root that is not there yet may come."""
     if os.path.isfile(os.path.join(root, MANIFEST)) or (os.path.lexists(root) and not os.path.isdir(root)):
         raise MisuseError(f"{root} is no root, in which steps could come; pass the directory of the run")
-    if inside := _inside(root):
+    if inside := container_of(root):
         raise MisuseError(f"{root} is no root: {inside}")
 
 
@@ -175,7 +175,7 @@ def explaining(path: str) -> Iterator[None]:
 
 def explain(path: str, asked_for_step: bool = False) -> str:
     """Explains a path that is not a checkpoint, with likely intended paths. May be empty."""
-    if inside := _inside(path):
+    if inside := container_of(path):
         return inside
     if not os.path.lexists(path):
         return _nowhere(path)
@@ -213,7 +213,7 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
 
 
-def _inside(path: str) -> str:
+def container_of(path: str) -> str:
     """Names the checkpoint or root that contains the path."""
     above = os.path.dirname(path)
     if os.path.basename(path) == CONTROL and os.path.isdir(path):

@@ -556,8 +556,11 @@ def test_archives_that_are_cut_are_refused(tmp_path: Path) -> None:
             checkpoint["w"][...]
     with pytest.raises(sw.errors.FormatError, match="or a file of safetensors"):
         sw.verify(path)
+    for part in (file, path / ".metadata"):
+        with pytest.raises(sw.errors.FormatError, match=f"Pass its directory, {path}"):
+            sw.open(part)
     file.unlink()
-    with pytest.raises(sw.StepwellError):
+    with pytest.raises(sw.StorageError, match=r"\.metadata: 1 of 1 files that it names are missing"):
         sw.open(path)
 
 

@@ -230,7 +230,7 @@ def test_mistyped_paths_say_what_they_are_and_what_to_pass(tmp_path: Path) -> No
     (tmp_path / "other" / "z").write_text("x")
     before = tree(tmp_path)
     for path, words in [
-        (tmp_path / "file", "it is a file, and a checkpoint of stepwell is a directory"),
+        (tmp_path / "file", "this file is in no format that is read"),
         (single / "manifest.json", f"inside the checkpoint {single}; pass that"),
         (step / "i0", f"inside the checkpoint {step}; pass that"),
         (run / ".stepwell", f"the control directory of the root {run}; pass that"),

@@ -338,6 +338,7 @@ def test_unknown_parts_do_not_cost_the_file(tmp_path: Path) -> None:
         "texts": np.array(["a"]),
         "keys": {(1, 2): torch.ones(1)},
         "dimensions": torch.ones([1] * 65),
+        "long key": {"x" * 5000: torch.ones(1)},
         "w": torch.ones(2),
     }
     with sw.open(saved(tmp_path / "x.pt", state)) as checkpoint:
@@ -354,6 +355,7 @@ def test_unknown_parts_do_not_cost_the_file(tmp_path: Path) -> None:
         "texts": "<opaque numpy.ndarray of numpy.dtype U1>",
         "keys": "<opaque a dict with keys of type tuple>",
         "dimensions": "<opaque torch tensor of float32 with 65 dimensions, more than 64>",
+        "long key": f"<opaque a dict of tensors with the key '{'x' * 40}'…, which has 5000 characters and is no name of at most 4096 bytes>",
     }
 
 

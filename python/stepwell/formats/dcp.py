@@ -20,13 +20,15 @@ from ..errors import CorruptCheckpoint, FormatError
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
 from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated, fits
-from .files import corrupt, read
+from .files import check_present, corrupt, read
 from .safetensors import Header, read_header
 from .torch_archive import Archive, roots_of
 from .torch_save import archived
 
 FAMILY = "torch.distributed.checkpoint"
 _METADATA = ".metadata"
+#: The end of the names of its data files.
+_DATA = ".distcp"
 #: A metadata file of one rank, in the mode in which ranks save for themselves.
 _OF_RANK = re.compile(r"__\d+\.metadata")
 #: The longest object that is read when the checkpoint is opened.
@@ -45,6 +47,11 @@ _RECORDS = ("/data.pkl", "/byteorder")
 def describe(path: str) -> Description | None:
     """Describes a directory with ``.metadata``, or with one such file for each rank."""
     if not os.path.isdir(path):
+        name = os.path.basename(path)
+        if name.endswith(_DATA) or name == _METADATA or _OF_RANK.fullmatch(name):
+            raise FormatError(
+                f"{path}: this is a file of a checkpoint of {FAMILY}. Pass its directory, {os.path.dirname(path)}"
+            )
         return None
     names = os.listdir(path)
     if _METADATA in names:
@@ -59,7 +66,7 @@ class _Checkpoint:
     """The metadata of a directory, and the archives that they name."""
 
     def __init__(self, path: str, metadata: Sequence[str]) -> None:
-        self._path = path
+        self._path, self._metadata = path, metadata[0]
         self._saved = _merged([read_metadata(file) for file in metadata], metadata)
         objects = self._saved.objects
         self._objects = {*objects.values(), *(two for name, _, two in self._saved.copies if name in objects)}
@@ -84,6 +91,7 @@ class _Checkpoint:
             if not place.transforms:
                 last = self._last.get(place.file, (0, False))
                 self._last[place.file] = max(last, (place.offset, place not in self._objects))
+        check_present(self._metadata, self._path, ends)
         for file, end in ends.items():
             where = os.path.join(self._path, file)
             length = read(where, 0, 0)[1]

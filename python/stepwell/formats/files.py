@@ -3,17 +3,21 @@ Hugging Face."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from .. import _core
 from .._checks import shown
-from ..errors import CorruptCheckpoint
+from .._paths import printable
+from ..errors import CorruptCheckpoint, from_engine
 from .description import Guarded
 
 #: The longest index that is read.
 _MAX_INDEX_BYTES = 256 << 20
+#: Missing files that an error lists.
+_LISTED = 5
 
 
 def read(path: str, offset: int, length: int) -> tuple[bytes, int]:
@@ -56,4 +60,25 @@ def weight_map(index: str) -> list[tuple[str, str]]:
     for name, shard in pairs:
         if os.path.basename(shard) != shard or shard in ("", ".", ".."):
             raise corrupt(index, f"tensor `{name}` is in {shown(shard)}, which is no file name")
+    check_present(index, folder, {shard for _, shard in pairs})
     return [(name, os.path.join(folder, shard)) for name, shard in pairs]
+
+
+def check_present(index: str, folder: str, names: Collection[str]) -> None:
+    """Raises if files that an index names are missing."""
+    missing = sorted(name for name in names if _is_missing(os.path.join(folder, name)))
+    if missing:
+        listed = ", ".join(map(printable, missing[:_LISTED])) + (", …" if len(missing) > _LISTED else "")
+        raise from_engine(
+            "io",
+            f"{index}: {len(missing)} of {len(names)} files that it names are missing: {listed}. Copy or download them to {folder}",
+            {"errno": errno.ENOENT, "file": os.path.join(folder, missing[0])},
+        )
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    return False

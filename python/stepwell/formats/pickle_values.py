@@ -31,6 +31,8 @@ _MIN_TEXT_BYTES, _TEXT_PER_BYTE = 16 << 20, 64
 _MIN_COPIED_BYTES, _COPIED_PER_BYTE = 4 << 20, 16
 #: The longest key of a dict that is a container.
 _MAX_KEY_BYTES = 4096
+#: The most characters of a key in a message.
+_MAX_SHOWN_KEY = 40
 #: The longest integer that is a value.
 _MAX_INTEGER_BITS = 8192
 _MAX_INT64 = 1 << 63
@@ -380,7 +382,9 @@ def mapping(flat: Sequence[Found], cls: Callable[..., dict[object, object]] = di
         return Found(value, placed, is_plain)
     if is_plain:
         return Found(value, Value(value), True)
-    return opaque("a dict of tensors with keys that are no names or numbers")
+    return opaque(
+        f"a dict of tensors with {_no_component(next(key for key in keys if not _is_component(key)))}"
+    )
 
 
 def elements(values: Sequence[object], is_frozen: bool) -> Found:
@@ -403,6 +407,16 @@ def _is_component(key: object) -> bool:
     if type(key) is not str:
         return type(key) is int
     return len(key) <= _MAX_KEY_BYTES and (key.isascii() or _is_utf8(key))
+
+
+def _no_component(key: object) -> str:
+    """Describes a key that cannot be part of a path."""
+    if type(key) is not str:
+        return f"the key {repr(key)[:_MAX_SHOWN_KEY]}, which is no name or integer"
+    shown = f"the key {printable(key[:_MAX_SHOWN_KEY])!r}"
+    if len(key) <= _MAX_SHOWN_KEY:
+        return f"{shown}, which is no valid Unicode"
+    return f"{shown}…, which has {len(key)} characters and is no name of at most {_MAX_KEY_BYTES} bytes"
 
 
 def _is_utf8(text: str) -> bool:

@@ -1,4 +1,5 @@
-"""Formats that are recognised and not read, and the way around each of them."""
+"""Formats that are recognised and not read, and the way around each of them. Files that are not
+recognised."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from .. import _core
+from .._locations import container_of
 from ..errors import CorruptCheckpoint, FormatError
 from .files import read
 
@@ -40,11 +42,25 @@ _FILES: Sequence[tuple[str, str]] = (
 )
 
 
+#: Files of Orbax: of a step, of the tree of a state, and of its arrays.
+_OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
+#: Directories that are looked into.
+_LOOKED_AT = 64
+
+
 def refuse(path: str) -> None:
-    """Raises :class:`FormatError` if another library wrote what is at a path, in a known format
-    that is not read."""
+    """Raises :class:`FormatError` for what is in a known format that is not read, and for a file in
+    no known format that is in no checkpoint of ours."""
     if os.path.isdir(path):
         names = os.listdir(path)
+        steps = sorted(names)[:_LOOKED_AT]
+        if any(name in names for name in _OF_ORBAX) or any(
+            os.path.isfile(os.path.join(path, step, _OF_ORBAX[0])) for step in steps
+        ):
+            raise FormatError(
+                f"{path}: this is a checkpoint of Orbax. Restore it with orbax.checkpoint, "
+                "then pass its state to sw.save"
+            )
         for name, what in _FILES:
             if name in names:
                 raise FormatError(f"{path}: this is {what}")
@@ -66,7 +82,15 @@ def refuse(path: str) -> None:
         try:
             names = [one[0] for one in _core.ZipDirectory(os.path.realpath(path)).members()]
         except CorruptCheckpoint:
-            return
+            names = []
         for end, what in _MEMBERS:
             if any(name.endswith(end) or f"/{end}" in name for name in names):
                 raise FormatError(f"{path}: this is {what}")
+    if container_of(path):
+        return
+    if not start:
+        raise FormatError(f"{path}: this file is empty. Copy or download it again")
+    raise FormatError(
+        f"{path}: this file is in no format that is read. These are safetensors (*.safetensors), "
+        "torch.save, numpy (npy, npz) and Flax (MessagePack)"
+    )
