@@ -1101,3 +1101,16 @@ def test_a_metric_may_require_gradients(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, {"x": 1}, metrics={"loss": torch.ones((), requires_grad=True)}).result()
         assert manager.metrics(0) == {"loss": 1.0}
+
+
+def test_a_missing_leaf_names_the_stored_one_it_is_tied_to(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    sw.save(tmp_path / "c", {"a.weight": torch.ones(2, 2)})
+    with pytest.raises(
+        sw.MismatchError, match=r"`b.weight` is tied to `a.weight`, which is stored"
+    ) as caught:
+        sw.restore(tmp_path / "c", into=model)
+    assert 'pass missing={"b.weight": "keep"}' in str(caught.value)
+    sw.restore(tmp_path / "c", into=model, missing={"b.weight": "keep"})
+    assert (model["b"].weight == 1).all()

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -11,6 +12,10 @@ from ..errors import MismatchError, at_leaf
 
 if TYPE_CHECKING:
     from .. import _core
+
+
+#: Tied leaves that a report lists.
+_LISTED = 5
 
 
 @final
@@ -233,6 +238,16 @@ class RestoreReport:
         error = MismatchError(why) if leaf is None else at_leaf(MismatchError, leaf, why)
         error.report = self
         return error
+
+
+def add_ties(report: RestoreReport, memory: Mapping[str, Hashable]) -> None:
+    """Has the text of a refused restore name the missing leaves that are tied to others. ``memory``
+    identifies the memory of the wanted leaves, by path."""
+    missing = {one.path for one in report.missing}
+    there = {place: path for path, place in reversed(list(memory.items())) if path not in missing}
+    tied = [(path, there[memory[path]]) for path in missing & memory.keys() if memory[path] in there]
+    for path, other in sorted(tied)[:_LISTED]:
+        report.text += f'\n  → `{path}` is tied to `{other}`, which is stored: pass missing={{"{path}": "keep"}}, and it gets that value'
 
 
 def add_match(report: RestoreReport, answer: _core._Matched) -> None:

@@ -33,7 +33,7 @@ from . import collector as collecting
 from . import scalars, template
 from .array_reads import ArrayReads, Conversion, Job, telling
 from .options import CASTS, RestoreKeywords, RestoreOptions
-from .report import CastLeaf, RenamedLeaf, ResizedLeaf, RestoreReport, add_match
+from .report import CastLeaf, RenamedLeaf, ResizedLeaf, RestoreReport, add_match, add_ties
 from .structure import Structure
 from .template import Branch, Leaf, Part, naming
 from .wanted import Moves, Wanted, source_of
@@ -351,6 +351,9 @@ class Restore:
         wanted.kept = answer["kept"]
         if not answer["ok"]:
             self._show_scalars()
+            add_ties(
+                report, {leaf.path: where for leaf in wanted.leaves if (where := leaf.memory) is not None}
+            )
             raise report.mismatch()
         if report.unmatched or report.idle_renames:
             lifecycle.log(_WARNING, "stepwell.restore", f"restore of {self.core.path()}: {report.text}")

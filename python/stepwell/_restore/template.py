@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import enum
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -95,6 +95,18 @@ class Leaf:
         if self.target is not None:
             return self.target.memory
         return self.value if isinstance(self.value, np.ndarray) else None
+
+    @property
+    def memory(self) -> Hashable:
+        """Identifies the memory of that array. Tied leaves have the same."""
+        array = self.array
+        if array is None or 0 in array.shape:
+            return None
+        if isinstance(array, np.ndarray):
+            return array.ctypes.data, array.shape, array.strides
+        own = array.array
+        address = getattr(own, "data_ptr", None)
+        return address() if callable(address) else id(own), array.shape, array.strides
 
     @property
     def has_array(self) -> bool:
