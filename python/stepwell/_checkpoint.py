@@ -71,8 +71,8 @@ _T = TypeVar("_T")
 class Metadata:
     """Facts about a step, known without reading an array."""
 
-    #: Its number.
-    step: int
+    #: Its number. ``None``: another library wrote it.
+    step: int | None
     #: The structure, with :class:`ArraySpec` and :class:`ObjectSpec` as leaves.
     tree: Any  # of the nesting that was saved
     #: Names of the items: what can be restored and dropped alone.
@@ -319,6 +319,16 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
             raise ClosedError("this checkpoint was closed; open it again")
         return self._core
 
+    def _of_ours(self) -> _core.Checkpoint:
+        """Refuses files of another library."""
+        core = self._open()
+        if self._number is None:
+            raise MisuseError(
+                f"{self.path} is no step of stepwell: another library wrote it ({self.manifest['writer']}). "
+                'Write it as one with sw.convert(…, to="stepwell")'
+            )
+        return core
+
     def _tree(self) -> Structure:
         if self._structure is None:
             self._structure = Structure(self._open().nodes)
@@ -396,7 +406,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """Its number; 0 for files of another library, which have none."""
         return int(self.manifest["step"])
 
     @property
@@ -496,7 +506,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         manifest = self.manifest
         metrics = {str(name): float(value) for name, value in core.metrics().items()}
         return Metadata(
-            step=int(manifest["step"]),
+            step=self._number,
             tree=structure.build(0, specs.__getitem__) if structure.nodes else {},
             items=tuple(str(item["name"]) for item in manifest["items"]),
             metrics=metrics,
@@ -617,7 +627,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         """
         where = absolute(path)
         check_destination(where)
-        self._open().copy(where, copied_part(include, exclude, metrics), progress)
+        self._of_ours().copy(where, copied_part(include, exclude, metrics), progress)
         return where
 
     def close(self) -> None:

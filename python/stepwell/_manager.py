@@ -445,7 +445,7 @@ class CheckpointManager(Reading):
             StepExists: the root has that step.
         """
         instance(checkpoint, Checkpoint, "checkpoint", "sw.open(…)")
-        self._open().add(checkpoint._open(), copied_part(include, exclude, metrics), progress)
+        self._open().add(checkpoint._of_ours(), copied_part(include, exclude, metrics), progress)
 
     def delete(self, step: int) -> None:
         """Deletes a step, also the newest or the only one: who names a step means it. (Retention

@@ -6,12 +6,14 @@ in brackets, ``\\``, ``/``, ``[`` and ``]`` inside a key escaped by ``\\``, the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 Component: TypeAlias = tuple[str, str | int]
 
 _PART = re.compile(r"\[(-?\d+)\]|((?:[^\\/\[\]]|\\.)+)")
+#: Leaves that a message lists.
+_LISTED = 5
 _SPECIAL = re.compile(r"[\\/\[\]]")
 
 
@@ -34,6 +36,16 @@ def printable(text: str) -> str:
 def named(path: str) -> str:
     """A leaf in a message, by its rendered path; that of a state which is one leaf is empty."""
     return f"leaf `{path}`" if path else "the whole state"
+
+
+def listed(paths: Sequence[str], kinds: Mapping[str, str] | None = None) -> str:
+    """Several leaves in a message, with what they are."""
+    found = [
+        f"{named(path)} ({kinds[path]})" if kinds and path in kinds else named(path)
+        for path in paths[:_LISTED]
+    ]
+    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+    return ", ".join(found) + more
 
 
 def extend(path: str, component: Component) -> str:

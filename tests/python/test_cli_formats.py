@@ -77,7 +77,7 @@ def test_ls_of_no_checkpoint_says_what_the_path_is(tmp_path: Path, weights: Path
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "photos").mkdir()
     for path, words in (
-        (tmp_path / "notes.txt", "it is a file, and a checkpoint of stepwell is a directory"),
+        (tmp_path / "notes.txt", "this file is in no format that is read"),
         (tmp_path / "photos", "is no root of a run"),
     ):
         done = run("ls", path)
@@ -166,9 +166,19 @@ def test_export_writes_and_verifies_the_chosen_leaves(root: Path, tmp_path: Path
     assert sw.restore(tmp_path / "stacked.safetensors")["layers.w"].shape == (2, 3, 4)
 
 
+def test_the_command_casts_to_one_dtype_only(weights: Path, tmp_path: Path) -> None:
+    done = run("convert", weights, tmp_path / "x.npz", "--to", "npz", "--cast", "0.*=float16")
+    assert done.exit_code == 2
+    assert "is not one of 'float16'" in done.stderr
+
+
 def test_commands_for_steps_refuse_foreign_files(weights: Path, tmp_path: Path) -> None:
     for arguments, words in (
-        (["cp", weights, tmp_path / "copy"], "another library wrote it"),
+        (
+            ["cp", weights, tmp_path / "copy"],
+            f"{weights} is no step of stepwell: another library wrote it (safetensors). Write it as one with "
+            "`stepwell convert SOURCE DESTINATION --to stepwell`",
+        ),
         (["repair", weights, "--yes"], "is no checkpoint of stepwell; it is a file"),
         (["verify", weights, "--all"], "cannot be a root: it is a file"),
         (["prune", weights, "--keep-latest", 1, "--yes"], "cannot be a root: it is a file"),

@@ -160,7 +160,10 @@ def test_a_damaged_source_leaves_nothing(saved: Path) -> None:
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({}, 'safetensors cannot hold leaf `step`: it holds tensors only. Pass objects="skip"'),
+    (
+        {},
+        'safetensors cannot hold leaf `step`: it holds dense tensors of ordinary dtypes only. Pass objects="skip"',
+    ),
     ({"exclude": "**"}, "no leaf of"),
     ({"include": ["**", "nothing/**"]}, "include='nothing/**' matches no leaf"),
     ({"exclude": "nothing"}, "exclude='nothing' matches no leaf"),
@@ -193,7 +196,9 @@ def test_two_leaves_of_one_name_are_both_named(tmp_path: Path) -> None:
 
 def test_a_dtype_that_the_format_lacks_names_its_leaf(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", {"a": np.zeros(2, np.complex128), "b": np.zeros(2)})
-    with pytest.raises(sw.MisuseError, match=r"`a` is complex128, which safetensors cannot hold"):
+    with pytest.raises(
+        sw.MisuseError, match=r"safetensors cannot hold the dtypes of leaf `a` \(complex128\)\."
+    ):
         sw.export(tmp_path / "saved", tmp_path / "out")
     sw.export(tmp_path / "saved", tmp_path / "out", exclude="a")
     assert sw.restore(tmp_path / "out").keys() == {"b"}
@@ -333,7 +338,7 @@ def test_numpy_reads_the_output_bit_for_bit(
             same(found[name], PARAMS[name])
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None, "every checksum holds"
-    with pytest.raises(sw.MisuseError, match=r"`params/half` is bfloat16, which numpy cannot read"):
+    with pytest.raises(sw.MisuseError, match=r"leaf `params/half` \(bfloat16\)"):
         sw.convert(saved, saved.parent / "other.npz", to="npz", subtree="params")
     cast = {"params/half": "float32"}
     sw.convert(saved, saved.parent / "other.npz", to="npz", subtree="params", cast=cast)
@@ -488,6 +493,21 @@ def test_a_name_of_another_format_is_refused(saved: Path, name: str, to: Any, hi
     assert sorted(saved.parent.iterdir()) == before
 
 
+@pytest.mark.parametrize("to", ["safetensors", "torch", "npz", "dcp"])
+def test_dtypes_that_a_format_lacks_are_listed_together(tmp_path: Path, to: Any) -> None:
+    sw.save(tmp_path / "c", {name: np.ones(2, ml_dtypes.float8_e4m3b11fnuz) for name in "ab"})
+    listed = r"leaf `a` \(float8_e4m3b11fnuz\), leaf `b` \(float8_e4m3b11fnuz\)"
+    with pytest.raises(sw.MisuseError, match=listed):
+        sw.convert(tmp_path / "c", tmp_path / "out", to=to)
+
+
+def test_tensors_that_are_not_read_are_named_by_kind(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"s": torch.eye(3).to_sparse(), "w": torch.ones(2)}, tmp_path / "c.pt")
+    with pytest.raises(sw.MisuseError, match=r"cannot hold leaf `s` \(torch sparse tensor\)"):
+        sw.convert(tmp_path / "c.pt", tmp_path / "out", to="safetensors")
+
+
 @pytest.mark.parametrize("to", ["safetensors", "torch", "npz", "dcp", "stepwell"])
 def test_a_conversion_that_skips_everything_is_refused(tmp_path: Path, to: Any) -> None:
     torch = pytest.importorskip("torch")
@@ -500,6 +520,6 @@ def test_a_conversion_that_skips_everything_is_refused(tmp_path: Path, to: Any) 
 def test_skip_is_for_objects_and_not_for_dtypes(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", {"a": [np.zeros(2, np.complex128)], "b": np.zeros(2)})
     error = document("convert", tmp_path / "saved", tmp_path / "x", "--to", "safetensors", code=2)["error"]
-    assert error["message"].endswith("Leave it out with --exclude")
-    with pytest.raises(sw.MisuseError, match=r"`a\[0\]` is complex128"):
+    assert error["message"].endswith("Leave them out with --exclude")
+    with pytest.raises(sw.MisuseError, match=r"`a\[0\]` \(complex128\)"):
         sw.convert(tmp_path / "saved", tmp_path / "x", to="safetensors", objects="skip")

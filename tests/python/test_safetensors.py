@@ -180,7 +180,9 @@ def test_hostile_indexes_are_refused(tmp_path: Path, index: str, expected: str) 
 def test_a_missing_shard_is_named(shards: Path) -> None:
     missing = shards / "model-00002-of-00002.safetensors"
     missing.unlink()
-    with pytest.raises(sw.StorageError, match="model-00002-of-00002") as failure:
+    with pytest.raises(
+        sw.StorageError, match=r"index.json: 1 of 2 files .* missing: model-00002-of-00002"
+    ) as failure:
         sw.open(shards)
     assert failure.value.errno == errno.ENOENT
 
@@ -204,8 +206,17 @@ def test_a_file_that_changes_length_is_damage(model: Path) -> None:
 
 
 def test_foreign_files_are_not_copied_or_saved_over(model: Path, tmp_path: Path) -> None:
-    with sw.open(model) as checkpoint, pytest.raises(sw.MisuseError, match="another library"):
-        checkpoint.copy(tmp_path / "copy")
+    path = model / "model.safetensors"
+    with sw.open(path) as checkpoint:
+        assert checkpoint.metadata().step is None
+        for copy in (lambda: checkpoint.copy(tmp_path / "copy"), lambda: manager.add(checkpoint)):
+            with (
+                sw.CheckpointManager(tmp_path / "run") as manager,
+                pytest.raises(
+                    sw.MisuseError, match=f"{path} is no step of stepwell: another library wrote it"
+                ),
+            ):
+                copy()
     with pytest.raises(sw.MisuseError):
         sw.save(model, {"x": 1})
     check(sw.restore(model))

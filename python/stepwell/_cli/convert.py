@@ -14,6 +14,8 @@ from .output import FINE, Output, count, fields_of, safe, size
 from .progress import progress
 from .targets import MAPPED, TARGET, Target
 
+#: The dtypes that tensors are cast to.
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
 #: Names that are shown of a list.
 _SHOWN = 4
 
@@ -36,7 +38,12 @@ def chosen(function: Callable[..., int]) -> Callable[..., int]:
             default="error",
             help="For objects that the format cannot hold: an error (the default), or leave them out.",
         ),
-        click.option("--cast", metavar="DTYPE", help="The dtype of floating-point tensors in the output."),
+        click.option(
+            "--cast",
+            type=click.Choice(_DTYPES),
+            metavar="DTYPE",
+            help="The dtype of floating-point tensors in the output.",
+        ),
         click.option(
             "--subtree",
             default="",

@@ -13,7 +13,7 @@ from .command import command
 from .output import FINE, Output, safe, size
 from .progress import progress
 from .show import metrics_of
-from .targets import TARGET, Target
+from .targets import TARGET, Target, format_of
 from .writing import writer
 
 
@@ -33,6 +33,11 @@ def cp(
     """
     chosen = include or None
     with source.open() as checkpoint:
+        if (found := format_of(checkpoint)) != "stepwell":
+            raise MisuseError(
+                f"{checkpoint.path} is no step of stepwell: another library wrote it ({found}). "
+                "Write it as one with `stepwell convert SOURCE DESTINATION --to stepwell`"
+            )
         step, metrics = checkpoint.step, metrics_of(checkpoint)
         with progress("copying") as tell:
             if os.path.isdir(os.path.join(destination, ".stepwell")):

@@ -105,7 +105,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
     files: list[File] = [{"path": file["path"], "bytes": file["length"]} for file in manifest["files"]]
     return {
         "path": checkpoint.path,
-        "step": facts.step if facts.format_version else None,
+        "step": facts.step,
         "started": facts.started,
         "committed": facts.committed,
         "writer": facts.writer,

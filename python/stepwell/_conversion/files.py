@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from .. import _core
 from .._checkpoint import Checkpoint
-from .._paths import named, render
+from .._paths import listed, named, render
 from ..errors import CorruptCheckpoint, FormatError, MisuseError
 from ..formats import find
 from ..formats.writers import WRITERS, Content, OutputFile, OutputTensor, PlainValue, Writer
-from .leaves import SelectedLeaf, held_objects, listed, nested, output_dtypes, places, selected
+from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, places, selected
 from .passed_along import as_output
 from .spec import Conversion, ConversionResult, Progress, digest
 

@@ -9,18 +9,17 @@ from .. import _core
 from .._checkpoint import Checkpoint
 from .._checks import shown
 from .._choice import FLOATS
-from .._paths import Component, named, render
+from .._paths import Component, listed, render
 from .._restore.structure import Structure
 from .._state.leaves import Reviver
 from ..errors import MisuseError
+from ..formats.description import Opaque
 from ..formats.writers import PlainValue
 
 #: Containers that are lists or tuples in the output.
 _SEQUENCES = ("list", "tuple", "deque")
 #: In the place of what is not selected: ``None`` is a value.
 _NOTHING = object()
-#: Names that an error lists.
-_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +124,18 @@ def held_objects(
     found = dict(zip(numbers, core.objects(numbers, Reviver()), strict=True))
     values = {number: PlainValue(one) for number, one in found.items() if holds(one)}
     paths = tuple(leaf.path for leaf in leaves if leaf.dtype is None and leaf.number not in values)
+    # A tensor of a kind that is not read is an object, too.
+    kinds = {leaf.path: one.what for leaf in leaves if isinstance(one := found.get(leaf.number), Opaque)}
+    which = listed(paths, kinds)
     if paths and objects == "error":
         raise MisuseError(
-            f'{to} cannot hold {listed(paths)}: it holds {held} only. Pass objects="skip" to leave such leaves out, or choose '
+            f'{to} cannot hold {which}: it holds {held} only. Pass objects="skip" to leave such leaves out, or choose '
             "leaves with include="
         )
     leaves[:] = [leaf for leaf in leaves if leaf.dtype is not None or leaf.number in values]
     if not leaves:
         raise MisuseError(
-            f"{to} cannot hold {listed(paths)}: it holds {held} only. No other leaf is selected, so there is nothing to convert"
+            f"{to} cannot hold {which}: it holds {held} only. No other leaf is selected, so there is nothing to convert"
         )
     return values, paths
 
@@ -187,8 +189,3 @@ def places(leaves: Sequence[SelectedLeaf]) -> list[tuple[str | int, ...]]:
         or ("",)
         for leaf in leaves
     ]
-
-
-def listed(paths: tuple[str, ...]) -> str:
-    more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
-    return ", ".join(map(named, paths[:_LISTED])) + more

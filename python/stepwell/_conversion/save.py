@@ -13,7 +13,7 @@ from .._checkpoint import Checkpoint
 from .._checks import metadata_json
 from .._opening import open as open_checkpoint
 from .._options import Options, to_json
-from .._paths import glob_escape
+from .._paths import glob_escape, listed
 from .._policies import every_steps
 from .._retention import keep_all
 from .._save_result import Save
@@ -21,7 +21,7 @@ from .._singular import keep
 from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, StepwellError
 from ..formats.description import Opaque
-from .leaves import SelectedLeaf, held_objects, listed, nested, output_dtypes, selected
+from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, selected
 from .spec import Conversion, ConversionResult, Progress, digest
 
 #: Bytes of the staging ring.

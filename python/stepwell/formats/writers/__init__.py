@@ -52,10 +52,14 @@ def _nothing(_: object) -> bool:
 
 #: The writers by the name of their format.
 WRITERS: Mapping[str, Writer] = {
-    "safetensors": Writer(safetensors.plan, _nothing, "tensors", False, ".safetensors"),
-    "torch": Writer(torch.plan, torch.is_plain, "tensors and plain Python values", True, ""),
+    "safetensors": Writer(
+        safetensors.plan, _nothing, "dense tensors of ordinary dtypes", False, ".safetensors"
+    ),
+    "torch": Writer(
+        torch.plan, torch.is_plain, "dense tensors of ordinary dtypes and plain Python values", True, ""
+    ),
     "npz": Writer(npz.plan, _nothing, "arrays", False, ""),
-    "dcp": Writer(dcp.plan, _nothing, "tensors", False, None, has_paths=True),
+    "dcp": Writer(dcp.plan, _nothing, "dense tensors of ordinary dtypes", False, None, has_paths=True),
 }
 
 #: The formats that the ends of names mean; ``None``: one that is not written.

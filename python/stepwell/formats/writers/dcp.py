@@ -10,7 +10,7 @@ from .content import Content, FileOptions
 from .output import OutputFile, OutputTensor
 from .pickling import Pickle
 from .safetensors import shards
-from .torch import add_archive, add_dtype, check_dtypes
+from .torch import add_archive, add_dtype, check_torch_dtypes
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans the data files and the metadata."""
-    check_dtypes(content.tensors)
+    check_torch_dtypes(content.tensors)
     files: list[OutputFile] = []
     places: dict[str, tuple[str, int, int]] = {}
     assert options.shard_bytes is not None, "the output is a directory"

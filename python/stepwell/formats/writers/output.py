@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 
 from ... import _core
+from ..._paths import listed
 from ..._state.specs import to_dtype
+from ...errors import MisuseError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,15 @@ class OutputTensor:
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return prod(self.shape) * self.itemsize
+
+
+def check_dtypes(
+    tensors: Iterable[OutputTensor], holds: Callable[[str], bool], what: str, remedy: str
+) -> None:
+    """Refuses the tensors of dtypes that are not held. ``what``: what cannot hold them."""
+    wrong = {tensor.source: tensor.dtype for tensor in tensors if not holds(tensor.dtype)}
+    if wrong:
+        raise MisuseError(f"{what} the dtypes of {listed(list(wrong), wrong)}. {remedy} with exclude=")
 
 
 class OutputFile:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from ..._paths import named
 from ...errors import MisuseError
 from ..safetensors import DTYPES
 from .content import Content, FileOptions
-from .output import OutputFile, OutputTensor
+from .output import OutputFile, OutputTensor, check_dtypes
 
 #: The alignment of the data in a file.
 _DATA_ALIGNMENT = 4096
@@ -25,11 +24,8 @@ _METADATA = "__metadata__"
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans one file, or shards and their index."""
+    check_dtypes(content.tensors, _NAMES.__contains__, "safetensors cannot hold", "Leave them out")
     for tensor in content.tensors:
-        if tensor.dtype not in _NAMES:
-            raise MisuseError(
-                f"{named(tensor.source)} is {tensor.dtype}, which safetensors cannot hold. Leave it out with exclude="
-            )
         if tensor.name == _METADATA:
             raise MisuseError(
                 f"a tensor cannot be named {_METADATA!r} in safetensors. Leave it out with exclude="

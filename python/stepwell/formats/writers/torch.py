@@ -9,12 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..._paths import named
-from ...errors import MisuseError
 from ..description import row_major
 from .archive import Archive
 from .content import Content, FileOptions, PlainValue
-from .output import OutputFile, OutputTensor
+from .output import OutputFile, OutputTensor, check_dtypes
 from .pickling import Pickle, Unpicklable
 
 #: The first part of all names in the archive.
@@ -49,20 +47,21 @@ _UNTYPED = {
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans one file."""
-    check_dtypes(content.tensors)
+    check_torch_dtypes(content.tensors)
     file = OutputFile(options.name)
     holders = {tensor.name: content.ties.get(tensor.name, tensor.name) for tensor in content.every}
     add_archive(file, content.state, content.tensors, holders)
     return [file]
 
 
-def check_dtypes(tensors: Sequence[OutputTensor]) -> None:
+def check_torch_dtypes(tensors: Sequence[OutputTensor]) -> None:
     """Refuses dtypes that are not written for torch."""
-    for tensor in tensors:
-        if tensor.dtype not in _STORAGES and tensor.dtype not in _UNTYPED:
-            raise MisuseError(
-                f"{named(tensor.source)} is {tensor.dtype}, which a conversion to torch cannot write. Leave it out with exclude="
-            )
+    check_dtypes(
+        tensors,
+        {**_STORAGES, **_UNTYPED}.__contains__,
+        "a conversion to torch or DCP cannot write",
+        "Leave them out",
+    )
 
 
 def add_archive(
