@@ -91,6 +91,15 @@ def test_shards_behind_links_restore_as_one(shards: Path, name: str) -> None:
     check(sw.restore(shards / name))
 
 
+def test_an_adapter_is_read_only_without_a_model(model: Path, shards: Path) -> None:
+    adapter = written({"lora": entry("U8", [1], 0, 1)}, b"\7")
+    for directory in (model, shards):
+        (directory / "adapter_model.safetensors").write_bytes(adapter)
+        check(sw.restore(directory))
+    (model / "model.safetensors").unlink()
+    assert sw.restore(model)["lora"].tolist() == [7]
+
+
 def test_a_part_restores_in_place_and_cast(model: Path) -> None:
     target = {"half": np.zeros(7, np.float32), "odd": np.zeros(3, np.uint8)}
     memory = target["half"]
@@ -196,6 +205,18 @@ def test_a_directory_that_lacks_numbered_files_is_refused(tmp_path: Path) -> Non
         sw.open(tmp_path)
     save_file({"w2": np.ones(2, np.float32)}, tmp_path / "model-00002-of-00003.safetensors")
     assert sw.restore(tmp_path).keys() == {"w1", "w2", "w3"}
+
+
+def test_a_file_that_is_replaced_is_not_mixed_in(model: Path) -> None:
+    file = model / "model.safetensors"
+    with sw.open(model) as checkpoint:
+        (model / "new").write_bytes(file.read_bytes())
+        (model / "new").rename(file)
+        with pytest.raises(
+            sw.CorruptCheckpoint, match="has changed since the checkpoint was opened"
+        ) as failure:
+            checkpoint["odd"].load()
+    assert str(file) in str(failure.value)
 
 
 def test_a_file_that_changes_length_is_damage(model: Path) -> None:

@@ -86,6 +86,8 @@ pub struct Stat {
     /// Time of the last change of content, length or name (ctime), in nanoseconds of the file
     /// system's clock. A simulated disk counts changes.
     pub changed: i64,
+    /// Time of the last change of content or length (mtime), likewise.
+    pub modified: i64,
 }
 
 /// How a rename treats an existing target.

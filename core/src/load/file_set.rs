@@ -3,6 +3,9 @@
 //! Before any data is used, the file's own records (header, trailer, page table, checksum pages)
 //! are compared with the index (length, id, trailer CRC). A checksum page is read with the first of
 //! its blocks. Errors name the file.
+//!
+//! Foreign files have no such records. Each one is compared with its length and time of change at
+//! the creation of the set, whenever it is opened.
 
 mod info;
 
@@ -16,7 +19,7 @@ pub(super) use info::{FileInfo, check_page, short};
 use super::decode::PausedStreams;
 use super::guards::{GuardedRange, Guards};
 use crate::format::index::{CompressedStream, FileRecord, Within};
-use crate::io::{Dir, File, Section, is_component};
+use crate::io::{Dir, EntryKind, File, Section, Stat, is_component};
 use crate::{Error, Result};
 
 /// The facts about files, by their ordinals.
@@ -30,7 +33,7 @@ const MAX_OPEN: usize = 128;
 enum FileOrigin {
     /// Data files of stepwell: everything is checked.
     Own,
-    /// Files of other libraries: only their length is checked.
+    /// Files of other libraries: only their length and time of change are checked.
     Foreign,
 }
 
@@ -39,6 +42,8 @@ pub struct FileSet {
     dir: Arc<dyn Dir>,
     records: Vec<FileRecord>,
     origin: FileOrigin,
+    /// Foreign files at the creation of the set, by name.
+    described: HashMap<String, Stat>,
     /// The guarded ranges of foreign files, once they are known.
     guards: OnceLock<Arc<Guards>>,
     state: Mutex<OpenFiles>,
@@ -79,7 +84,15 @@ impl FileSet {
                 return Err(Error::corrupt(dir.path().join(record.stored_name()), what));
             }
         }
-        Ok(Self::of(dir, records, FileOrigin::Foreign))
+        let mut set = Self::of(dir, records, FileOrigin::Foreign);
+        for name in records.iter().map(FileRecord::stored_name) {
+            if !set.described.contains_key(name)
+                && let Some(stat) = set.dir.stat(name)?.filter(|stat| stat.kind == EntryKind::File)
+            {
+                set.described.insert(name.to_owned(), stat);
+            }
+        }
+        Ok(set)
     }
 
     /// Says which ranges of foreign files have checksums. Those of one file do not overlap. Only
@@ -93,6 +106,7 @@ impl FileSet {
             dir,
             records: records.to_vec(),
             origin,
+            described: HashMap::new(),
             guards: OnceLock::new(),
             state: Mutex::default(),
             paused: PausedStreams::default(),
@@ -178,6 +192,19 @@ impl FileSet {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Fails if a foreign file has changed. The caller has opened it: what replaces it from now on
+    /// is not read. The inode is not compared, because some network file systems change it.
+    fn check_unchanged(&self, name: &str) -> Result<()> {
+        let Some(before) = self.described.get(name) else { return Ok(()) };
+        match self.dir.stat(name)? {
+            Some(now) if (now.len, now.modified) != (before.len, before.modified) => {
+                let what = "it has changed since the checkpoint was opened. Open the checkpoint again";
+                Err(Error::corrupt(self.dir.path().join(name), what))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Opens a file without holding the lock. Two threads may open it at the same time; both
     /// results are valid.
     fn open(&self, file: u32) -> Result<(Arc<FileInfo>, Arc<dyn File>)> {
@@ -201,6 +228,7 @@ impl FileSet {
                 FileOrigin::Foreign => FileInfo::foreign(handle.as_ref(), record)?,
             }),
         };
+        self.check_unchanged(name)?;
         let mut state = self.lock();
         let info = Arc::clone(state.known.entry(file).or_insert(info));
         if state.open.insert(file, Arc::clone(&handle)).is_none() {

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -18,7 +18,8 @@ use crate::format::index::{
     ChunkRecord, ChunkRegion, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source, TensorRecord,
 };
 use crate::io::{
-    Completion, Dir, Disk, EngineChoice, Entry, File, Lock, LockKind, Queue, Rename, Stat, Transfer,
+    Completion, Dir, Disk, EngineChoice, Entry, EntryKind, File, Lock, LockKind, Queue, Rename, Stat,
+    Transfer,
 };
 use crate::leaf_path::Component;
 use crate::read_plan::BoxCopy;
@@ -47,13 +48,15 @@ pub(super) struct Knobs {
     /// The byte ranges of direct reads.
     pub(super) seen: Mutex<Vec<Range<u64>>>,
     pub(super) opened: AtomicUsize,
+    puts: AtomicI64,
 }
 
 type FileBytes = Arc<Mutex<Vec<u8>>>;
 
 #[derive(Clone, Debug)]
 pub(super) struct MemoryDisk {
-    files: Arc<Mutex<HashMap<String, FileBytes>>>,
+    /// The bytes of each file, and the number of the `put` that wrote it.
+    files: Arc<Mutex<HashMap<String, (FileBytes, i64)>>>,
     pub(super) knobs: Arc<Knobs>,
     choice: EngineChoice,
 }
@@ -71,11 +74,12 @@ impl MemoryDisk {
     }
 
     pub(super) fn put(&self, name: &str, bytes: Vec<u8>) {
-        self.files.lock().unwrap().insert(name.into(), Arc::new(Mutex::new(bytes)));
+        let number = self.knobs.puts.fetch_add(1, Ordering::SeqCst);
+        self.files.lock().unwrap().insert(name.into(), (Arc::new(Mutex::new(bytes)), number));
     }
 
     pub(super) fn change(&self, name: &str, change: impl FnOnce(&mut Vec<u8>)) {
-        change(&mut self.files.lock().unwrap()[name].lock().unwrap());
+        change(&mut self.files.lock().unwrap()[name].0.lock().unwrap());
     }
 
     pub(super) fn dir(&self) -> Arc<dyn Dir> {
@@ -115,8 +119,12 @@ impl Dir for MemoryDisk {
     fn unsorted_entries(&self) -> Result<Vec<Entry>> {
         unsupported()
     }
-    fn stat(&self, _: &str) -> Result<Option<Stat>> {
-        unsupported()
+    fn stat(&self, name: &str) -> Result<Option<Stat>> {
+        let found = self.files.lock().unwrap().get(name).cloned();
+        Ok(found.map(|(bytes, number)| {
+            let len = bytes.lock().unwrap().len() as u64;
+            Stat { kind: EntryKind::File, len, id: (1, 1), changed: number, modified: number }
+        }))
     }
     fn id(&self) -> Result<(u64, u64)> {
         Ok((1, 1))
@@ -134,7 +142,7 @@ impl Dir for MemoryDisk {
         unsupported()
     }
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>> {
-        let bytes = self.files.lock().unwrap().get(name).cloned();
+        let bytes = self.files.lock().unwrap().get(name).map(|(bytes, _)| Arc::clone(bytes));
         let path = Path::new("/step/i0").join(name);
         let bytes =
             bytes.ok_or_else(|| Error::io("open", &path, io::Error::from_raw_os_error(libc::ENOENT)))?;

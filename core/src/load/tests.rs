@@ -1,6 +1,7 @@
 //! Tests of restores, one file per promise.
 
 mod bounds;
+mod changes;
 mod computed;
 mod damage;
 mod devices;

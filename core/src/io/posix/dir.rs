@@ -148,6 +148,12 @@ fn changed(stat: &rustix::fs::Stat) -> i64 {
     stat.st_ctime.saturating_mul(1_000_000_000).saturating_add(nanoseconds)
 }
 
+/// Returns the mtime in nanoseconds.
+fn modified(stat: &rustix::fs::Stat) -> i64 {
+    let nanoseconds = i64::try_from(stat.st_mtime_nsec).unwrap_or(0);
+    stat.st_mtime.saturating_mul(1_000_000_000).saturating_add(nanoseconds)
+}
+
 fn kind_of(kind: FileType) -> EntryKind {
     match kind {
         FileType::RegularFile => EntryKind::File,
@@ -214,6 +220,7 @@ impl Dir for PosixDir {
                 len: u64::try_from(stat.st_size).unwrap_or(0),
                 id: (stat.st_dev, stat.st_ino),
                 changed: changed(&stat),
+                modified: modified(&stat),
             })),
             Err(Errno::NOENT) => Ok(None),
             Err(errno) => Err(self.failed("stat", name)(errno)),

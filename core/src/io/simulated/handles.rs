@@ -141,7 +141,8 @@ impl Dir for SimDir {
             };
             let Some(ino) = found else { return Ok(None) };
             let len = world.bytes(ino).map_or(0, |bytes| bytes.len() as u64);
-            Ok(Some(Stat { kind: world.kind_of(ino), len, id: (DEVICE, ino), changed: world.changed(ino) }))
+            let changed = world.changed(ino);
+            Ok(Some(Stat { kind: world.kind_of(ino), len, id: (DEVICE, ino), changed, modified: changed }))
         })
     }
 
