@@ -250,6 +250,10 @@ def test_a_file_that_is_no_map_is_refused(qkv: Path, tmp_path: Path, text: str |
         ({"rename": "a", "drop": "b"}, "has 2 operations"),
         ({"rename": "layers.0.q.weight", "to": "a", "axis": 0}, "`axis` is not known here"),
         ({"drop": 3}, "`drop` cannot be"),
+        ({"drop": "layers.{i²}.q.weight"}, "the name of the capture {i²} is not ASCII"),
+        ({"scale": "layers.0.q.weight", "by": 10**400}, "`by` cannot be int 1000"),
+        ({"crop": "layers.0.q.weight", "size": 10**5000}, "`size` cannot be int of more digits"),
+        ({"pad": "layers.0.q.weight", "size": 10**400}, "`size` cannot be int 1000"),
     ],
 )
 def test_a_rule_that_does_not_fit_is_named(qkv: Path, rule: dict[str, object], says: str) -> None:
@@ -262,6 +266,14 @@ def without_elements(path: Path, name: str, *shape: int) -> Path:
     header = json.dumps({name: {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     return path
+
+
+def test_a_capture_may_have_any_ascii_name(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"a.b": np.ones(1), "model": {"a.c": np.zeros(1)}})
+    rule = {"rename": "a.{before_}", "to": "{before_}.{before_}"}
+    assert set(restored(tmp_path / "c", rule)) == {"b.b", "model"}
+    rule = {"rename": "{after_}.{_}", "to": "{_}.{after_}"}
+    assert set(restored(tmp_path / "c", rule)["model"]) == {"c.a"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Literal, NoReturn, TypeGuard, TypeVar
 
 from .._checks import shown
 from ..errors import MisuseError
+from ..formats.description import MAX_SIZE
 from .computing import FLOATS, READ, Add, Cast, Dequantise, Merge, Pad, Scale
 from .patterns import Pattern
 from .rules import Concat, Crop, Drop, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
@@ -41,7 +42,7 @@ class _Table:
             return value  # type: ignore[return-value]  # a default is of the kind
         try:
             return kind(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             self.wrong(f"`{name}` cannot be {shown(value)}: {error}")
 
     def end(self) -> None:
@@ -92,7 +93,11 @@ def _patterns(value: object) -> tuple[Pattern, ...]:
 
 
 def _is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    if not -MAX_SIZE < value < MAX_SIZE:
+        raise ValueError("it is an integer below 2^62")
+    return least is None or value >= least
 
 
 def _integer(value: object) -> int:

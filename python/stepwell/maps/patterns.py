@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from .._checks import shown
 from ..errors import MisuseError
 
-_CAPTURE = re.compile(r"\{([A-Za-z_]\w*)(\.\.\.)?\}")
+_CAPTURE = re.compile(r"\{([^\W\d]\w*)(\.\.\.)?\}")
 #: The text of a capture: one name between dots, or any text.
 _NAME, _REST = r"[^./\[\]]+", r".+"
 
@@ -47,12 +47,15 @@ class Pattern:
         for found in _CAPTURE.finditer(self.text):
             expression += re.escape(self.text[at : found.start()])
             name, rest = found.groups()
+            if not name.isascii():
+                raise MisuseError(f"the name of the capture {found[0]} is not ASCII")
             expression += f"(?P={name})" if name in names else f"(?P<{name}>{_REST if rest else _NAME})"
             if name not in names:
                 names.append(name)
             at = found.end()
         expression += re.escape(self.text[at:])
-        whole = rf"(?P<before_>(?:.*?/)??){expression}(?P<after_>(?:[/\[].*)?)"
+        # Groups around the captures have no names: a capture may have any.
+        whole = rf"((?:.*?/)??){expression}((?:[/\[].*)?)"
         object.__setattr__(self, "captures", tuple(names))
         object.__setattr__(self, "_expression", re.compile(whole, re.DOTALL))
 
@@ -61,9 +64,7 @@ class Pattern:
         found = self._expression.fullmatch(path)
         if found is None:
             return None
-        captures = found.groupdict()
-        before, after = captures.pop("before_"), captures.pop("after_")
-        return Match(captures, before, after)
+        return Match(found.groupdict(), found[1], found[len(self.captures) + 2])
 
     def fill(self, captures: Mapping[str, str]) -> str:
         """The path for these captures."""
