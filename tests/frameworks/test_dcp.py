@@ -495,8 +495,9 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
         metadata = _metadata(path)
         change(metadata)
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises((sw.CorruptCheckpoint, sw.errors.FormatError), match=says):
+        with pytest.raises((sw.CorruptCheckpoint, sw.errors.FormatError), match=says) as failure:
             sw.restore(path)
+        assert str(path) in str(failure.value)
         (path / ".metadata").write_bytes(sound)
 
     def of(metadata: Any, name: str) -> Any:
@@ -514,6 +515,8 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
         lambda m: setattr(m.state_dict_metadata["w"].chunks[0], "sizes", torch.Size([3, 3])),
     )
 
+    refused("has the path of another leaf", lambda m: m.planner_data.update(w=("v",)))
+    refused("is below another leaf", lambda m: m.planner_data.update(v=("w", "v")))
     refused("small number", lambda m: m.planner_data.update(w=("w", 1 << 100)))
     refused("a number of bytes", lambda m: setattr(m.state_dict_metadata["w"], "size", (0, 1 << 62)))
 

@@ -116,7 +116,7 @@ class _Checkpoint:
                 leaves[name] = Opaque("value of several ranks, without checksums to compare")
             elif not is_copy:
                 leaves[name] = Opaque("value that differs between ranks")
-        state = _nested(leaves, self._saved.paths)
+        state = _nested(self._path, leaves, self._saved.paths)
         return Description(FAMILY, self._path, state, guarded=self._guarded)
 
     def locate(self, chunks: Sequence[Chunk]) -> list[Chunk]:
@@ -344,7 +344,9 @@ def _merged(saved: Sequence[Saved], files: Sequence[str]) -> Saved:
     return whole
 
 
-def _nested(leaves: Mapping[str, object], paths: Mapping[str, tuple[str | int, ...]]) -> object:
+def _nested(
+    checkpoint: str, leaves: Mapping[str, object], paths: Mapping[str, tuple[str | int, ...]]
+) -> object:
     """The state as it was before it was flattened. Names without a path stay at the top."""
     root: dict[str | int, object] = {}
     for name, value in leaves.items():
@@ -353,10 +355,10 @@ def _nested(leaves: Mapping[str, object], paths: Mapping[str, tuple[str | int, .
         for part in path[:-1]:
             child = at.setdefault(part, {})
             if not isinstance(child, dict) or type(child) is not dict:
-                raise CorruptCheckpoint(f"{named(name)} is below another leaf in the metadata")
+                raise corrupt(checkpoint, f"{named(name)} is below another leaf in the metadata")
             at = child
         if path[-1] in at:
-            raise CorruptCheckpoint(f"{named(name)} has the path of another leaf in the metadata")
+            raise corrupt(checkpoint, f"{named(name)} has the path of another leaf in the metadata")
         at[path[-1]] = value
     return _with_lists(root)
 
