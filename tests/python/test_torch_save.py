@@ -435,6 +435,13 @@ def test_shards_with_an_index_are_one_state(tmp_path: Path) -> None:
         sw.open(tmp_path)
 
 
+def test_an_adapter_is_read_only_without_a_model(tmp_path: Path) -> None:
+    saved(tmp_path / "adapter_model.bin", {"lora": tensor(2)})
+    assert set(sw.restore(tmp_path)) == {"lora"}
+    saved(tmp_path / "pytorch_model.bin", {"w": tensor(3)})
+    assert set(sw.restore(tmp_path)) == {"w"}
+
+
 def test_the_command_line_reads_them(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"w": torch.ones(3), "o": Unknown(), "args": argparse.Namespace(lr=0.5)})
     for command in (["show"], ["show", "--layout"], ["plan"], ["verify"]):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from .. import _core
 from .._checks import shown
@@ -39,6 +39,16 @@ def guarded(members: Iterable[_core._ZipMember], offsets: Iterable[int]) -> list
         for (_, method, crc, _, length), offset in zip(members, offsets, strict=True)
         if crc is not None and method == "stored"
     ]
+
+
+def of_model(path: str, names: Sequence[str], model: str, adapter: str, index: str) -> str | None:
+    """Returns the file of a directory that is read: the model, an index of its shards (a name that
+    ends like ``index``), or an adapter if there is no model. ``None`` without any of them."""
+    indexes = [name for name in names if name.endswith(index)]
+    if model not in names and len(indexes) > 1:
+        raise corrupt(path, f"{len(indexes)} indexes ({', '.join(indexes)}); pass one of them")
+    chosen = next((name for name in (model, *indexes, adapter) if name in names), None)
+    return None if chosen is None else os.path.join(path, chosen)
 
 
 def weight_map(index: str) -> list[tuple[str, str]]:

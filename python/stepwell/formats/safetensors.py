@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from .. import _core
 from .._state.specs import to_dtype
 from .description import MAX_SIZE, Chunk, Description, Opaque, Tensor, fits
-from .files import corrupt, read, weight_map
+from .files import corrupt, of_model, read, weight_map
 
 FAMILY = "safetensors"
 _SUFFIX = ".safetensors"
@@ -78,20 +78,10 @@ def describe(path: str) -> Description | None:
     if not os.path.isdir(path):
         return None
     names = sorted(os.listdir(path))
+    chosen = of_model(path, names, "model.safetensors", "adapter_model.safetensors", _INDEX)
+    if chosen is not None:
+        return _sharded(chosen) if chosen.endswith(_INDEX) else _whole(path, [chosen])
     files = [os.path.join(path, name) for name in names if name.endswith(_SUFFIX)]
-    # Readers prefer a whole file to an index beside it.
-    whole = [
-        file for file in files if os.path.basename(file) in ("model.safetensors", "adapter_model.safetensors")
-    ]
-    if len(whole) == 1:
-        return _whole(path, whole)
-    indexes = [os.path.join(path, name) for name in names if name.endswith(_INDEX)]
-    if len(indexes) == 1:
-        return _sharded(indexes[0])
-    if len(indexes) > 1:
-        raise corrupt(
-            path, f"{len(indexes)} indexes ({', '.join(map(os.path.basename, indexes))}); pass one of them"
-        )
     _check_numbered(path, files)
     return _whole(path, files) if files else None
 

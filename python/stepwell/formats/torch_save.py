@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from ..errors import FormatError
 from . import numpy_symbols, python_symbols
 from .description import Description, Guarded
-from .files import corrupt, read, weight_map
+from .files import corrupt, of_model, read, weight_map
 from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
 from .pickle_values import Converter, Found, Malformed, PersistentLoad, Stream, Symbol
 from .rank_files import Distributions, rank_files, whole_state
@@ -59,14 +59,9 @@ def _description(path: str, state: object, files: Mapping[str, TorchFile]) -> De
 
 def _directory(path: str) -> Description | None:
     names = sorted(os.listdir(path))
-    whole = [name for name in names if name in ("pytorch_model.bin", "adapter_model.bin")]
-    if len(whole) == 1:
-        return describe(os.path.join(path, whole[0]))
-    indexes = [name for name in names if name.endswith(_INDEX)]
-    if len(indexes) > 1:
-        raise corrupt(path, f"{len(indexes)} indexes ({', '.join(indexes)}); pass one of them")
-    if indexes:
-        return _sharded(os.path.join(path, indexes[0]))
+    chosen = of_model(path, names, "pytorch_model.bin", "adapter_model.bin", _INDEX)
+    if chosen is not None:
+        return describe(chosen)
     by_prefix = rank_files(path, names)
     return _of_ranks(path, by_prefix) if by_prefix else None
 
