@@ -157,6 +157,7 @@ OPAQUE: dict[str, tuple[bytes, str]] = {
         ),
         "torch.Tensor",
     ),
+    "many dimensions": (tensor(0, [1] * 65, [1] * 65), "with 65 dimensions"),
     "unknown storage": (
         tensor(0, [1], [1], storage(kind=name("torch", "XStorage"))),
         "torch tensor of an unknown storage",
