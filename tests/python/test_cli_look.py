@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import stepwell as sw
-from command_line import document, flip_a_bit, make_root, process, run, state
+from command_line import DOCUMENT, document, flip_a_bit, make_root, process, run, state
 
 HOSTILE = "\x1b[31m</script>\u202e\n"
 
@@ -272,6 +272,8 @@ def test_verify_of_a_root_names_file_block_and_leaves(root: Path) -> None:
     flip_a_bit(root / "step_00000010" / "i0" / "00000.data", 4100)
     assert document("verify", root)["ok"]
     found = document("verify", root, "--all", code=1)
+    row = next(line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `checkpoints` |"))
+    assert all(f"`{key}`" in row for key in found["checkpoints"][0])
     assert [one["ok"] for one in found["checkpoints"]] == [True, False, True]
     (damage,) = found["checkpoints"][1]["damages"]
     assert damage["file"].endswith("step_00000010/i0/00000.data")
