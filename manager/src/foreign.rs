@@ -116,28 +116,17 @@ pub fn archives(
     Ok(found)
 }
 
-/// The first and last bytes of archives. Those that are near each other are read together.
+/// Parts of a file or archive, by their offsets. Those that are near each other are read together.
 struct NearBytes(Vec<(u64, Vec<u8>)>);
 
 impl NearBytes {
     fn read(file: &dyn File, places: &[(u64, u64)]) -> Result<Self> {
-        let mut ranges: Vec<Range<u64>> = Vec::new();
         let mut pieces: Vec<Range<u64>> = places
             .iter()
             .flat_map(|&(begin, length)| ends(length).map(|at| begin + at.start..begin + at.end))
             .collect();
         pieces.sort_unstable_by_key(|piece| piece.start);
-        for piece in pieces {
-            match ranges.last_mut() {
-                Some(last)
-                    if piece.start <= last.end + NEAR_BYTES
-                        && piece.end - last.start <= MAX_HEADERS_BYTES =>
-                {
-                    last.end = last.end.max(piece.end);
-                }
-                _ => ranges.push(piece),
-            }
-        }
+        let ranges = joined(pieces);
         let read = |range: &Range<u64>| file.read_at(range.start, (range.end - range.start) as usize);
         let read = each("stepwell-foreign", ARCHIVE_THREADS, &ranges, read);
         let found = ranges.iter().zip(read).map(|(range, bytes)| Ok((range.start, bytes?)));
@@ -152,6 +141,23 @@ impl NearBytes {
         });
         found.unwrap_or_default()
     }
+}
+
+/// Joins ranges that are near each other. They are in the order of their starts.
+fn joined(pieces: impl IntoIterator<Item = Range<u64>>) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for piece in pieces {
+        match ranges.last_mut() {
+            Some(last)
+                if piece.start <= last.end.saturating_add(NEAR_BYTES)
+                    && piece.end - last.start <= MAX_HEADERS_BYTES =>
+            {
+                last.end = last.end.max(piece.end);
+            }
+            _ => ranges.push(piece),
+        }
+    }
+    ranges
 }
 
 /// The first and the last bytes of an archive of that length. Those of a short one are all.
@@ -298,44 +304,21 @@ fn local_headers(
     members: &[ZipMember],
     numbers: &[usize],
 ) -> Result<Vec<Vec<u8>>, ArchiveError> {
-    let mut places: Vec<(u64, u64, usize)> = numbers
+    let headers: Vec<Range<u64>> = numbers
         .iter()
-        .enumerate()
-        .filter_map(|(at, &number)| Some((at, members.get(number)?)))
-        .map(|(at, member)| (member.header, member.header + zip::local_header_bytes(member), at))
+        .map(|&number| {
+            members.get(number).map_or(0..0, |one| one.header..one.header + zip::local_header_bytes(one))
+        })
         .collect();
-    places.sort_unstable();
-    let mut groups = Vec::new();
-    let mut rest = places.as_slice();
-    while let Some(&(first, ..)) = rest.first() {
-        let near = |two: &[(u64, u64, usize)]| match two {
-            [(_, end, _), (begin, last, _)] => {
-                begin.saturating_sub(*end) <= NEAR_BYTES && last - first <= MAX_HEADERS_BYTES
-            }
-            _ => false,
-        };
-        let (together, later) = rest.split_at(1 + rest.windows(2).take_while(|two| near(two)).count());
-        groups.push(together);
-        rest = later;
-    }
+    let mut pieces = headers.clone();
+    pieces.sort_unstable_by_key(|piece| piece.start);
+    let ranges = joined(pieces);
     // A disk answers many small reads together.
-    let read = |group: &&[(u64, u64, usize)]| match (group.first(), group.last()) {
-        (Some(&(first, ..)), Some(&(_, end, _))) => bytes.read(first, end - first),
-        _ => Ok(Vec::new()),
-    };
-    let found = each("stepwell-foreign", ARCHIVE_THREADS, &groups, read);
-    let mut headers = vec![Vec::new(); numbers.len()];
-    for (group, read) in groups.iter().zip(found) {
-        let (read, first) = (read?, group.first().map_or(0, |&(first, ..)| first));
-        for &(begin, end, at) in *group {
-            let found = read.get((begin - first) as usize..).unwrap_or_default();
-            let found = found.get(..(end - begin) as usize).unwrap_or(found);
-            if let Some(header) = headers.get_mut(at) {
-                *header = found.to_vec();
-            }
-        }
-    }
-    Ok(headers)
+    let read = |range: &Range<u64>| bytes.read(range.start, range.end - range.start);
+    let read = each("stepwell-foreign", ARCHIVE_THREADS, &ranges, read);
+    let found = ranges.iter().zip(read).map(|(range, bytes)| Ok((range.start, bytes?)));
+    let found = NearBytes(found.collect::<Result<_, ArchiveError>>()?);
+    Ok(headers.into_iter().map(|header| found.get(header).to_vec()).collect())
 }
 
 /// The place of an array that `numpy.save` wrote, in a file of its own or as a member of another.
