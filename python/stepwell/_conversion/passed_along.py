@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from .. import _core
 from .._checks import shown
 from .._locations import Path, absolute
 from ..errors import MisuseError
-from ..formats.files import read
+from ..formats.files import read_whole
 from ..formats.writers import OutputFile
 
 #: A file, a directory of a model, or several of them.
@@ -75,20 +76,22 @@ def _of_directory(path: str) -> list[str]:
     ]
 
 
+def _too_long(path: str, length: int) -> MisuseError:
+    return MisuseError(
+        f"with {path} ({length} bytes), files= has more than {MAX_BYTES >> 20} MiB. Copy it yourself after the conversion"
+    )
+
+
 def as_output(paths: Mapping[str, str]) -> list[OutputFile]:
     """Reads the files, to be written beside those of the format."""
     made = []
     left = MAX_BYTES
     for name, path in paths.items():
-        length = read(path, 0, 0)[1]
-        if length == 0:
+        content = read_whole(path, left, partial(_too_long, path))
+        if not content:
             raise MisuseError(f"{path} of files= is empty. Leave it out")
-        left -= length
-        if left < 0:
-            raise MisuseError(
-                f"with {path} ({length} bytes), files= has more than {MAX_BYTES >> 20} MiB. Copy it yourself after the conversion"
-            )
+        left -= len(content)
         file = OutputFile(name)
-        file.add_bytes(read(path, 0, length)[0])
+        file.add_bytes(content)
         made.append(file)
     return made

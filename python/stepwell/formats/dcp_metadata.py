@@ -15,7 +15,7 @@ from .. import _core
 from .._paths import printable
 from ..errors import CorruptCheckpoint
 from .description import MAX_SIZE
-from .files import corrupt, read
+from .files import corrupt, read_whole
 from .numpy_symbols import MAX_DIMS
 from .pickled import Call, Name, Pairs
 from .torch_symbols import DTYPES
@@ -80,10 +80,13 @@ class Saved:
 
 def read_metadata(file: str) -> Saved:
     """Reads a metadata file."""
-    length = read(file, 0, 0)[1]
-    if length > _MAX_BYTES:
-        raise corrupt(file, f"metadata of at most {_MAX_BYTES} bytes were expected, not of {length}")
-    data, _ = read(file, 0, length)
+    data = read_whole(
+        file,
+        _MAX_BYTES,
+        lambda length: corrupt(
+            file, f"metadata of at most {_MAX_BYTES} bytes were expected, not of {length}"
+        ),
+    )
     parsed = _core.pickle(file, data, 0, len(data))
     if parsed is None:
         raise corrupt(file, "it ends in the middle of its pickle")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from .. import _core
 from .._checks import shown
@@ -23,6 +23,15 @@ _LISTED = 5
 def read(path: str, offset: int, length: int) -> tuple[bytes, int]:
     """Reads bytes of a file, and returns its length too. Links to files are followed."""
     return _core.read_foreign(os.path.realpath(path), offset, length)
+
+
+def read_whole(path: str, limit: int, too_long: Callable[[int], Exception]) -> bytes:
+    """Reads a file. Raises ``too_long`` of its length, and reads nothing, if it has more bytes than
+    the limit."""
+    length = read(path, 0, 0)[1]
+    if length > limit:
+        raise too_long(length)
+    return read(path, 0, length)[0]
 
 
 def corrupt(path: str, what: str) -> CorruptCheckpoint:
@@ -53,11 +62,15 @@ def of_model(path: str, names: Sequence[str], model: str, adapter: str, index: s
 
 def weight_map(index: str) -> list[tuple[str, str]]:
     """Returns the names of the tensors of a sharded checkpoint, each with its shard's path."""
-    length = read(index, 0, 0)[1]
-    if length > _MAX_INDEX_BYTES:
-        raise corrupt(index, f"an index of at most {_MAX_INDEX_BYTES} bytes was expected, not of {length}")
+    text = read_whole(
+        index,
+        _MAX_INDEX_BYTES,
+        lambda length: corrupt(
+            index, f"an index of at most {_MAX_INDEX_BYTES} bytes was expected, not of {length}"
+        ),
+    )
     try:
-        content = json.loads(read(index, 0, length)[0])
+        content = json.loads(text)
         places = content["weight_map"]
         pairs = [(str(name), str(shard)) for name, shard in places.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

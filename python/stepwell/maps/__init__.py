@@ -26,7 +26,7 @@ from typing import TypeAlias, final
 from .. import _core
 from .._checks import shown
 from ..errors import MisuseError
-from ..formats.files import read
+from ..formats.files import read_whole
 from . import layout, parsing
 from .rules import Concat, Rule
 
@@ -112,10 +112,11 @@ def _naming(where: str) -> Iterator[None]:
 def _read(path: str) -> Iterable[Mapping[str, object]]:
     if not os.path.isfile(path):
         raise MisuseError(f"the map {path} is no file; pass a TOML file, rules or a sw.maps.Map")
-    length = read(path, 0, 0)[1]
-    if length > _MAX_FILE_BYTES:
-        raise MisuseError(f"the map {path} has {length} bytes; a map has at most {_MAX_FILE_BYTES}")
-    text = read(path, 0, length)[0]
+    text = read_whole(
+        path,
+        _MAX_FILE_BYTES,
+        lambda length: MisuseError(f"the map {path} has {length} bytes; a map has at most {_MAX_FILE_BYTES}"),
+    )
     try:
         content = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
