@@ -4,7 +4,7 @@ recognised."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .. import _core
 from .._locations import container_of
@@ -23,6 +23,7 @@ _BEGINNINGS: Sequence[tuple[int, bytes, str]] = (
         "an HDF5 file, as Keras writes it. Load it with Keras, then pass model.get_weights() to sw.save",
     ),
 )
+_TORCHSCRIPT = "a program of TorchScript. Save its state_dict with torch.save instead"
 #: Ends of names in zip archives, and the message.
 _MEMBERS: Sequence[tuple[str, str]] = (
     (
@@ -31,7 +32,8 @@ _MEMBERS: Sequence[tuple[str, str]] = (
     ),
     ("archive_format", "a program of torch.export. Save its state_dict with torch.save instead"),
     (".data/extern_modules", "a package of torch.package. Save a state_dict with torch.save instead"),
-    ("code/", "a program of TorchScript. Save its state_dict with torch.save instead"),
+    ("constants.pkl", _TORCHSCRIPT),
+    ("code/", _TORCHSCRIPT),
 )
 #: Names in directories, and the message.
 _FILES: Sequence[tuple[str, str]] = (
@@ -46,6 +48,13 @@ _FILES: Sequence[tuple[str, str]] = (
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 #: Directories that are looked into.
 _LOOKED_AT = 64
+
+
+def refuse_members(path: str, names: Collection[str]) -> None:
+    """Raises :class:`FormatError` for a zip archive with these members that is not read."""
+    for end, what in _MEMBERS:
+        if any(name.endswith(end) or f"/{end}" in name for name in names):
+            raise FormatError(f"{path}: this is {what}")
 
 
 def refuse(path: str) -> None:
@@ -83,9 +92,7 @@ def refuse(path: str) -> None:
             names = [one[0] for one in _core.ZipDirectory(os.path.realpath(path)).members()]
         except CorruptCheckpoint:
             names = []
-        for end, what in _MEMBERS:
-            if any(name.endswith(end) or f"/{end}" in name for name in names):
-                raise FormatError(f"{path}: this is {what}")
+        refuse_members(path, names)
     if container_of(path):
         return
     if not start:

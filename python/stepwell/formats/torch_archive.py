@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -99,9 +99,10 @@ class Archive:
         members = directory.members()
         return cls(path, members, directory) if roots_of(one[0] for one in members) else None
 
-    def has(self, beginning: str) -> bool:
-        """True if the name of a record begins like that."""
-        return any(name.startswith(f"{self.root}/{beginning}") for name in self._members)
+    @property
+    def names(self) -> Collection[str]:
+        """The names of its members."""
+        return self._members
 
     def _find(self, names: Iterable[str]) -> None:
         """Reads the offsets of the contents of members, unless they are known."""

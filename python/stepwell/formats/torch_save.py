@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import FormatError
 from . import numpy_symbols, python_symbols
 from .description import Description, Guarded
 from .files import corrupt, of_model, read, weight_map
 from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
 from .pickle_values import Converter, Found, Malformed, PersistentLoad, Stream, Symbol
 from .rank_files import Distributions, rank_files, whole_state
+from .refused import refuse_members
 from .torch_archive import Archive
 from .torch_symbols import NAMES, TensorSymbols
 
@@ -133,9 +133,7 @@ def _zip_content(path: str) -> TorchFile | None:
     archive = Archive.of_file(path)
     if archive is None:
         return None
-    for record, what in _OTHERS:
-        if archive.has(record):
-            raise FormatError(f"{path}: {what}")
+    refuse_members(path, archive.names)
     return archived(archive)
 
 
@@ -143,16 +141,6 @@ def archived(archive: Archive) -> TorchFile:
     """The object of an archive."""
     stream, root = archive.pickle()
     return replace(converted(stream, root, archive.storage), guarded=archive.guarded)
-
-
-#: Members of archives of torch that are no checkpoints.
-_OTHERS = (
-    (
-        "constants.pkl",
-        "this is a program of TorchScript. Save module.state_dict() with torch.save instead",
-    ),
-    (".data/extern_modules", "this is a package of torch.package. Save a state_dict instead"),
-)
 
 
 def converted(stream: Stream, root: object, persistent: PersistentLoad) -> TorchFile:
