@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -16,8 +16,8 @@ use stepwell_core::region::Region;
 use stepwell_core::sys::lower_priority;
 use stepwell_manager::convert::{
     self, Complete, Conversion as Engined, ConversionOptions, ConversionPlan, Leftover, LeftoverKind,
-    NO_OWNER, OutputKind, PieceContent, PlannedFile, PlannedPiece, Sharing as Shared, StoredProvider,
-    TensorPair, compare,
+    NO_OWNER, OutputKind, PieceContent, PlannedFile, PlannedPiece, SavePauses, Sharing as Shared,
+    StoredProvider, TensorPair, compare,
 };
 use stepwell_manager::state::{Holders, Part};
 use stepwell_manager::{Environment, Error, LeafSource, Manager as EngineManager, Options, Reader};
@@ -29,9 +29,6 @@ use crate::hooks::dtype_named;
 use crate::manager::{Manager, call};
 use crate::options;
 use crate::wait;
-
-/// Poll interval of work that waits for saves to end.
-const SAVE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A piece: offset, length, and its bytes, or a tensor (leaf, dtype), or the first and the last
 /// piece of a checksum.
@@ -213,24 +210,21 @@ fn pairs_of(pairs: Vec<(u32, u32, String)>) -> PyResult<Vec<TensorPair>> {
 /// Work beside the saves of a manager, which go first.
 struct Beside {
     manager: Arc<EngineManager>,
-    begun: Instant,
-    paused: Duration,
+    pauses: SavePauses,
 }
 
 impl Beside {
     fn new(manager: &Manager) -> Self {
-        Self { manager: manager.engine(), begun: Instant::now(), paused: Duration::ZERO }
+        Self { manager: manager.engine(), pauses: SavePauses::default() }
     }
 
-    /// Waits while a save is pending, but for half of the time at most: a run that saves all the
-    /// time gets its exports, too. `go_on` ends the wait by `false`.
+    /// Waits while a save is pending, but not for too long. `go_on` ends the wait by `false`.
     fn yield_to_saves(&mut self, sharing: &Shared, mut go_on: impl FnMut() -> bool) {
-        while self.manager.is_saving() && self.paused < self.begun.elapsed() / 2 && go_on() {
+        self.pauses.wait(|| {
             // The other ranks must not take the pause for a stall.
             sharing.advance();
-            std::thread::sleep(SAVE_POLL_INTERVAL);
-            self.paused += SAVE_POLL_INTERVAL;
-        }
+            self.manager.is_saving() && go_on()
+        });
     }
 }
 
@@ -272,13 +266,12 @@ impl Sharing {
 #[pymethods]
 impl Sharing {
     /// Meets the ranks that share conversions to a path; without `ranks`, this process shares
-    /// nothing.
+    /// nothing. A wait for a rank ends after `stall_seconds` without its progress.
     #[new]
-    #[pyo3(signature = (path, ranks = None))]
-    fn new(py: Python<'_>, path: PathBuf, ranks: Option<Agreeing<'_>>) -> PyResult<Self> {
+    fn new(py: Python<'_>, path: PathBuf, ranks: Option<Agreeing<'_>>, stall_seconds: u64) -> PyResult<Self> {
         let ranks = ranks.map(Agreeing::ranks);
         let shared = call(py, move || {
-            let options = Options::default();
+            let options = Options { stall_timeout: Duration::from_secs(stall_seconds), ..Options::default() };
             let environment = options::environment_of(&path, Engine::Auto, &options, ranks)?;
             Shared::meet(&path, &environment, options.stall_timeout)
         })?;

@@ -316,6 +316,37 @@ print(made.resumed_nbytes)
 """
 
 
+_MORTAL_RANK = """
+import importlib
+from stepwell._conversion import files
+files._WINDOW_BYTES, files._JOURNAL_BYTES = 4096, 16 << 10
+importlib.import_module("stepwell._conversion.convert")._STALL_SECONDS = 3
+source, meet = sys.argv[5:7]
+def progress(done, total):
+    if RANK == 1 and done > total / 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+try:
+    sw.convert(source, ROOT, to="safetensors", progress=progress,
+               coordinator=sw.coordinators.SharedDirectory(RANK, WORLD, sys.argv[4], path=meet))
+except sw.StepwellError as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_ranks_fail_without_the_progress_of_another(source: Path) -> None:
+    out, begun = source.parent / "out", time.monotonic()
+    codes, told, errors = zip(
+        *start(source.parent, _MORTAL_RANK, 3, out, source, source.parent / "meet").finish(), strict=True
+    )
+    assert codes == (0, -signal.SIGKILL, 0), errors
+    assert 3 <= time.monotonic() - begun < 60
+    for rank in (0, 2):
+        assert "without progress for rank(s) [1]" in told[rank], told
+    assert not out.exists()
+    made = shared(source, 3, "second", destination=out, to="safetensors", verify=True)
+    assert all(one.verified for one in made), made
+
+
 def test_ranks_killed_at_random_moments_are_resumed(source: Path) -> None:
     out, meet, rng = source.parent / "out", source.parent / "meet", random.Random(5)
     sw.convert(source, source.parent / "wanted", to="safetensors", shard_size="3MB")

@@ -159,10 +159,47 @@ impl Journal {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use stepwell_core::io::simulated::SimDisk;
+
     use super::*;
 
     fn sums(count: u32) -> Vec<PieceSum> {
         (0..count).map(|n| PieceSum { file: n % 3, piece: n, crc: n * 77 }).collect()
+    }
+
+    #[test]
+    fn a_journal_ends_before_a_torn_or_foreign_record() {
+        let disk: Arc<dyn Disk> = Arc::new(SimDisk::new());
+        let dir = disk.create_dir_all(Path::new("/d")).unwrap();
+        let file = dir.create_file("journal", 0).unwrap();
+        let open = || dir.overwrite_file("journal", 0).unwrap();
+        let start =
+            |generation| Journal::start(Arc::clone(&disk), open(), [7; 32], [8; 32], generation).unwrap();
+        let mut first = start(1);
+        // The record with 600 sums fills two blocks.
+        for (finished, count) in [(3, 2), (9, 600), (11, 0), (12, 1)] {
+            first.append(finished, &sums(count)).unwrap();
+        }
+        let all = read(&*file).unwrap().unwrap();
+        assert_eq!((all.generation, all.finished, all.end), (1, 12, first.end));
+        assert_eq!(all.sums, [sums(2), sums(600), sums(1)].concat());
+        // The last record is torn.
+        file.set_len(all.end - WINDOW_ALIGNMENT + 50).unwrap();
+        let torn = read(&*file).unwrap().unwrap();
+        assert_eq!((torn.finished, torn.end), (11, all.end - WINDOW_ALIGNMENT));
+        let mut resumed = Journal::resume(Arc::clone(&disk), open(), &torn);
+        resumed.append(13, &sums(4)).unwrap();
+        let found = read(&*file).unwrap().unwrap();
+        assert_eq!((found.finished, found.end), (13, all.end));
+        assert_eq!(found.sums, [sums(2), sums(600), sums(4)].concat());
+        // Another generation writes over the first two records. The block behind them begins the
+        // third one.
+        start(2).append(1, &sums(5)).unwrap();
+        let other = read(&*file).unwrap().unwrap();
+        assert_eq!((other.generation, other.finished, &other.sums), (2, 1, &sums(5)));
+        assert_eq!(other.end, 2 * WINDOW_ALIGNMENT);
     }
 
     #[test]

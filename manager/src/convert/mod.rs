@@ -13,6 +13,7 @@
 //! | `writer` `journal` | windows to disk, and how far they are durable |
 //! | `partial_output` | the output until it has its name |
 //! | [`Sharing`] | ranks that write parts of one output |
+//! | [`SavePauses`] | pauses for the saves of a manager |
 //! | [`StoredProvider`] `bands` | tensors of a checkpoint as leaves of a save |
 //! | [`compare`] | the source and the output, read and compared |
 //!
@@ -26,6 +27,7 @@ mod compare;
 pub mod file_plan;
 mod journal;
 mod partial_output;
+mod save_pauses;
 mod sharing;
 mod stored_provider;
 mod windows;
@@ -63,6 +65,7 @@ pub use file_plan::{ConversionPlan, NO_OWNER, PieceContent, PlannedFile, Planned
 pub use partial_output::{
     Leftover, LeftoverKind, discard, end_removal, leftovers, removal_of, remove, remove_file, write_record,
 };
+pub use save_pauses::SavePauses;
 pub use sharing::Sharing;
 pub use stored_provider::StoredProvider;
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..coordinators import Coordinator
     from ..maps import MapLike
 
+#: The most seconds without progress of another rank.
+_STALL_SECONDS = 600
+
 
 @public
 def convert(
@@ -171,7 +174,7 @@ def _connected(board: Coordinator | None) -> Iterator[coordinators.Meeting | Non
 def _meeting(path: str, ranks: coordinators.Meeting | None) -> Iterator[_core.Sharing]:
     """The session of the ranks that share a conversion to a path. It ends on all ranks if the
     conversion fails on this one: the others wait for it."""
-    sharing = _core.Sharing(path, ranks)
+    sharing = _core.Sharing(path, ranks, _STALL_SECONDS)
     try:
         yield sharing
     except BaseException as failure:
