@@ -11,7 +11,7 @@ from . import _lifecycle as lifecycle
 from ._preemption import Preemption
 
 if TYPE_CHECKING:
-    from ._exports import Exporter
+    from ._exporter import Exporter
 
 
 def end_earlier(root: str) -> None:

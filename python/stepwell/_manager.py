@@ -186,7 +186,7 @@ class CheckpointManager(Reading):
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
         if exports:
-            from ._exports import Exporter
+            from ._exporter import Exporter
 
             self._ending.exporter = Exporter(self._root, core, exports, on_event)
         self._ending.preemption = Preemption(self._policy.signals, weakref.WeakMethod(self._preempt))

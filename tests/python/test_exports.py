@@ -73,10 +73,10 @@ def test_close_waits_for_exports(tmp_path: Path, root: Path) -> None:
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Exports that begin to write when the event is set."""
-    from stepwell import _exports
+    from stepwell import _exporter
 
-    event, write = threading.Event(), _exports.write
-    monkeypatch.setattr(_exports, "write", lambda *args, **given: (event.wait(60), write(*args, **given))[1])
+    event, write = threading.Event(), _exporter.write
+    monkeypatch.setattr(_exporter, "write", lambda *args, **given: (event.wait(60), write(*args, **given))[1])
     yield event
     event.set()
 
@@ -314,9 +314,9 @@ def test_a_leaf_that_cannot_be_held_fails_the_export_only(tmp_path: Path, root: 
 def test_a_waiting_export_gives_way_to_a_newer_step(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepwell import _exports
+    from stepwell import _exporter
 
-    write, held = _exports.write, []
+    write, held = _exporter.write, []
 
     def slow(*arguments: Any, **given: Any) -> Any:
         if not held:
@@ -325,7 +325,7 @@ def test_a_waiting_export_gives_way_to_a_newer_step(
                 time.sleep(0.01)
         return write(*arguments, **given)
 
-    monkeypatch.setattr(_exports, "write", slow)
+    monkeypatch.setattr(_exporter, "write", slow)
     events: list[Any] = []
     with sw.CheckpointManager(root, exports=[export(tmp_path)], on_event=events.append) as manager:
         for step in (1, 2, 3, 4):
@@ -410,15 +410,15 @@ def test_the_newest_due_step_is_exported_at_the_start(tmp_path: Path, root: Path
 def test_a_save_does_not_wait_for_a_search_of_exports(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stepwell import _exports
+    from stepwell import _exporter
 
-    found, goes_on = _exports.Exporter._left, threading.Event()
+    found, goes_on = _exporter.Exporter._left, threading.Event()
 
     def slow(exporter: Any) -> Any:
         assert goes_on.wait(60)
         return found(exporter)
 
-    monkeypatch.setattr(_exports.Exporter, "_left", slow)
+    monkeypatch.setattr(_exporter.Exporter, "_left", slow)
     events: list[Any] = []
     with sw.CheckpointManager(root, exports=[export(tmp_path)], on_event=events.append) as manager:
         for step in (1, 2):
@@ -489,14 +489,14 @@ print([event.outcome for event in events if isinstance(event, sw.events.ExportEv
 def test_ranks_export_what_is_committed(tmp_path: Path, root: Path, rank: int) -> None:
     script = """
 from types import SimpleNamespace
-from stepwell import _exports
-folder, doubter, is_over = sys.argv[5], int(sys.argv[6]), _exports.Exporter._is_over
+from stepwell import _exporter
+folder, doubter, is_over = sys.argv[5], int(sys.argv[6]), _exporter.Exporter._is_over
 def doubting(exporter, save):
     if RANK == doubter and save.step == 1:
         handle = SimpleNamespace(outcome=lambda: ("failed", "no answer", "session_lost"))
         save = SimpleNamespace(step=1, _handle=handle)
     is_over(exporter, save)
-_exports.Exporter._is_over = doubting
+_exporter.Exporter._is_over = doubting
 events = []
 with open_manager(exports=[sw.Export(folder + "/{step}")], on_event=events.append) as manager:
     for step in (1, 2, 3):
@@ -516,9 +516,9 @@ def test_ranks_that_hear_late_of_a_commit_stay_in_step(tmp_path: Path, root: Pat
     """The leader hears of it during its search, and another rank during its first export."""
     script = """
 import threading
-from stepwell import _exports
-Exporter, folder = _exports.Exporter, sys.argv[5]
-left, is_over, write, begun = Exporter._left, Exporter._is_over, _exports.write, threading.Event()
+from stepwell import _exporter
+Exporter, folder = _exporter.Exporter, sys.argv[5]
+left, is_over, write, begun = Exporter._left, Exporter._is_over, _exporter.write, threading.Event()
 def searching(exporter):
     while not exporter._queue:
         time.sleep(0.01)
@@ -530,7 +530,7 @@ def late(exporter, save):
 def noting(*given, **options):
     begun.set()
     return write(*given, **options)
-Exporter._left, Exporter._is_over, _exports.write = searching, late, noting
+Exporter._left, Exporter._is_over, _exporter.write = searching, late, noting
 events = []
 exports = [sw.Export(folder + "/a{step}"), sw.Export(folder + "/b{step}")]
 with open_manager(exports=exports, on_event=events.append) as manager:
@@ -547,8 +547,8 @@ print([(event.step, event.outcome) for event in found])
 
 def test_a_rank_that_misses_a_round_is_in_the_next(tmp_path: Path, root: Path) -> None:
     script = """
-from stepwell import _exports
-folder, round_of, rounds = sys.argv[5], _exports.Exporter._round, []
+from stepwell import _exporter
+folder, round_of, rounds = sys.argv[5], _exporter.Exporter._round, []
 def until(name):
     while not os.path.exists(folder + name):
         time.sleep(0.02)
@@ -557,7 +557,7 @@ def late(exporter):
     if RANK == 1 and len(rounds) == 2:
         until(".failed")
     round_of(exporter)
-_exports.Exporter._round = late
+_exporter.Exporter._round = late
 events = []
 options = {"exports": [sw.Export(folder + "/{step}")], "settings": {"stall_timeout": 3.0}}
 with open_manager(on_event=events.append, **options) as manager:
@@ -609,13 +609,13 @@ def test_only_exports_have_a_low_priority(tmp_path: Path, root: Path) -> None:
 
 def test_an_export_that_fails_on_one_rank_fails_on_all(tmp_path: Path, root: Path) -> None:
     script = """
-from stepwell import _exports
-folder, write = sys.argv[5], _exports.write
+from stepwell import _exporter
+folder, write = sys.argv[5], _exporter.write
 def failing(checkpoint, *given, **options):
     if RANK == 1 and checkpoint.step == 1:
         raise OSError("no such luck")
     return write(checkpoint, *given, **options)
-_exports.write = failing
+_exporter.write = failing
 events = []
 exports = [sw.Export(folder + "/{step}")]
 with open_manager(exports=exports, on_event=events.append) as manager:
@@ -633,17 +633,17 @@ _TRAINER = """
 import os, sys, time
 import numpy as np
 import stepwell as sw
-from stepwell import _exports
+from stepwell import _exporter
 from stepwell._conversion import files
 files._WINDOW_BYTES, files._JOURNAL_BYTES = 4096, 64 << 10
 root, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-write = _exports.write
+write = _exporter.write
 def noting(*arguments, **given):
     made = write(*arguments, **given)
     with open(folder + ".resumed", "a") as file:
         print(made.resumed_nbytes, file=file)
     return made
-_exports.write = noting
+_exporter.write = noting
 exports = [sw.Export(folder + "/{step}", every=4, keep=2, shard_size="3MB")]
 print("ready", flush=True)
 with sw.CheckpointManager(root, retention=6, exports=exports) as manager:
