@@ -73,7 +73,7 @@ def convert(
         cast: the dtype of floating-point tensors in the output, as of
             :meth:`CheckpointManager.save`.
         objects: for objects that the format cannot hold: ``"error"``, or ``"skip"`` to leave them
-            out. Opaque tensors are objects. A dtype that the format does not have is always an error.
+            out. Opaque tensors are objects. A dtype that the format does not have is an error.
         shard_size: the most bytes of a file in a directory, such as ``"5GB"``, the default.
         files: files to copy into the destination, which is a directory: of a model's directory, all
             that are not weights, such as its configuration and its tokenizer.
