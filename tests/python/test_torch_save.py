@@ -435,6 +435,12 @@ def test_shards_with_an_index_are_one_state(tmp_path: Path) -> None:
         sw.open(tmp_path)
 
 
+def test_files_of_no_ranks_are_no_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path / "model_world_size_0_rank_0.pt", {"w": tensor(2)})
+    with pytest.raises(sw.StepwellError):
+        sw.open(tmp_path)
+
+
 def test_an_adapter_is_read_only_without_a_model(tmp_path: Path) -> None:
     saved(tmp_path / "adapter_model.bin", {"lora": tensor(2)})
     assert set(sw.restore(tmp_path)) == {"lora"}

@@ -17,7 +17,7 @@ from .description import Chunk, Tensor
 from .dtensor_symbols import Distribution
 from .files import corrupt
 
-_NAME = re.compile(r"(\w+?)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
+_NAME = re.compile(r"(\w+?)_world_size_([1-9]\d{0,5})_rank_(\d{1,6})\.pt")
 #: Prefixes of the files that are one state; the one of the model comes first.
 _PREFIXES = ("model", "optim")
 
