@@ -205,7 +205,7 @@ pub fn compressed_archives(
 ) -> Result<Vec<Archive>> {
     let file = open(path, environment)?;
     let archive = |&(offset, length): &(u64, u64)| {
-        let place = NpyPlace { name: String::new(), offset, length, compression: Some(compression) };
+        let place = StreamPlace { name: String::new(), offset, length, compression: Some(compression) };
         let head = first_bytes(&*file, &place, head)?;
         let members = zip::first_members(&head);
         let content = |(member, content): &(ZipMember, u64)| {
@@ -321,14 +321,14 @@ fn local_headers(
     Ok(headers.into_iter().map(|header| found.get(header).to_vec()).collect())
 }
 
-/// The place of an array that `numpy.save` wrote, in a file of its own or as a member of another.
+/// The place of an array of numpy, or of a compressed archive, in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NpyPlace {
-    /// Its name, for messages.
+pub struct StreamPlace {
+    /// Its name, for messages. Empty: it has none.
     pub name: String,
-    /// Its first byte, and its bytes in the file.
+    /// Its first byte in the file.
     pub offset: u64,
-    /// Bytes in the file.
+    /// Its bytes in the file.
     pub length: u64,
     /// How they are compressed, if they are.
     pub compression: Option<Compression>,
@@ -340,12 +340,12 @@ const COMPRESSED_BYTES: u64 = 4096;
 const NPY_START_BYTES: u64 = 256;
 
 /// The headers of arrays in a file.
-pub fn npy_headers(path: &Path, places: &[NpyPlace], environment: &Environment) -> Result<Vec<NpyHeader>> {
+pub fn npy_headers(path: &Path, places: &[StreamPlace], environment: &Environment) -> Result<Vec<NpyHeader>> {
     let file = open(path, environment)?;
     places.iter().map(|place| npy_header(&*file, place)).collect()
 }
 
-fn npy_header(file: &dyn File, place: &NpyPlace) -> Result<NpyHeader> {
+fn npy_header(file: &dyn File, place: &StreamPlace) -> Result<NpyHeader> {
     let fault = |fault: Fault| place.corrupt(file, &fault.to_string());
     let mut start = first_bytes(file, place, NPY_START_BYTES)?;
     let length = npy::header_length(&start).map_err(fault)?;
@@ -355,15 +355,15 @@ fn npy_header(file: &dyn File, place: &NpyPlace) -> Result<NpyHeader> {
     npy::parse(&start).map_err(fault)
 }
 
-impl NpyPlace {
+impl StreamPlace {
     fn corrupt(&self, file: &dyn File, what: &str) -> Error {
         let name = if self.name.is_empty() { String::new() } else { format!("array `{}`: ", self.name) };
         stepwell_core::Error::corrupt(file.path(), format!("{name}{what}")).into()
     }
 }
 
-/// The first bytes of an array, as far as it has them.
-fn first_bytes(file: &dyn File, place: &NpyPlace, wanted: u64) -> Result<Vec<u8>> {
+/// The first bytes at a place, decoded, as far as it has them.
+fn first_bytes(file: &dyn File, place: &StreamPlace, wanted: u64) -> Result<Vec<u8>> {
     let Some(compression) = place.compression else {
         return Ok(file.read_at(place.offset, wanted.min(place.length) as usize)?);
     };

@@ -59,7 +59,7 @@ pub use checkpoint::Checkpoint;
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
 pub use foreign::{
-    Archive, NpyPlace, ZipDirectory, archives, compressed_archives, msgpack, npy_headers, read_foreign,
+    Archive, StreamPlace, ZipDirectory, archives, compressed_archives, msgpack, npy_headers, read_foreign,
 };
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};

@@ -13,7 +13,7 @@ use stepwell_core::foreign::npy::NpyHeader;
 use stepwell_core::foreign::zip::{ZipMember, ZipMethod};
 use stepwell_core::foreign::{Fault, safetensors};
 use stepwell_core::io::{Engine, Purpose};
-use stepwell_manager::{Archive, NpyPlace};
+use stepwell_manager::{Archive, StreamPlace};
 
 use crate::errors::raise;
 use crate::manager::call;
@@ -186,7 +186,7 @@ type NpyRow = (Option<String>, bool, Vec<u64>, u64);
 pub fn npy_headers(py: Python<'_>, path: PathBuf, places: Vec<NpyPlaceRow>) -> PyResult<Vec<NpyRow>> {
     let place = |(name, offset, length, compression): NpyPlaceRow| {
         let compression = compression.map(|name| compression_named(&name)).transpose()?;
-        Ok::<_, PyErr>(NpyPlace { name, offset, length, compression })
+        Ok::<_, PyErr>(StreamPlace { name, offset, length, compression })
     };
     let places = places.into_iter().map(place).collect::<PyResult<Vec<_>>>()?;
     let headers = call(py, move || {
