@@ -79,6 +79,7 @@ lint: $(VENV)/.tools ## formatting and lints
 	$(BIN)/ruff format --check --config python/pyproject.toml python tests docs
 	cargo clippy --quiet -p stepwell-core -p stepwell-manager --features stepwell-core/interleavings,stepwell-core/test-support,stepwell-manager/interleavings --all-targets -- -D warnings
 	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml -- -D warnings
+	RUSTDOCFLAGS="-D rustdoc::broken_intra_doc_links -A rustdoc::private_intra_doc_links" cargo doc --workspace --no-deps --document-private-items --quiet
 	$(BIN)/python tests/lint/prose.py
 	$(BIN)/python tests/lint/any_types.py
 

@@ -11,7 +11,7 @@
 //! | [`dtype`] [`region`] [`leaf_path`] [`tree`] [`value`] | the vocabulary; no I/O |
 //! | [`arithmetic`] | what maps compute; no I/O |
 //! | [`compression`] | compressed streams, decoded piece by piece |
-//! | [`format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
+//! | [`mod@format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
 //! | [`io`] | the [`io::Disk`] trait and its engines |
 //! | [`provider`] | what turns a leaf into bytes |
 //! | [`staging`] | the memory that they pass through |

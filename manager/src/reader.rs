@@ -263,7 +263,7 @@ impl Reader {
     }
 
     /// Returns the reads of a restore of `requests` and `objects` (leaves of
-    /// [`Checkpoint::outline`]), by file. A restore makes exactly these if the page cache holds no
+    /// [`Self::outline`]), by file. A restore makes exactly these if the page cache holds no
     /// data, and may read operands of computed leaves more than once. Reads no data.
     pub fn plan(&self, requests: &[Request], objects: &[u32]) -> Result<Vec<FileReads>> {
         let (stored, computed) = self.by_kind(requests);
@@ -319,7 +319,7 @@ impl Reader {
         self.read_while(requests, targets, options, &mut |_| true)
     }
 
-    /// [`Checkpoint::read`] until `go_on` returns false. It is called between reads, with the
+    /// [`Self::read`] until `go_on` returns false. It is called between reads, with the
     /// number of bytes read.
     pub fn read_while<'a>(
         &self,

@@ -9,12 +9,12 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`FileSet`] | the files of one item: opened lazily, checked against the index once |
-//! | [`execute`] [`plan`] | copies into [`Destination`]s, and the reads that they need |
+//! | [`execute()`] [`plan`] | copies into [`Destination`]s, and the reads that they need |
 //! | [`Destination`] | host memory, or a [`DeviceTarget`] |
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`index_in_footer`] | the index that a data file holds of itself |
-//! | [`verify`] | every block of every file, all damage reported |
-//! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify`] |
+//! | [`verify()`] | every block of every file, all damage reported |
+//! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify()`] |
 //! | `schedule` `pipeline` | what is read when, and by whom |
 //! | `decode` | the same for compressed streams, from their start on |
 //!

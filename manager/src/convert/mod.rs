@@ -16,7 +16,7 @@
 //! | [`Sharing`] | ranks that write parts of one output |
 //! | [`SavePauses`] | pauses for the saves of a manager |
 //! | [`StoredProvider`] `bands` | tensors of a checkpoint as leaves of a save |
-//! | [`compare`] | the source and the output, read and compared |
+//! | [`compare()`] | the source and the output, read and compared |
 //!
 //! The output has a temporary name beside its own until it is complete and durable. A conversion
 //! that was killed is resumed by one with the same plan: finished windows are not written again.

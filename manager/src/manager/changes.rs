@@ -125,7 +125,7 @@ impl Manager {
         inner.team.ask("delete a branch", || inner.delete_branch(branch))
     }
 
-    /// Copies an open checkpoint into this root, as its step: see [`copy`](crate::copy).
+    /// Copies an open checkpoint into this root, as its step: see [`copy`].
     pub fn add(
         &self,
         source: &Checkpoint,

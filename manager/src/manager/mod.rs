@@ -75,7 +75,7 @@ pub struct SaveRequest {
     pub exists: Exists,
     /// Set it from any thread, also before the call, to end the save before it is captured. The
     /// call then returns an error. Nothing reads the state any more, and nothing is committed.
-    /// [`Save::cancel`] sets it too.
+    /// [`crate::Save::cancel`] sets it too.
     pub cancel: Arc<AtomicBool>,
     /// The caller's streams, by device number. Copies run after the earlier work on them. An eager
     /// capture makes later work on them wait. A device without a stream is captured as its

@@ -27,7 +27,7 @@ pub enum Moment {
 /// The operation that a hook is told about.
 #[derive(Clone, Debug)]
 pub struct Operation<'a> {
-    /// Which process, in order of [`SimDisk::process`] calls; the first is 0.
+    /// Which process, in order of [`super::SimDisk::process`] calls; the first is 0.
     pub process: usize,
     /// The number of this operation in its process, from 0.
     pub number: u64,

@@ -103,7 +103,7 @@ impl SimDisk {
 
     // Death.
 
-    /// `kill -9` of this process: its later calls answer [`KILLED`], its locks are free, its
+    /// `kill -9` of this process: its later calls answer `KILLED`, its locks are free, its
     /// effects stay.
     pub fn kill(&self) {
         self.world().kill(self.context.process);
