@@ -20,6 +20,8 @@ pub enum Compression {
     Zstd,
     /// UTF-8 text. Each of its characters is the byte of that number (Latin-1).
     Latin1,
+    /// None: the bytes as they are.
+    Stored,
 }
 
 impl Compression {
@@ -30,7 +32,7 @@ impl Compression {
             Self::Deflate => compressed.saturating_mul(1032),
             // A block of 128 KiB takes four bytes.
             Self::Zstd => compressed.saturating_mul(32 << 10),
-            Self::Latin1 => compressed,
+            Self::Latin1 | Self::Stored => compressed,
         }
     }
 
@@ -50,6 +52,7 @@ enum DecoderState {
     Zstd(Option<DCtx<'static>>),
     /// The first byte of a character whose second one was not decoded.
     Latin1(Option<u8>),
+    Stored,
 }
 
 impl fmt::Debug for Decompressor {
@@ -82,6 +85,7 @@ impl Decompressor {
                 DecoderState::Zstd(DCtx::try_create().and_then(bounded))
             }
             Compression::Latin1 => DecoderState::Latin1(None),
+            Compression::Stored => DecoderState::Stored,
         })
     }
 
@@ -90,7 +94,7 @@ impl Decompressor {
         match &self.0 {
             DecoderState::Deflate(state) => size_of_val(&**state),
             DecoderState::Zstd(context) => context.as_ref().map_or(0, DCtx::sizeof),
-            DecoderState::Latin1(_) => 0,
+            DecoderState::Latin1(_) | DecoderState::Stored => 0,
         }
     }
 
@@ -112,6 +116,13 @@ impl Decompressor {
                 let (mut from, mut to) = (InBuffer::around(input), OutBuffer::around(output));
                 context.decompress_stream(&mut to, &mut from).map_err(zstd_safe::get_error_name)?;
                 Ok(DecodedPiece { used: from.pos(), written: to.pos(), ended: false })
+            }
+            DecoderState::Stored => {
+                let length = input.len().min(output.len());
+                for (out, byte) in output.iter_mut().zip(input) {
+                    *out = *byte;
+                }
+                Ok(DecodedPiece { used: length, written: length, ended: false })
             }
             DecoderState::Latin1(lead) => {
                 let (mut used, mut written) = (0, 0);
@@ -138,7 +149,8 @@ mod tests {
 
     use super::*;
 
-    const ALL: [Compression; 3] = [Compression::Deflate, Compression::Zstd, Compression::Latin1];
+    const ALL: [Compression; 4] =
+        [Compression::Deflate, Compression::Zstd, Compression::Latin1, Compression::Stored];
 
     fn encoded(compression: Compression, bytes: &[u8]) -> Vec<u8> {
         match compression {
@@ -151,6 +163,7 @@ mod tests {
             Compression::Latin1 => {
                 bytes.iter().map(|&byte| char::from(byte)).collect::<String>().into_bytes()
             }
+            Compression::Stored => bytes.to_vec(),
         }
     }
 

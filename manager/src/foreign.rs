@@ -399,7 +399,8 @@ pub fn msgpack(path: &Path, nested: &[i8], environment: &Environment) -> Result<
     parser.finish().map_err(fault)
 }
 
-fn open(path: &Path, environment: &Environment) -> Result<Arc<dyn File>> {
+/// Opens a file of another library.
+pub(crate) fn open(path: &Path, environment: &Environment) -> Result<Arc<dyn File>> {
     let name = path.file_name().and_then(|name| name.to_str());
     let (Some(parent), Some(name)) = (path.parent(), name) else {
         return Err(Error::Invalid(format!("{} is no path of a file", path.display())));

@@ -35,6 +35,7 @@ mod guard;
 pub mod lease;
 pub mod manager;
 pub mod metrics;
+mod ocdbt;
 pub mod options;
 mod periodic;
 mod reader;
@@ -62,6 +63,7 @@ pub use foreign::{
     Archive, StreamPlace, ZipDirectory, archives, compressed_archives, msgpack, npy_headers, read_foreign,
 };
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
+pub use ocdbt::ocdbt_entries;
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};
 pub use reader::{ReadFailure, Reader};
 pub use retention::{Mode, Retention};

@@ -107,9 +107,10 @@ impl Reader {
 
     /// Opens files below `dir` that another library wrote. `index` describes them; chunks that it
     /// lacks are described later. The lengths of the files are checked when they are opened.
-    pub fn foreign(dir: &Path, index: Index, environment: &Environment) -> Result<Self> {
+    /// Compressed files in a file without a name are in `memory`.
+    pub fn foreign(dir: &Path, index: Index, memory: Vec<u8>, environment: &Environment) -> Result<Self> {
         let dir = environment.disk.open_dir(dir)?;
-        let files = FileSet::foreign(Arc::clone(&dir), &index.files)?;
+        let files = FileSet::foreign(Arc::clone(&dir), &index.files, memory)?;
         let load_options = Options::default().load_options(false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))

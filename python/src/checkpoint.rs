@@ -222,7 +222,8 @@ impl Checkpoint {
     /// Opens files below `directory` that another library wrote: `files` by name and length, the
     /// nodes of the tree, its leaves, and the objects by leaf. `manifest` has facts about them, in
     /// the form of a manifest. `details.chunks(leaves)` returns the chunks that leaves lack, and
-    /// `details.guarded()` the ranges of files that have checksums.
+    /// `details.guarded()` the ranges of files that have checksums. Compressed files in a file
+    /// without a name are in `memory`.
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "a description, part by part")]
     fn foreign(
@@ -233,6 +234,7 @@ impl Checkpoint {
         leaves: Vec<ForeignLeaf>,
         objects: HashMap<u32, Py<PyAny>>,
         details: Py<PyAny>,
+        memory: Vec<u8>,
         manifest: String,
         engine: &str,
     ) -> PyResult<Self> {
@@ -249,7 +251,7 @@ impl Checkpoint {
         };
         let opened = wait::on_thread(py, move || {
             let environment = options::environment(&directory, engine, Purpose::Read)?;
-            Reader::foreign(&directory, index, &environment)
+            Reader::foreign(&directory, index, memory, &environment)
         })?
         .map_err(|error| raise_manager(py, &error))?;
         let foreign = Some(ForeignFacts { objects, manifest, details, undescribed: Mutex::new(undescribed) });

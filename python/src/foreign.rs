@@ -10,8 +10,10 @@ use pyo3::types::PyBytes;
 use stepwell_core::Error;
 use stepwell_core::compression::Compression;
 use stepwell_core::foreign::npy::NpyHeader;
+use stepwell_core::foreign::ocdbt::OcdbtValue;
 use stepwell_core::foreign::zip::{ZipMember, ZipMethod};
 use stepwell_core::foreign::{Fault, safetensors};
+use stepwell_core::format::checksum;
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::{Archive, StreamPlace};
 
@@ -164,12 +166,42 @@ fn archive_rows(py: Python<'_>, found: Vec<Archive>) -> Vec<ArchiveRow<'_>> {
     found.into_iter().map(row).collect()
 }
 
+/// An entry of an OCDBT database: key, value, and without one its place: path, offset, bytes.
+type OcdbtRow<'py> = (String, Option<Bound<'py, PyBytes>>, Option<(String, u64, u64)>);
+
+/// The entries of the OCDBT database in a directory. Paths are relative to it.
+#[pyfunction]
+pub fn ocdbt_entries(py: Python<'_>, path: PathBuf) -> PyResult<Vec<OcdbtRow<'_>>> {
+    let at = path.clone();
+    let entries = call(py, move || {
+        let environment = options::environment(&at, Engine::Auto, Purpose::Read)?;
+        stepwell_manager::ocdbt_entries(&at, &environment)
+    })?;
+    let row = |(key, value): (Vec<u8>, OcdbtValue)| {
+        let key = String::from_utf8(key).map_err(|_| {
+            raise(py, &Error::corrupt(path.clone(), "a key of its OCDBT database is no UTF-8"))
+        })?;
+        Ok(match value {
+            OcdbtValue::Inline(bytes) => (key, Some(PyBytes::new(py, &bytes)), None),
+            OcdbtValue::At(place) => (key, None, Some((place.path, place.offset, place.length))),
+        })
+    };
+    entries.into_iter().map(row).collect()
+}
+
+/// The CRC-32C of bytes.
+#[pyfunction]
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    checksum::crc32c(bytes)
+}
+
 /// The compression of that name.
 pub fn compression_named(name: &str) -> PyResult<Compression> {
     match name {
         "deflate" => Ok(Compression::Deflate),
         "zstd" => Ok(Compression::Zstd),
         "latin1" => Ok(Compression::Latin1),
+        "stored" => Ok(Compression::Stored),
         other => Err(PyValueError::new_err(format!("compression {other:?}"))),
     }
 }

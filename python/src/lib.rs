@@ -66,8 +66,8 @@ mod _core {
     use crate::events::Events;
     #[pymodule_export]
     use crate::foreign::{
-        ZipDirectory, compressed_archives, npy_headers, read_foreign, safetensors_header,
-        safetensors_header_length, zip_archives,
+        ZipDirectory, compressed_archives, crc32c, npy_headers, ocdbt_entries, read_foreign,
+        safetensors_header, safetensors_header_length, zip_archives,
     };
     #[pymodule_export]
     use crate::manager::{Held, Manager, Ticket};

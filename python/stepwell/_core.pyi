@@ -38,6 +38,7 @@ __all__ = [
     "compare_tensors",
     "compressed_archives",
     "covers",
+    "crc32c",
     "cuda",
     "discard_conversion",
     "dtype_names",
@@ -52,6 +53,7 @@ __all__ = [
     "match_state",
     "msgpack",
     "npy_headers",
+    "ocdbt_entries",
     "open_path",
     "pickle",
     "read_foreign",
@@ -357,6 +359,12 @@ def zip_archives(path: _Path, places: Sequence[tuple[int, int]], wanted: Sequenc
 def compressed_archives(
     path: _Path, places: Sequence[tuple[int, int]], compression: str, wanted: Sequence[str], head: int
 ) -> list[_Archive]: ...
+
+#: Key, value, and without one its place: path, offset, bytes.
+_OcdbtEntry = tuple[str, bytes | None, tuple[str, int, int] | None]
+
+def ocdbt_entries(path: _Path) -> list[_OcdbtEntry]: ...
+def crc32c(bytes: bytes) -> int: ...
 def pickle(path: _Path, data: bytes, begin: int, end: int) -> tuple[object, int] | None: ...
 
 #: Name, offset, bytes in the file, compression.
@@ -450,6 +458,7 @@ class Checkpoint:
         leaves: Sequence[_ForeignLeaf],
         objects: Mapping[int, object],
         details: _Details,
+        memory: bytes,
         manifest: str,
         engine: str,
     ) -> Checkpoint: ...

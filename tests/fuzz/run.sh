@@ -10,7 +10,7 @@ LIMITS=(-malloc_limit_mb=64 -rss_limit_mb=1536 -timeout=10 -max_len=65536)
 # Bytes and files of corpus that are kept in the repository, for each target.
 KEPT=150000
 FILES=150
-TARGETS=(manifest index footer object message step damage state glob pickle zip safetensors npy msgpack)
+TARGETS=(manifest index footer object message step damage state glob pickle zip safetensors npy msgpack ocdbt)
 CORPUS=tests/fuzz/corpus
 FOUND="$CARGO_TARGET_DIR/found"
 

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | [`msgpack`] | a value in MessagePack, as inert nodes |
 //! | [`npy`] | the header of a numpy array |
+//! | [`ocdbt`] | the manifest and the nodes of an OCDBT database |
 //! | [`pickle`] | the stream of a Python pickle, as a graph of inert nodes |
 //! | [`safetensors`] | the header of a safetensors file |
 //! | [`zip`] | the directory of a zip archive |
@@ -13,6 +14,7 @@
 
 pub mod msgpack;
 pub mod npy;
+pub mod ocdbt;
 pub mod pickle;
 pub mod safetensors;
 pub mod zip;

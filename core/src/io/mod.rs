@@ -10,6 +10,7 @@
 //! [`Dir::write_file`] sync by themselves.
 
 pub mod change_log;
+mod memory_file;
 mod mounts;
 mod posix;
 mod posix_disk;
@@ -32,6 +33,7 @@ use std::time::Duration;
 use crate::Result;
 use crate::sys::{Buffer, Mapping};
 
+pub use memory_file::MemoryFile;
 pub use probe::{Engine, open_disk};
 pub use reclaim::{NoReclaimer, SpaceReclaimer, retry_if_full};
 pub use section::{SECTION_ALIGNMENT, Section};

@@ -1,14 +1,15 @@
 //! Reads files that are compressed streams in other files ([`CompressedStream`]).
 //!
-//! No part of a stream can be found without decoding what is before it. So the calling thread
-//! decodes one stream after the other, each from its start to the last cell that is needed, and
-//! gives the cells to the same [`Sink`] as the pipeline. Memory: a buffer of compressed bytes, and
-//! one cell.
+//! No part of a stream can be found without decoding what is before it. So each stream is decoded
+//! by one thread, from its start to the last cell that is needed, and several streams at a time.
+//! The cells go to the same [`Sink`] as those of the pipeline. Memory of a thread: a buffer of
+//! compressed bytes, one cell, and the decoder.
 //!
 //! Conversions and comparisons read a tensor piece by piece. So a file set keeps the readers of its
 //! streams ([`PausedStreams`]), and the next read goes on where the last one ended.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -21,12 +22,14 @@ use super::schedule::{Cell, Schedule, ScheduledRead};
 use crate::compression::Decompressor;
 use crate::format::checksum::ZipCrc;
 use crate::format::index::CompressedStream;
-use crate::io::{Disk, File, Queue};
-use crate::sys::{Buffer, Staged};
+use crate::io::{Disk, File, MemoryFile, Queue};
+use crate::sys::{Buffer, Staged, each_polling};
 use crate::{Error, Result};
 
 /// Compressed bytes of one read: a multiple of any alignment.
 const PIECE_BYTES: u64 = 1 << 20;
+/// Memory of a thread that decodes, at most, with the window of its stream.
+const STREAM_BYTES: u64 = 16 << 20;
 /// Limits on the readers that a file set keeps, and on their memory. A tensor may be cut into
 /// several streams, which a conversion reads in turns.
 pub(super) const MAX_PAUSED: usize = 64;
@@ -50,33 +53,80 @@ pub(super) fn run<S: Sink>(
     let cells = schedule.cells.clone();
     schedule.reads = plain;
     let mut stats = pipeline::run(disk, files, schedule, sink, options, &mut *progress)?;
-    let mut done = stats.bytes_read + stats.bytes_cached;
-    for reads in streams.chunk_by(|a, b| a.file == b.file) {
-        let (Some(first), Some(last)) = (reads.first(), reads.last()) else { continue };
-        let all = first.cells.start..last.cells.end;
-        let paused = files.paused().take(first.file, first.bytes.start);
-        let reader = match paused {
-            Some(paused) => paused.resume(disk, options.stall_timeout),
-            None => StreamReader::open(disk, files, first.file, options.stall_timeout),
+    let groups: Vec<&[ScheduledRead]> = streams.chunk_by(|a, b| a.file == b.file).collect();
+    let done = AtomicU64::new(stats.bytes_read + stats.bytes_cached);
+    let over = AtomicBool::new(false);
+    let decode = |reads: &[ScheduledRead], go_on: &mut dyn FnMut(u64) -> bool| {
+        if over.load(Ordering::Acquire) {
+            return Ok((0, 0));
+        }
+        let mut go_on = |bytes| {
+            let done = done.fetch_add(bytes, Ordering::AcqRel) + bytes;
+            go_on(done) && !over.load(Ordering::Acquire)
         };
-        let decoded = reader.and_then(|mut reader| {
-            let cells = all.clone().filter_map(|number| Some((number, cells.get(number)?)));
-            let decoded = reader.cells(cells, &**sink, &mut |bytes| {
-                done += bytes;
-                progress(done)
-            });
-            stats.bytes_read += reader.bytes_read;
-            stats.reads += reader.reads;
-            decoded?;
-            files.paused().give(reader.pause());
-            Ok(())
-        });
+        let decoded = decode_stream(disk, files, reads, &cells, &**sink, options, &mut go_on);
+        // The others end early.
+        decoded.inspect_err(|_| over.store(true, Ordering::Release))
+    };
+    let threads = (options.budget_bytes / STREAM_BYTES).clamp(1, options.threads.max(1) as u64) as usize;
+    let mut cancelled = false;
+    let decoded = if threads.min(groups.len()) == 1 {
+        groups.iter().map(|reads| decode(reads, &mut *progress)).collect()
+    } else {
+        let work = |reads: &&[ScheduledRead]| decode(reads, &mut |_| true);
+        each_polling("stepwell-decode", threads, &groups, work, &mut || {
+            if !cancelled && !progress(done.load(Ordering::Acquire)) {
+                cancelled = true;
+                over.store(true, Ordering::Release);
+            }
+        })
+    };
+    let (mut failed, mut stopped) = (None, None);
+    for decoded in decoded {
         match decoded {
-            Err(error @ (Error::Corrupt { .. } | Error::Io { .. })) => sink.failed(all, error)?,
-            decoded => decoded?,
+            Ok((reads, bytes)) => {
+                stats.reads += reads;
+                stats.bytes_read += bytes;
+            }
+            Err(error @ Error::Cancelled(_)) => stopped = Some(error),
+            Err(error) => failed = failed.or(Some(error)),
         }
     }
-    Ok(stats)
+    match failed.or(stopped) {
+        Some(error) => Err(error),
+        None if cancelled || !progress(done.into_inner()) => Err(Error::Cancelled("by the caller".into())),
+        None => Ok(stats),
+    }
+}
+
+/// Decodes one stream, as far as its reads need it. Returns the reads in its file, and their bytes.
+fn decode_stream(
+    disk: &dyn Disk,
+    files: &FileSet,
+    reads: &[ScheduledRead],
+    cells: &[Cell],
+    sink: &impl Sink,
+    options: &LoadOptions,
+    go_on: &mut dyn FnMut(u64) -> bool,
+) -> Result<(u64, u64)> {
+    let (Some(first), Some(last)) = (reads.first(), reads.last()) else { return Ok((0, 0)) };
+    let all = first.cells.start..last.cells.end;
+    let paused = files.paused().take(first.file, first.bytes.start);
+    let reader = match paused {
+        Some(paused) => paused.resume(disk, options.stall_timeout),
+        None => StreamReader::open(disk, files, first.file, options.stall_timeout),
+    };
+    let decoded = reader.and_then(|mut reader| {
+        let cells = all.clone().filter_map(|number| Some((number, cells.get(number)?)));
+        reader.cells(cells, sink, go_on)?;
+        let read = (reader.reads, reader.bytes_read);
+        files.paused().give(reader.pause());
+        Ok(read)
+    });
+    match decoded {
+        Err(error @ (Error::Corrupt { .. } | Error::Io { .. })) => sink.failed(all, error).map(|()| (0, 0)),
+        decoded => decoded,
+    }
 }
 
 /// The readers of a file set's streams between two reads, the last used one at the end.
@@ -342,6 +392,9 @@ impl StreamReader {
             Some(buffer) => buffer,
             None => ReadBuffers::shared().take(PIECE_BYTES as usize)?,
         };
+        if self.file.as_any().is::<MemoryFile>() {
+            return self.read_memory(end, buffer);
+        }
         let Some(mut queue) = self.queue.take() else {
             return Err(Error::internal("a queue for each stream", "a stream without one"));
         };
@@ -362,6 +415,18 @@ impl StreamReader {
         self.bytes_read += end - self.at;
         self.at = end;
         self.reads += 1;
+        Ok(())
+    }
+
+    /// Reads up to `end` of bytes that are in memory.
+    fn read_memory(&mut self, end: u64, mut buffer: Buffer) -> Result<()> {
+        let bytes = self.file.read_at(self.at, (end - self.at) as usize)?;
+        self.waiting = 0..bytes.len();
+        if let Some(target) = buffer.get_mut(self.waiting.clone()) {
+            target.copy_from_slice(&bytes);
+        }
+        self.buffer = Some(buffer);
+        self.at += bytes.len() as u64;
         Ok(())
     }
 

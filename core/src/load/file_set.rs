@@ -19,7 +19,7 @@ pub(super) use info::{FileInfo, check_page, short};
 use super::decode::PausedStreams;
 use super::guards::{GuardedRange, Guards};
 use crate::format::index::{CompressedStream, FileRecord, Within};
-use crate::io::{Dir, EntryKind, File, Section, Stat, is_component};
+use crate::io::{Dir, EntryKind, File, MemoryFile, Section, Stat, is_component};
 use crate::{Error, Result};
 
 /// The facts about files, by their ordinals.
@@ -48,6 +48,8 @@ pub struct FileSet {
     guards: OnceLock<Arc<Guards>>,
     state: Mutex<OpenFiles>,
     paused: PausedStreams,
+    /// Bytes that streams in the file without a name are in.
+    memory: Option<Arc<MemoryFile>>,
 }
 
 #[derive(Default)]
@@ -74,9 +76,9 @@ impl FileSet {
         Self::of(dir, records, FileOrigin::Own)
     }
 
-    /// Creates the set of a foreign checkpoint's files below `dir`. Fails if a compressed file
-    /// claims to become more bytes than it can.
-    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord]) -> Result<Self> {
+    /// Creates the set of a foreign checkpoint's files below `dir`. Streams in a file without a
+    /// name are in `memory`. Fails if a compressed file claims to become more bytes than it can.
+    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord], memory: Vec<u8>) -> Result<Self> {
         for record in records {
             let Some(stream) = record.stream() else { continue };
             if record.length > stream.compression.most_decoded(stream.length) {
@@ -84,8 +86,9 @@ impl FileSet {
                 return Err(Error::corrupt(dir.path().join(record.stored_name()), what));
             }
         }
-        let mut set = Self::of(dir, records, FileOrigin::Foreign);
-        for name in records.iter().map(FileRecord::stored_name) {
+        let memory = Some(Arc::new(MemoryFile::new(dir.path().to_owned(), memory)));
+        let mut set = Self { memory, ..Self::of(dir, records, FileOrigin::Foreign) };
+        for name in records.iter().map(FileRecord::stored_name).filter(|name| !name.is_empty()) {
             if !set.described.contains_key(name)
                 && let Some(stat) = set.dir.stat(name)?.filter(|stat| stat.kind == EntryKind::File)
             {
@@ -110,6 +113,7 @@ impl FileSet {
             guards: OnceLock::new(),
             state: Mutex::default(),
             paused: PausedStreams::default(),
+            memory: None,
         }
     }
 
@@ -205,18 +209,26 @@ impl FileSet {
         }
     }
 
+    /// Opens the file on disk that has a file's bytes.
+    fn handle(&self, record: &FileRecord) -> Result<Arc<dyn File>> {
+        let name = record.stored_name();
+        if let (true, Some(_), Some(memory)) = (name.is_empty(), record.stream(), &self.memory) {
+            return Ok(Arc::clone(memory) as Arc<dyn File>);
+        }
+        if !name.split('/').all(is_component) {
+            let what = format!("the index names a file `{name}`, which is no path below the item");
+            return Err(Error::corrupt(self.dir.path(), what));
+        }
+        self.dir.open_file(name)
+    }
+
     /// Opens a file without holding the lock. Two threads may open it at the same time; both
     /// results are valid.
     fn open(&self, file: u32) -> Result<(Arc<FileInfo>, Arc<dyn File>)> {
         let record = self.records.get(file as usize).ok_or_else(|| {
             Error::corrupt(self.dir.path(), format!("the index names file {file} of {}", self.records.len()))
         })?;
-        let name = record.stored_name();
-        if !name.split('/').all(is_component) {
-            let what = format!("the index names a file `{name}`, which is no path below the item");
-            return Err(Error::corrupt(self.dir.path(), what));
-        }
-        let mut handle = self.dir.open_file(name)?;
+        let mut handle = self.handle(record)?;
         if let Some(Within { offset, stream: None, .. }) = &record.within {
             handle = Arc::new(Section::new(handle, *offset, record.length));
         }
@@ -228,7 +240,7 @@ impl FileSet {
                 FileOrigin::Foreign => FileInfo::foreign(handle.as_ref(), record)?,
             }),
         };
-        self.check_unchanged(name)?;
+        self.check_unchanged(record.stored_name())?;
         let mut state = self.lock();
         let info = Arc::clone(state.known.entry(file).or_insert(info));
         if state.open.insert(file, Arc::clone(&handle)).is_none() {

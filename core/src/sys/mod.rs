@@ -38,5 +38,5 @@ pub use piece::{Piece, Staged};
 pub use scatter::geometry::CopyDim;
 pub(crate) use scatter::geometry::{Strided, walk};
 pub(crate) use scatter::{Elsewhere, Scatter, ScatterTarget, ScatterWindow};
-pub use thread::{both, cores, each, lower_priority, spawn};
+pub use thread::{both, cores, each, each_polling, lower_priority, spawn};
 pub use uring::{Flight, Ring};

@@ -4,6 +4,12 @@ use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+use std::time::Duration;
+
+use crossbeam_channel::{RecvTimeoutError, bounded};
+
+/// Poll interval of [`each_polling`].
+const EACH_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Starts a thread with signals blocked, except those of the thread's own faults. So the
 /// application's handlers run on the application's threads.
@@ -71,28 +77,80 @@ pub fn each<I: Sync, T: Send>(
     if threads < 2 {
         return items.iter().map(work).collect();
     }
-    let answers: Vec<Mutex<Option<T>>> = items.iter().map(|_| Mutex::new(None)).collect();
-    let next = AtomicUsize::new(0);
-    let drain = || {
-        loop {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            let (Some(item), Some(place)) = (items.get(number), answers.get(number)) else { return };
-            let answer = work(item);
-            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
-        }
-    };
+    let queue = WorkQueue::new(items, work);
     std::thread::scope(|scope| {
         for _ in 1..threads {
             // Without this thread, the others do the work.
+            let _ = spawn_scoped(scope, name, || queue.drain());
+        }
+        queue.drain();
+    });
+    queue.answers()
+}
+
+/// Like [`each`], on at most `threads` other threads. This thread calls `poll` now and then until
+/// all of them have ended.
+pub fn each_polling<I: Sync, T: Send>(
+    name: &str,
+    threads: usize,
+    items: &[I],
+    work: impl Fn(&I) -> T + Sync,
+    poll: &mut dyn FnMut(),
+) -> Vec<T> {
+    let queue = WorkQueue::new(items, work);
+    let (running, ended) = bounded::<()>(0);
+    std::thread::scope(|scope| {
+        for _ in 0..threads.min(items.len()) {
+            let (queue, running) = (&queue, running.clone());
+            let drain = move || {
+                queue.drain();
+                drop(running);
+            };
             let _ = spawn_scoped(scope, name, drain);
         }
-        drain();
+        drop(running);
+        // Nobody sends: the channel is disconnected when all threads have ended.
+        while ended.recv_timeout(EACH_POLL_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            poll();
+        }
+        // Items are left if no thread could be started.
+        queue.drain();
     });
-    // No result is missing: the scope ends when all threads have ended, and panics if one panicked.
-    answers
-        .into_iter()
-        .filter_map(|answer| answer.into_inner().unwrap_or_else(PoisonError::into_inner))
-        .collect()
+    queue.answers()
+}
+
+/// Items that several threads take one by one.
+struct WorkQueue<'a, I, T, W> {
+    items: &'a [I],
+    work: W,
+    next: AtomicUsize,
+    answers: Vec<Mutex<Option<T>>>,
+}
+
+impl<'a, I, T, W: Fn(&I) -> T> WorkQueue<'a, I, T, W> {
+    fn new(items: &'a [I], work: W) -> Self {
+        let answers = items.iter().map(|_| Mutex::new(None)).collect();
+        Self { items, work, next: AtomicUsize::new(0), answers }
+    }
+
+    /// Works until no item is left.
+    fn drain(&self) {
+        loop {
+            let number = self.next.fetch_add(1, Ordering::Relaxed);
+            let (Some(item), Some(place)) = (self.items.get(number), self.answers.get(number)) else {
+                return;
+            };
+            let answer = (self.work)(item);
+            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
+        }
+    }
+
+    /// Returns the results. None is missing: a scope ends when all threads have ended, and panics
+    /// if one panicked.
+    fn answers(self) -> Vec<T> {
+        let answers = self.answers.into_iter();
+        answers.filter_map(|answer| answer.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+    }
 }
 
 /// Returns the number of cores that this process may use. Cached: finding it reads a dozen files.

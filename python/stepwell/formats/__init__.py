@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from .._restore import collector as collecting
 from ..errors import StepwellError, from_system
-from . import dcp, flax, npz, safetensors, torch_save
+from . import dcp, flax, npz, orbax, safetensors, torch_save
 from .description import Description
 from .refused import refuse
 
@@ -27,6 +27,7 @@ Format: TypeAlias = Callable[[str], Description | None]
 
 _FORMATS: Sequence[Format] = (
     dcp.describe,
+    orbax.describe,
     safetensors.describe,
     torch_save.describe,
     npz.describe,

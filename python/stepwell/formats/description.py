@@ -22,7 +22,7 @@ MAX_SIZE = 1 << 62
 class Compressed:
     """A file that is a compressed stream in another file."""
 
-    #: Path of that file.
+    #: Path of that file. Empty: the memory of the description.
     file: str
     #: The first byte of the stream in it, and the bytes of the stream.
     offset: int
@@ -31,7 +31,7 @@ class Compressed:
     length: int
     #: CRC-32 of its content, if one is known.
     crc: int | None
-    compression: Literal["deflate", "zstd", "latin1"] = "deflate"
+    compression: Literal["deflate", "zstd", "latin1", "stored"] = "deflate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,8 @@ class Description:
     files: Sequence[str] = ()
     #: Returns the ranges that have checksums, by file. Those of one file do not overlap.
     guarded: Callable[[], Mapping[str, Sequence[Guarded]]] = dict
+    #: Bytes of small tensors that are no file.
+    memory: bytes = b""
 
     def open(self, engine: str) -> _core.Checkpoint:
         """Opens it."""
@@ -136,13 +138,13 @@ class Description:
         if not rows.files and os.path.isfile(self.path):
             rows.file(self.path)
         # Links are followed here: a hub's cache has its files behind links.
-        real = {file: os.path.realpath(file) for file in map(_path_of, rows.files)}
+        real = {file: os.path.realpath(file) for file in map(_path_of, rows.files) if file}
         places = real.values() or [os.path.realpath(self.path)]
         directory = os.path.commonpath(
             [one if os.path.isdir(one) else os.path.dirname(one) for one in places]
         )
         stats = {file: os.stat(place) for file, place in real.items()}
-        names = {file: os.path.relpath(place, directory) for file, place in real.items()}
+        names = {file: os.path.relpath(place, directory) for file, place in real.items()} | {"": ""}
         newest = max((one.st_mtime_ns for one in stats.values()), default=0)
         files: list[_core._ForeignFile] = []
         for file in rows.files:
@@ -174,6 +176,7 @@ class Description:
             "files": [
                 {"path": name, "length": stats[file].st_size, "trailer_crc32c": "", "file_id": ""}
                 for file, name in names.items()
+                if file
             ],
             "dropped": [],
             "metrics": {},
@@ -186,6 +189,7 @@ class Description:
             rows.leaves,
             rows.objects,
             _Details(rows, self.guarded),
+            self.memory,
             json.dumps(manifest),
             engine,
         )
@@ -250,7 +254,7 @@ class _Rows:
     def chunk(self, tensor: Tensor, chunk: Chunk) -> _core._ForeignChunk:
         """A located chunk."""
         assert not isinstance(chunk.file, Unlocated)
-        if isinstance(chunk.file, Compressed):
+        if isinstance(chunk.file, Compressed) and chunk.file.file:
             # The file around it is checked too, and read by a verification.
             self.file(chunk.file.file)
         file = self.file(chunk.file)

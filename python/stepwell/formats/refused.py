@@ -44,8 +44,8 @@ _FILES: Sequence[tuple[str, str]] = (
 )
 
 
-#: Files of Orbax: of a step, of the tree of a state, and of its arrays.
-_OF_ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
+#: Files of Orbax: of a step, and of its arrays.
+_OF_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt")
 #: Directories that are looked into.
 _LOOKED_AT = 64
 
@@ -62,13 +62,19 @@ def refuse(path: str) -> None:
     no known format that is in no checkpoint of ours."""
     if os.path.isdir(path):
         names = os.listdir(path)
-        steps = sorted(names)[:_LOOKED_AT]
-        if any(name in names for name in _OF_ORBAX) or any(
-            os.path.isfile(os.path.join(path, step, _OF_ORBAX[0])) for step in steps
-        ):
+        if any(name in names for name in _OF_ORBAX):
             raise FormatError(
-                f"{path}: this is a checkpoint of Orbax. Restore it with orbax.checkpoint, "
-                "then pass its state to sw.save"
+                f"{path}: this checkpoint of Orbax has no tree of arrays that is read. Restore it with "
+                "orbax.checkpoint, then pass its state to sw.save"
+            )
+        steps = [
+            name
+            for name in sorted(names)[:_LOOKED_AT]
+            if os.path.isfile(os.path.join(path, name, _OF_ORBAX[0]))
+        ]
+        if steps:
+            raise FormatError(
+                f"{path}: this is a root of Orbax. Pass one of its steps, such as {os.path.join(path, steps[-1])}"
             )
         for name, what in _FILES:
             if name in names:

@@ -1,6 +1,7 @@
 //! The parsers of other libraries' bytes.
 
-use stepwell_core::foreign::{Parsed, msgpack, npy, pickle, safetensors, zip};
+use stepwell_core::foreign::{Parsed, msgpack, npy, ocdbt, pickle, safetensors, zip};
+use stepwell_core::format::checksum::crc32c;
 
 /// A stream: no panic; nodes name nodes that exist; what follows the pickle changes nothing.
 pub fn pickle(input: &[u8]) {
@@ -112,4 +113,23 @@ pub fn msgpack(input: &[u8]) {
     // A NaN is not equal to itself.
     let shown = |nodes: Parsed<Vec<msgpack::MsgpackNode>>| format!("{nodes:?}");
     assert_eq!(shown(msgpack::parse(&blanked, &[1, 2, 3])), shown(Ok(nodes)));
+}
+
+/// A node or a manifest of an OCDBT database, without its frame: no panic; no more keys than bytes.
+pub fn ocdbt(input: &[u8]) {
+    let framed = |magic: u32| {
+        let length = (input.len() + 18) as u64;
+        let framed = [&magic.to_be_bytes()[..], &length.to_le_bytes(), &[0, 0], input].concat();
+        [framed.as_slice(), &crc32c(&framed).to_le_bytes()].concat()
+    };
+    let _ = ocdbt::manifest(&framed(0x0cdb_3a2a));
+    let node = framed(0x0cdb_20de);
+    for height in [0, input.first().copied().unwrap_or(1)] {
+        let count = match ocdbt::node(&node, "base/", height) {
+            Ok(ocdbt::OcdbtNode::Leaf(entries)) => entries.len(),
+            Ok(ocdbt::OcdbtNode::Interior(children)) => children.len(),
+            Err(_) => 0,
+        };
+        assert!(count <= input.len());
+    }
 }

@@ -12,7 +12,7 @@
 //! | [`damage`] | edits of the files of a sound step, no checksum put right | every edit is found, and no value but the saved one is ever given out |
 //! | [`state`] | a state | it is refused and leaves nothing, or restores as it was saved |
 //! | [`glob`] | globs, renames and paths | no panic, no hang; an escaped path matches itself alone |
-//! | [`foreign`] (`pickle`, `zip`, `safetensors`, `npy`, `msgpack`) | bytes of other libraries | no panic; what is found lies inside the bytes |
+//! | [`foreign`] (`pickle`, `zip`, `safetensors`, `npy`, `msgpack`, `ocdbt`) | bytes of other libraries | no panic; what is found lies inside the bytes |
 //!
 //! Checksums guard everything, so a mutated file would fail at the first of them. [`seal`] corrects
 //! them, as an attacker would.

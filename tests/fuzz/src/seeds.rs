@@ -125,6 +125,10 @@ fn foreign(put: &mut dyn FnMut(&str, &[u8]) -> std::io::Result<()>) -> std::io::
     put("safetensors", &[&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 8]].concat())?;
     let dict = b"{'descr': [('a', '<f4', (2,))], 'shape': (3, 4), 'fortran_order': False, }\n";
     put("npy", &[b"\x93NUMPY\x02\x00".as_slice(), &(dict.len() as u32).to_le_bytes(), dict].concat())?;
+    // A leaf with a value in a data file and one of its own, an interior node, a manifest.
+    put("ocdbt", b"\0\x01\x03\0d/x\x02\x01\x01\x01ab\x03\x05\0\x01\0\x07one")?;
+    put("ocdbt", b"\x01\x01\x03\0d/x\x01\x01\x01a\0\x05\x09\x01\x01\x01")?;
+    put("ocdbt", b"0123456789abcdef\0\x64\x64\x04\0\x01\x03\0d/x\x01\x01\0\0\x05\x09\x01\x01\x0112345678\0")?;
     put("npy", b"\x93NUMPY\x01\x00\x35\x00{\"descr\":\"<f4\",\"fortran_order\":True,\"shape\":(3L,)}  \n")?;
     put(
         "msgpack",

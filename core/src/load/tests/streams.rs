@@ -2,7 +2,7 @@
 
 use super::super::decode::{MAX_PAUSED, MAX_PAUSED_BYTES};
 use super::super::testing::{MemoryDisk, flat, options, pattern};
-use super::super::{FileSet, LoadStats, execute, execute_while, plan, verify};
+use super::super::{FileSet, LoadOptions, LoadStats, execute, execute_while, plan, verify};
 use crate::compression::Compression;
 use crate::format::checksum::ZipCrc;
 use crate::format::index::{CompressedStream, FileRecord, Index, Within};
@@ -54,7 +54,7 @@ struct Opened {
 fn opened(bytes: Vec<u8>, records: &[FileRecord]) -> Result<Opened> {
     let disk = MemoryDisk::new();
     disk.put(NAME, bytes);
-    let files = FileSet::foreign(disk.dir(), records)?;
+    let files = FileSet::foreign(disk.dir(), records, Vec::new())?;
     Ok(Opened { disk, files })
 }
 
@@ -191,6 +191,28 @@ fn a_read_can_be_cancelled_while_bytes_are_skipped() {
     let failed = execute_while(disk, files, &Index::default(), &copies, targets, &options(), &mut go_on);
     assert!(matches!(failed.unwrap_err().error, Error::Cancelled(_)));
     assert_eq!(asked, 5);
+}
+
+#[test]
+fn several_streams_are_decoded_at_a_time() {
+    let content = content();
+    let (bytes, [outer, inner]) = made(&content);
+    let streams = std::iter::repeat_n(inner, 9);
+    let records: Vec<FileRecord> = std::iter::once(outer).chain(streams).collect();
+    let opened = opened(bytes, &records).unwrap();
+    let (disk, files) = (&opened.disk, &opened.files);
+    let read = |into: &mut [Vec<u8>], go_on: &mut dyn FnMut(u64) -> bool| {
+        let copies: Vec<BoxCopy> = (0..9).map(|n| BoxCopy { file: n + 1, ..flat(0, n, 0, LENGTH) }).collect();
+        let targets = into.iter_mut().map(|one| HostTarget::from(one.as_mut_slice()));
+        let options = LoadOptions { threads: 4, ..options() };
+        execute_while(disk, files, &Index::default(), &copies, targets, &options, go_on)
+    };
+    let mut into = vec![vec![0; LENGTH as usize]; 9];
+    let stats = read(&mut into, &mut |_| true).unwrap();
+    assert_eq!(stats.bytes_copied, 9 * LENGTH);
+    assert!(into.iter().all(|one| *one == content));
+    let failed = read(&mut into, &mut |done| done < LENGTH);
+    assert!(matches!(failed.unwrap_err().error, Error::Cancelled(_)));
 }
 
 #[test]

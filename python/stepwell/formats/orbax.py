@@ -1,0 +1,205 @@
+"""Checkpoints of Orbax: a directory for each item, with a tree of arrays in Zarr.
+
+``_METADATA`` has the tree. Arrays are directories of files, or values of an OCDBT database. Neither
+jax nor tensorstore is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+from .. import _core
+from .._paths import printable
+from ..errors import FormatError
+from . import zarr
+from .description import Description, Value
+from .files import corrupt, read, read_whole
+
+FAMILY = "Orbax"
+_METADATA = "_METADATA"
+_STRINGS = "_strings.json"
+_MANIFEST = "manifest.ocdbt"
+_UNFINISHED = ".orbax-checkpoint-tmp"
+#: Files with an item that is JSON.
+_JSON_FILES = ("metadata", "data.json")
+#: Items that are not the state of a step.
+_BESIDE = ("metrics",)
+_MAX_JSON_BYTES = 256 << 20
+#: Containers without leaves, and ``None``.
+_EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
+
+
+def describe(path: str) -> Description | None:
+    """Describes an item, or a step with items."""
+    if not os.path.isdir(path):
+        return None
+    names = os.listdir(path)
+    items = [path] if _METADATA in names else []
+    if not items:
+        items = [os.path.join(path, name) for name in sorted(names) if _is_item(os.path.join(path, name))]
+    if not any(os.path.exists(os.path.join(item, _METADATA)) for item in items):
+        return None
+    if _UNFINISHED in os.path.basename(os.path.realpath(path)):
+        raise FormatError(f"{path}: this save of Orbax was never finished. Pass another step")
+    memory = bytearray()
+    states: dict[str, object] = {}
+    files: list[str] = []
+    for item in items:
+        states[os.path.basename(item)] = _item(item, memory)
+        files.append(os.path.join(item, _METADATA))
+    main = [name for name in states if name not in _BESIDE]
+    state = states[main[0]] if len(main) == 1 else states
+    present = [file for file in files if os.path.exists(file)]
+    return Description(FAMILY, path, state, files=present, memory=bytes(memory))
+
+
+def _is_item(path: str) -> bool:
+    return os.path.isdir(path) and any(
+        os.path.isfile(os.path.join(path, name)) for name in (_METADATA, *_JSON_FILES, "metrics")
+    )
+
+
+def _item(path: str, memory: bytearray) -> object:
+    if os.path.isfile(os.path.join(path, _METADATA)):
+        return _Item(path, memory).state()
+    name = next(name for name in (*_JSON_FILES, "metrics") if os.path.isfile(os.path.join(path, name)))
+    return Value(_json(os.path.join(path, name)))
+
+
+def _json(file: str) -> object:
+    def too_long(length: int) -> Exception:
+        return corrupt(file, f"JSON of at most {_MAX_JSON_BYTES} bytes was expected, not of {length}")
+
+    try:
+        found: object = json.loads(read_whole(file, _MAX_JSON_BYTES, too_long))
+    except (ValueError, RecursionError) as error:
+        raise corrupt(file, f"it is no JSON: {error}") from error
+    return found
+
+
+class _Files:
+    """Values as files below a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def place(self, key: str) -> zarr.Stored | None:
+        if any(part in ("", ".", "..") for part in key.split("/")):
+            return None
+        file = os.path.join(self.path, key)
+        try:
+            return zarr.Stored(file, 0, os.stat(file).st_size) if os.path.isfile(file) else None
+        except OSError:
+            return None
+
+    def content(self, place: zarr.Stored) -> bytes:
+        return read(place.file, place.offset, place.nbytes)[0]
+
+
+class _Database:
+    """Values in an OCDBT database."""
+
+    def __init__(self, path: str, memory: bytearray) -> None:
+        self.path = path
+        self._memory = memory
+        self._places: dict[str, zarr.Stored] = {}
+        for key, value, place in _core.ocdbt_entries(os.path.realpath(path)):
+            if value is not None:
+                self._places[key] = zarr.Stored("", len(memory), len(value))
+                memory += value
+            elif place is not None:
+                file, offset, nbytes = place
+                self._places[key] = zarr.Stored(os.path.join(path, file), offset, nbytes)
+
+    def place(self, key: str) -> zarr.Stored | None:
+        return self._places.get(key)
+
+    def content(self, place: zarr.Stored) -> bytes:
+        if not place.file:
+            return bytes(self._memory[place.offset : place.offset + place.nbytes])
+        return read(place.file, place.offset, place.nbytes)[0]
+
+
+class _Item:
+    """A tree of arrays."""
+
+    def __init__(self, path: str, memory: bytearray) -> None:
+        self._path = path
+        self._file = os.path.join(path, _METADATA)
+        metadata = _json(self._file)
+        if not isinstance(metadata, dict) or not isinstance(metadata.get("tree_metadata"), dict):
+            raise corrupt(self._file, "metadata with a tree were expected")
+        self._tree: Mapping[str, object] = metadata["tree_metadata"]
+        self._is_3 = metadata.get("use_zarr3") is True
+        #: Versions before this key left out chunks of zeros in Zarr 3.
+        self._fills = self._is_3 and metadata.get("store_array_data_equal_to_fill_value") is not True
+        is_database = os.path.isfile(os.path.join(path, _MANIFEST))
+        if metadata.get("use_ocdbt") is True and not is_database:
+            raise corrupt(path, f"its {_MANIFEST} is missing")
+        self._store: zarr.Store = _Database(path, memory) if is_database else _Files(path)
+        strings = os.path.join(path, _STRINGS)
+        self._strings = _json(strings) if os.path.isfile(strings) else {}
+
+    def state(self) -> object:
+        """The tree, with arrays as tensors."""
+        root: dict[str | int, object] = {}
+        for row in self._tree.values():
+            try:
+                keys = [(one["key"], one["key_type"] == 1) for one in row["key_metadata"]]  # type: ignore[index]
+                kind = row["value_metadata"]["value_type"]  # type: ignore[index]
+            except (KeyError, TypeError, IndexError) as error:
+                raise corrupt(self._file, f"a row of its tree has no {error}") from error
+            if len(keys) >= _core.MAX_DEPTH:
+                raise corrupt(self._file, f"a row of its tree has {len(keys)} levels")
+            path = [_key(self._file, key, is_index) for key, is_index in keys]
+            value = self._value(".".join(str(key) for key, _ in keys), str(kind))
+            if not path:
+                return value
+            self._put(root, path, value)
+        return _with_lists(root)
+
+    def _put(self, root: dict[str | int, object], path: Sequence[str | int], value: object) -> None:
+        at = root
+        for key in path[:-1]:
+            child = at.setdefault(key, {})
+            if type(child) is not dict:
+                raise corrupt(
+                    self._file, f"`{printable(str(path[-1])[:200])}` is below another leaf of its tree"
+                )
+            at = child
+        if path[-1] in at:
+            raise corrupt(self._file, f"`{printable(str(path[-1])[:200])}` is twice in its tree")
+        at[path[-1]] = value
+
+    def _value(self, name: str, kind: str) -> object:
+        if kind in _EMPTY:
+            empty = _EMPTY[kind]
+            return type(empty)() if isinstance(empty, (dict, list, tuple)) else Value(None)
+        if kind == "string":
+            strings = self._strings
+            if not isinstance(strings, dict) or not isinstance(strings.get(name), str):
+                raise corrupt(self._path, f"the text `{printable(name[:200])}` is missing in {_STRINGS}")
+            return Value(strings[name])
+        return zarr.array(self._store, name, self._is_3, self._fills)
+
+
+def _key(file: str, key: object, is_index: bool) -> str | int:
+    if not is_index:
+        return str(key)
+    text = str(key)
+    if not text.isdecimal() or len(text) > 9:
+        raise corrupt(file, f"a list has the index {text[:40]!r}")
+    return int(text)
+
+
+def _with_lists(root: object) -> object:
+    """Dicts with the keys 0, 1, 2, … as lists: these were lists or tuples before."""
+    if type(root) is not dict:
+        return root
+    found = {key: _with_lists(value) for key, value in root.items()}
+    numbers = [key for key in found if isinstance(key, int)]
+    if numbers and len(numbers) == len(found) and sorted(numbers) == list(range(len(found))):
+        return [found[number] for number in range(len(found))]
+    return found

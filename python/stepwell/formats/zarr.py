@@ -1,0 +1,298 @@
+"""Arrays of Zarr 2 and 3, as TensorStore writes them: a grid of chunks of one shape.
+
+A chunk is a value under a key, in a file of its own or in a database. With Zarr 3 a value may be a
+*shard*: several chunks, and behind them an index of their places.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from .. import _core
+from .._paths import printable
+from .._state.specs import to_dtype
+from .description import Chunk, Compressed, Opaque, Tensor, row_major
+from .files import corrupt
+
+#: The longest metadata of an array, and the longest index of a shard.
+_MAX_METADATA_BYTES, _MAX_INDEX_BYTES = 1 << 20, 64 << 20
+_MAX_DIMS = 64
+_MAX_SIZE = 1 << 62
+#: A chunk of a shard that is not stored.
+_ABSENT = (1 << 64) - 1
+_DTYPES = frozenset(_core.dtype_names())
+#: Dtypes of Zarr 2 by the kind and size of numpy. Others are stored by their names.
+_NUMPY = {
+    "b1": "bool",
+    **{
+        f"{kind}{size}": f"{name}{8 * size}"
+        for kind, name in (("i", "int"), ("u", "uint"))
+        for size in (1, 2, 4, 8)
+    },
+    "f2": "float16",
+    "f4": "float32",
+    "f8": "float64",
+    "c8": "complex64",
+    "c16": "complex128",
+}
+
+#: The compression of chunks.
+Codec = Literal["", "zstd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The place of a value: a file, or the memory of the description if the path is empty."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+class Store(Protocol):
+    """Values by key."""
+
+    #: Its path, for messages.
+    path: str
+
+    def place(self, key: str) -> Stored | None:
+        """The place of a value. ``None`` if there is none."""
+
+    def content(self, place: Stored) -> bytes:
+        """The bytes of a value."""
+
+
+class Unsupported(Exception):
+    """An array whose values are stored in a way that is not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How an array is stored."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    #: The shape of the stored boxes, and that of the chunks in them.
+    box: tuple[int, ...]
+    chunk: tuple[int, ...]
+    big_endian: bool
+    is_fortran: bool
+    codec: Codec
+    #: True if a box is a shard.
+    is_sharded: bool
+
+    @property
+    def itemsize(self) -> int:
+        return to_dtype(self.dtype).itemsize
+
+
+def array(store: Store, name: str, is_3: bool, fills: bool) -> Tensor | Opaque:
+    """The array with that name. With ``fills``, its writer left out chunks of zeros."""
+    key = f"{name}/zarr.json" if is_3 else f"{name}/.zarray"
+    place = store.place(key)
+    if place is None:
+        raise corrupt(store.path, f"array {_quoted(name)} is missing")
+    if place.nbytes > _MAX_METADATA_BYTES:
+        raise corrupt(store.path, f"{_quoted(key)} has {place.nbytes} bytes, more than {_MAX_METADATA_BYTES}")
+    try:
+        metadata = json.loads(store.content(place))
+        if not isinstance(metadata, dict):
+            raise TypeError("a dict was expected")
+        layout = _layout_3(metadata) if is_3 else _layout_2(metadata)
+    except Unsupported as error:
+        return Opaque(f"zarr array {error}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{_quoted(key)} does not describe an array: {type(error).__name__}: {error}"
+        raise corrupt(store.path, what) from error
+    separator = _separator(metadata, is_3)
+    return _tensor(store, name, layout, is_3, separator, fills)
+
+
+def _quoted(name: str) -> str:
+    return f"`{printable(name[:200])}`"
+
+
+def _separator(metadata: Mapping[str, object], is_3: bool) -> str:
+    if not is_3:
+        return str(metadata.get("dimension_separator", "."))
+    encoding = metadata.get("chunk_key_encoding")
+    given = encoding.get("configuration", {}) if isinstance(encoding, dict) else {}
+    return str(given.get("separator", "/")) if isinstance(given, dict) else "/"
+
+
+def _sizes(value: object, least: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        raise ValueError("a shape is a list of sizes")
+    if any(type(one) is not int or not least <= one < _MAX_SIZE for one in value):
+        raise ValueError("a shape has a size that is not possible")
+    if math.prod(value) >= _MAX_SIZE:
+        raise ValueError("a shape of too many elements")
+    return tuple(value)
+
+
+def _layout_2(metadata: Mapping[str, object]) -> _Layout:
+    if metadata["zarr_format"] != 2:
+        raise ValueError("it is of another version")
+    shape, chunk = _sizes(metadata["shape"], 0), _sizes(metadata["chunks"], 1)
+    if len(shape) != len(chunk):
+        raise ValueError("shape and chunks have different dimensions")
+    text = metadata["dtype"]
+    if not isinstance(text, str):
+        raise Unsupported("of a structured dtype")
+    dtype, big_endian = text, False
+    if text[:1] in ("<", ">", "|"):
+        dtype, big_endian = _NUMPY.get(text[1:], text), text[0] == ">"
+    if dtype not in _DTYPES:
+        raise Unsupported(f"of {text[:40]}")
+    compressor = metadata.get("compressor")
+    codec: Codec = ""
+    if isinstance(compressor, dict):
+        if compressor.get("id") != "zstd":
+            raise Unsupported(f"with the compressor {str(compressor.get('id'))[:40]}")
+        codec = "zstd"
+    if metadata.get("filters"):
+        raise Unsupported("with filters")
+    order = metadata.get("order", "C")
+    if order not in ("C", "F"):
+        raise ValueError("an order of elements is C or F")
+    return _Layout(dtype, shape, chunk, chunk, big_endian, order == "F", codec, False)
+
+
+def _layout_3(metadata: Mapping[str, object]) -> _Layout:
+    if metadata["zarr_format"] != 3 or metadata["node_type"] != "array":
+        raise ValueError("it is of another version, or a group")
+    shape = _sizes(metadata["shape"], 0)
+    grid = metadata["chunk_grid"]
+    if not isinstance(grid, dict) or grid["name"] != "regular":
+        raise Unsupported("with an irregular grid")
+    box = _sizes(grid["configuration"]["chunk_shape"], 1)
+    dtype = metadata["data_type"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise Unsupported(f"of {str(dtype)[:40]}")
+    codecs = metadata["codecs"]
+    if not isinstance(codecs, list):
+        raise TypeError("codecs are a list")
+    chunk, is_sharded = box, bool(codecs) and codecs[0]["name"] == "sharding_indexed"
+    if is_sharded:
+        (sharding,) = codecs
+        given = sharding["configuration"]
+        chunk, codecs = _sizes(given["chunk_shape"], 1), given["codecs"]
+        if given.get("index_location", "end") != "end":
+            raise Unsupported("of shards with their index in front")
+        if [one["name"] for one in given["index_codecs"]] != ["bytes", "crc32c"]:
+            raise Unsupported("of shards with another index")
+    if len(box) != len(shape) or len(chunk) != len(shape):
+        raise ValueError("shape and chunks have different dimensions")
+    if any(whole % part for whole, part in zip(box, chunk, strict=True)):
+        raise ValueError("shards are not whole chunks")
+    names = [one["name"] for one in codecs]
+    if names not in (["bytes"], ["bytes", "zstd"]):
+        raise Unsupported(f"with the codecs {', '.join(map(str, names))[:100]}")
+    endian = (codecs[0].get("configuration") or {}).get("endian", "little")
+    if endian not in ("little", "big"):
+        raise ValueError("an order of bytes is little or big")
+    codec: Codec = "zstd" if len(names) == 2 else ""
+    return _Layout(dtype, shape, box, chunk, endian == "big", False, codec, is_sharded)
+
+
+def _tensor(
+    store: Store, name: str, layout: _Layout, is_3: bool, separator: str, fills: bool
+) -> Tensor | Opaque:
+    if 0 in layout.shape:
+        return Tensor(layout.dtype, layout.shape, ())
+    counts = [-(-size // box) for size, box in zip(layout.shape, layout.box, strict=True)]
+    prefix = f"{name}/c" if is_3 else f"{name}/"
+    chunks: list[Chunk] = []
+    # The grid may claim any size. The first chunk that is not stored ends the walk.
+    for at in _grid(counts):
+        numbers = separator.join(map(str, at))
+        key = prefix + (f"{separator}{numbers}" if at else "") if is_3 else prefix + (numbers or "0")
+        place = store.place(key)
+        if place is None and not fills:
+            raise corrupt(store.path, f"array {_quoted(name)}: chunk {_quoted(key)} is missing")
+        if place is None:
+            return _sparse(layout)
+        start = tuple(number * size for number, size in zip(at, layout.box, strict=True))
+        for inner, part in _parts(store, key, layout, start, place):
+            if part is None and not fills:
+                raise corrupt(
+                    store.path, f"array {_quoted(name)}: a chunk of shard {_quoted(key)} is missing"
+                )
+            if part is None:
+                return _sparse(layout)
+            chunks.append(_chunk(store, key, layout, inner, part))
+    return Tensor(layout.dtype, layout.shape, tuple(chunks))
+
+
+def _grid(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The places of a grid, the last dimension first."""
+    steps = row_major(tuple(counts), 1)
+    for number in range(math.prod(counts)):
+        yield tuple(number // step % count for step, count in zip(steps, counts, strict=True))
+
+
+def _sparse(layout: _Layout) -> Opaque:
+    return Opaque(f"zarr array of {layout.dtype}{list(layout.shape)} with chunks that are not stored")
+
+
+def _parts(
+    store: Store, key: str, layout: _Layout, start: tuple[int, ...], place: Stored
+) -> Iterator[tuple[tuple[int, ...], Stored | None]]:
+    """The first elements of the chunks of a box, and their places. ``None`` for one that is not
+    stored."""
+    if not layout.is_sharded:
+        yield start, place
+        return
+    counts = [whole // part for whole, part in zip(layout.box, layout.chunk, strict=True)]
+    number = math.prod(counts)
+    length = 16 * number + 4
+    if length > min(place.nbytes, _MAX_INDEX_BYTES):
+        raise corrupt(
+            store.path, f"shard {_quoted(key)} of {place.nbytes} bytes has no index of {number} chunks"
+        )
+    index = store.content(Stored(place.file, place.offset + place.nbytes - length, length))
+    (checksum,) = struct.unpack("<I", index[-4:])
+    if _core.crc32c(index[:-4]) != checksum:
+        raise corrupt(store.path, f"the index of shard {_quoted(key)} does not have its recorded checksum")
+    rows = struct.iter_unpack("<QQ", index[:-4])
+    for at, (offset, nbytes) in zip(_grid(counts), rows, strict=True):
+        inner = tuple(
+            first + number * size for first, number, size in zip(start, at, layout.chunk, strict=True)
+        )
+        if any(first >= size for first, size in zip(inner, layout.shape, strict=True)):
+            continue
+        if offset == nbytes == _ABSENT:
+            yield inner, None
+            continue
+        if offset + nbytes > place.nbytes - length:
+            raise corrupt(store.path, f"shard {_quoted(key)} names bytes behind its chunks")
+        yield inner, Stored(place.file, place.offset + offset, nbytes)
+
+
+def _chunk(store: Store, key: str, layout: _Layout, start: tuple[int, ...], place: Stored) -> Chunk:
+    itemsize = layout.itemsize
+    length = math.prod(layout.chunk) * itemsize
+    extent = tuple(
+        min(size, whole - first) for size, whole, first in zip(layout.chunk, layout.shape, start, strict=True)
+    )
+    # Chunks at the edge are stored whole.
+    strides = row_major(layout.chunk, itemsize)
+    if layout.is_fortran:
+        strides = row_major(layout.chunk[::-1], itemsize)[::-1]
+    span = sum((size - 1) * step for size, step in zip(extent, strides, strict=True)) + itemsize
+    is_packed = strides == row_major(extent, itemsize)
+    file: str | Compressed = place.file
+    offset = place.offset
+    if layout.codec:
+        file, offset = Compressed(place.file, place.offset, place.nbytes, length, None, layout.codec), 0
+    elif place.nbytes != length:
+        raise corrupt(store.path, f"chunk {_quoted(key)} has {place.nbytes} bytes, not {length}")
+    elif not place.file:
+        file, offset = Compressed("", place.offset, length, length, None, "stored"), 0
+    is_big = layout.big_endian and itemsize > 1
+    return Chunk(file, offset, span, start, extent, None if is_packed else strides, is_big)

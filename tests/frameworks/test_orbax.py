@@ -1,0 +1,303 @@
+"""Checkpoints of Orbax, written by the real library: read bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import stepwell as sw
+from orbax.checkpoint.experimental import v1
+
+DTYPES = [
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32)),
+    "float16",
+    "bfloat16",
+    "float32",
+    "complex64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int4",
+]
+
+
+def of_every_dtype() -> dict[str, Any]:
+    found = {}
+    for name in DTYPES:
+        numbers = np.arange(-6, 6).reshape(3, 4) % 2 if name == "bool" else np.arange(12).reshape(3, 4) % 7
+        found[name] = jnp.asarray(numbers, dtype=name)
+    return found
+
+
+def state() -> dict[str, Any]:
+    return {
+        "dtypes": of_every_dtype(),
+        "large": jnp.asarray(np.random.default_rng(1).standard_normal((300, 70)), dtype="float32"),
+        "nested": {"a.b": {"scalar": jnp.float32(2.5)}, "list": [jnp.ones(3), {"x": jnp.zeros((2, 2))}]},
+        "numpy": np.arange(5, dtype=np.int64),
+        "step": 7,
+        "rate": 0.5,
+        "text": "hello",
+        "none": None,
+    }
+
+
+def raw(value: Any) -> bytes:
+    return np.asarray(value).tobytes()
+
+
+def same(found: Any, saved: Any) -> None:
+    """Compares a restored state with the saved one, bit for bit."""
+    if isinstance(saved, dict):
+        assert found.keys() == saved.keys()
+        for key in saved:
+            same(found[key], saved[key])
+    elif isinstance(saved, list):
+        assert len(found) == len(saved)
+        for one, other in zip(found, saved, strict=True):
+            same(one, other)
+    elif saved is None or isinstance(saved, (str, int, float)):
+        assert found == saved
+    else:
+        assert found.shape == saved.shape
+        assert found.dtype == saved.dtype
+        assert raw(found) == raw(saved)
+
+
+def chunks(checkpoint: sw.Checkpoint, path: str) -> int:
+    """The number of chunks that an array is stored in."""
+    return next(len(node.chunks) for node in checkpoint.contents() if node.path == path)
+
+
+def of_handler(**given: Any) -> Callable[[Path, Any], None]:
+    def save(path: Path, value: Any) -> None:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**given)) as checkpointer:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(value))
+
+    return save
+
+
+def of_v1(path: Path, value: Any) -> None:
+    v1.save_pytree(path, value)
+
+
+WRITERS = {
+    "zarr2": of_handler(use_ocdbt=False),
+    "zarr3": of_handler(use_ocdbt=False, use_zarr3=True),
+    "zarr2 in OCDBT": of_handler(use_ocdbt=True),
+    "zarr3 in OCDBT": of_handler(use_ocdbt=True, use_zarr3=True),
+    "v1": of_v1,
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_state_is_read_bit_for_bit(tmp_path: Path, writer: str) -> None:
+    saved = state()
+    WRITERS[writer](tmp_path / "c", saved)
+    same(sw.restore(tmp_path / "c"), saved)
+    with sw.open(tmp_path / "c") as checkpoint:
+        part = checkpoint["large"][17:231, 3:50:1]
+        assert raw(part) == raw(saved["large"][17:231, 3:50])
+    report = sw.verify(tmp_path / "c")
+    assert report.ok
+    assert report.unguarded_nbytes > 0
+
+
+@pytest.mark.parametrize("is_3", [False, True])
+def test_small_chunks_are_one_array(tmp_path: Path, is_3: bool) -> None:
+    saved = {"w": jnp.asarray(np.arange(64 * 48).reshape(64, 48), dtype="float32")}
+    arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=1024), saved)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=is_3)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "c", args=ocp.args.PyTreeSave(saved, save_args=arguments))
+    with sw.open(tmp_path / "c") as checkpoint:
+        assert chunks(checkpoint, "w") > 8
+    same(sw.restore(tmp_path / "c"), saved)
+
+
+def test_items_of_a_managers_step_are_read(tmp_path: Path) -> None:
+    saved = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(4)}
+    with ocp.CheckpointManager(tmp_path / "one") as manager:
+        manager.save(3, args=ocp.args.StandardSave(saved), metrics={"loss": 0.5})
+        manager.wait_until_finished()
+    same(sw.restore(tmp_path / "one" / "3"), saved)
+    with ocp.CheckpointManager(tmp_path / "two", item_names=("params", "data")) as manager:
+        items = {"params": ocp.args.StandardSave(saved), "data": ocp.args.JsonSave({"position": [1, 2]})}
+        manager.save(4, args=ocp.args.Composite(**items))
+        manager.wait_until_finished()
+    found = sw.restore(tmp_path / "two" / "4")
+    same(found["params"], saved)
+    assert found["data"] == {"position": [1, 2]}
+
+
+def test_arrays_of_several_devices_are_whole(tmp_path: Path) -> None:
+    code = f"""
+        import jax, numpy as np, orbax.checkpoint as ocp
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+        whole = np.arange(63 * 40, dtype="float32").reshape(63, 40)[:60]
+        state = {{
+            "both": jax.device_put(whole, NamedSharding(mesh, P("x", "y"))),
+            "rows": jax.device_put(whole, NamedSharding(mesh, P("x"))),
+            "none": jax.device_put(whole, NamedSharding(mesh, P())),
+        }}
+        for number in range(2):
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=bool(number))) as one:
+                one.save({str(tmp_path)!r} + f"/{{number}}", args=ocp.args.PyTreeSave(state))
+    """
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=environment)
+    whole = np.arange(63 * 40, dtype="float32").reshape(63, 40)[:60]
+    for number in range(2):
+        with sw.open(tmp_path / str(number)) as checkpoint:
+            assert chunks(checkpoint, "both") == 8
+            np.testing.assert_array_equal(checkpoint["both"][11:47, 15:33], whole[11:47, 15:33])
+        found = sw.restore(tmp_path / str(number))
+        assert all(raw(found[name]) == raw(whole) for name in ("both", "rows", "none"))
+
+
+def test_it_is_read_without_jax_and_tensorstore(tmp_path: Path) -> None:
+    WRITERS["zarr3 in OCDBT"](tmp_path / "c", state())
+    code = f"""
+        import sys
+        import stepwell as sw
+        assert sw.restore({str(tmp_path / "c")!r})["step"] == 7
+        assert not {{name.split(".")[0] for name in sys.modules}} & {{"jax", "tensorstore", "orbax"}}
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_a_state_is_converted(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    saved = {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(4, dtype=jnp.bfloat16)}
+    of_v1(tmp_path / "c", saved)
+    sw.convert(tmp_path / "c", tmp_path / "c.safetensors", to="safetensors", verify=True)
+    same(load_file(tmp_path / "c.safetensors"), saved)
+    made = sw.convert(tmp_path / "c", tmp_path / "s", to="stepwell")
+    same(sw.restore(made.path), saved)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    saved = {"w": jnp.arange(60_000.0).reshape(300, 200)}
+    WRITERS["zarr2"](tmp_path / "files", saved)
+    (tmp_path / "files" / "w" / "0.0").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"chunk `w/0.0` is missing"):
+        sw.open(tmp_path / "files")
+    WRITERS["zarr2 in OCDBT"](tmp_path / "c", saved)
+    for file in (tmp_path / "c" / "manifest.ocdbt", *(tmp_path / "c" / "d").iterdir()):
+        sound = file.read_bytes()
+        file.write_bytes(sound[:-10] + bytes([sound[-10] ^ 1]) + sound[-9:])
+        with pytest.raises(sw.CorruptCheckpoint, match="recorded checksum"):
+            sw.open(tmp_path / "c")
+        file.write_bytes(sound)
+    data = max((tmp_path / "c").glob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    sound = data.read_bytes()
+    data.write_bytes(sound[: len(sound) // 2])
+    with pytest.raises(sw.CorruptCheckpoint):
+        sw.restore(tmp_path / "c")
+    data.write_bytes(sound)
+    same(sw.restore(tmp_path / "c"), saved)
+    (tmp_path / "c" / "manifest.ocdbt").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"its manifest.ocdbt is missing"):
+        sw.open(tmp_path / "c")
+
+
+def test_an_unfinished_save_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "3.orbax-checkpoint-tmp"
+    WRITERS["zarr2"](tmp_path / "3", {"w": jnp.ones(3)})
+    (tmp_path / "3").rename(path)
+    with pytest.raises(sw.errors.FormatError, match="never finished"):
+        sw.open(path)
+
+
+def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
+    WRITERS["zarr2"](tmp_path / "c", {"w": jnp.arange(12.0).reshape(3, 4)})
+    metadata, array = tmp_path / "c" / "_METADATA", tmp_path / "c" / "w" / ".zarray"
+    sound, sound_array = metadata.read_text(), json.loads(array.read_text())
+    row = json.loads(sound)["tree_metadata"]["('w',)"]
+
+    def tree(*rows: Any) -> str:
+        return json.dumps({**json.loads(sound), "tree_metadata": {str(n): one for n, one in enumerate(rows)}})
+
+    def of(*keys: Any) -> Any:
+        return {**row, "key_metadata": [{"key": key, "key_type": kind} for key, kind in keys]}
+
+    for text, says in [
+        ("[", "is no JSON"),
+        ("[]", "metadata with a tree"),
+        ("[" * 100_000, "is no JSON"),
+        (tree(3), "a row of its tree"),
+        (tree(of(("..", 2), ("x", 2))), "is missing"),
+        (tree(of(("/etc/passwd", 2))), "is missing"),
+        (tree(of(("w", 2)), of(("w", 2))), "is twice"),
+        (
+            tree(of(("w", 2)), {**of(("w", 2), ("x", 2)), "value_metadata": {"value_type": "None"}}),
+            "below another",
+        ),
+        (tree(of(*[("w", 2)] * 5000)), "levels"),
+        (tree(of(("-1", 1))), "a list has the index"),
+    ]:
+        metadata.write_text(text)
+        with pytest.raises(sw.CorruptCheckpoint, match=says):
+            sw.open(tmp_path / "c")
+    metadata.write_text(sound)
+    for change, says in [
+        ({"shape": [1 << 50, 4]}, "is missing"),
+        ({"shape": [1 << 61, 1 << 61]}, "too many elements"),
+        ({"shape": [3]}, "different dimensions"),
+        ({"chunks": [0, 4]}, "not possible"),
+        ({"chunks": [3, 2]}, "bytes, not 24|is missing"),
+        ({"dtype": 3}, None),
+        ({"filters": [1]}, None),
+        ({"compressor": {"id": "blosc"}}, None),
+        ({"compressor": None}, "bytes, not 48"),
+        ({"order": "X"}, "C or F"),
+        ({"zarr_format": 3}, "another version"),
+    ]:
+        array.write_text(json.dumps({**sound_array, **change}))
+        if says is None:
+            with sw.open(tmp_path / "c") as checkpoint:
+                assert "zarr array" in repr(checkpoint["w"])
+            continue
+        with pytest.raises(sw.CorruptCheckpoint, match=says):
+            sw.restore(tmp_path / "c")
+
+
+def test_zeros_that_old_versions_left_out_are_opaque(tmp_path: Path) -> None:
+    WRITERS["zarr3"](tmp_path / "c", {"w": jnp.ones((3, 4)), "zeros": jnp.zeros(5)})
+    metadata = tmp_path / "c" / "_METADATA"
+    content = json.loads(metadata.read_text())
+    del content["store_array_data_equal_to_fill_value"]
+    metadata.write_text(json.dumps(content))
+    (tmp_path / "c" / "zeros" / "c" / "0").unlink()
+    with sw.open(tmp_path / "c") as checkpoint:
+        assert "not stored" in repr(checkpoint["zeros"])
+        assert raw(checkpoint["w"][...]) == raw(np.ones((3, 4), np.float32))
+
+
+def test_big_endian_and_fortran_order_are_read(tmp_path: Path) -> None:
+    values = np.arange(24, dtype=">f4").reshape(4, 6)
+    WRITERS["zarr2"](tmp_path / "c", {"w": jnp.zeros((4, 6))})
+    array = tmp_path / "c" / "w" / ".zarray"
+    description = {**json.loads(array.read_text()), "dtype": ">f4", "order": "F", "compressor": None}
+    array.write_text(json.dumps({**description, "chunks": [3, 4]}))
+    for row in range(2):
+        for column in range(2):
+            chunk = np.zeros((3, 4), ">f4")
+            part = values[3 * row : 3 * row + 3, 4 * column : 4 * column + 4]
+            chunk[: part.shape[0], : part.shape[1]] = part
+            (tmp_path / "c" / "w" / f"{row}.{column}").write_bytes(chunk.tobytes(order="F"))
+    found = sw.restore(tmp_path / "c")["w"]
+    np.testing.assert_array_equal(found, values.astype(np.float32))
