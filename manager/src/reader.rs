@@ -27,7 +27,6 @@ use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, Request};
 
 use self::operands::{SHARED_BYTES, SharedOperands};
-use crate::convert::Bands;
 use crate::directory_layout::MANIFEST;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -52,7 +51,6 @@ pub struct Reader {
     files: Arc<FileSet>,
     environment: Environment,
     load_options: LoadOptions,
-    bands: Bands,
     birth: Birth,
 }
 
@@ -143,7 +141,6 @@ impl Reader {
             files: Arc::clone(&self.files),
             environment: self.environment.clone(),
             load_options: self.load_options.clone(),
-            bands: Bands::default(),
             birth: self.birth,
         })
     }
@@ -165,7 +162,6 @@ impl Reader {
             files: Arc::new(files),
             environment: environment.clone(),
             load_options,
-            bands: Bands::default(),
             birth: Birth::now(),
         }
     }
@@ -189,11 +185,6 @@ impl Reader {
     /// [`Options`].
     pub fn load_options(&self) -> &LoadOptions {
         &self.load_options
-    }
-
-    /// Returns what conversions have read ahead of the captures.
-    pub(crate) fn bands(&self) -> &Bands {
-        &self.bands
     }
 
     /// Returns all items merged: one tree, one numbering of leaves, file names relative to the

@@ -2,7 +2,6 @@
 //! files.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -407,7 +406,7 @@ pub fn remove_conversion(py: Python<'_>, path: PathBuf, only_rest: bool) -> PyRe
 pub struct StoredTensor {
     source: Arc<Opened>,
     leaf: u32,
-    stop: Arc<AtomicBool>,
+    reads: Arc<convert::StoredReads>,
     /// The rank, and the number of ranks.
     ranks: (u32, u32),
 }
@@ -431,34 +430,40 @@ impl StoredTensor {
         let (index, count) = self.ranks;
         let holders = Holders::Replicas { index, count };
         let parts = vec![Part { region: Region::whole(&shape), holders }];
-        let provider = StoredProvider::new(Arc::clone(&self.source), self.leaf, Arc::clone(&self.stop));
+        let provider = StoredProvider::new(Arc::clone(&self.source), self.leaf, Arc::clone(&self.reads));
         LeafSource::Tensor { dtype, shape, parts, provider: Arc::new(provider) }
     }
 }
 
-/// Stops the reads of stored tensors.
+/// What the stored tensors of one save share.
 #[pyclass(frozen, module = "stepwell._core")]
 #[derive(Default)]
-pub struct Stop(Arc<AtomicBool>);
+pub struct StoredReads(Arc<convert::StoredReads>);
 
 #[pymethods]
-impl Stop {
+impl StoredReads {
     #[new]
     fn new() -> Self {
         Self::default()
     }
 
     /// Has all reads fail.
-    fn set(&self) {
-        self.0.store(true, Ordering::Relaxed);
+    fn stop(&self) {
+        self.0.stop();
     }
 }
 
 #[pymethods]
 impl StoredTensor {
     #[new]
-    fn new(py: Python<'_>, source: &Checkpoint, leaf: u32, stop: &Stop, ranks: (u32, u32)) -> PyResult<Self> {
-        let this = Self { source: source.described(py)?, leaf, stop: Arc::clone(&stop.0), ranks };
+    fn new(
+        py: Python<'_>,
+        source: &Checkpoint,
+        leaf: u32,
+        reads: &StoredReads,
+        ranks: (u32, u32),
+    ) -> PyResult<Self> {
+        let this = Self { source: source.described(py)?, leaf, reads: Arc::clone(&reads.0), ranks };
         this.describe(py)?;
         Ok(this)
     }

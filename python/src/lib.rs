@@ -59,8 +59,8 @@ mod _core {
     use crate::checkpoint::Checkpoint;
     #[pymodule_export]
     use crate::convert::{
-        Conversion, Sharing, Stop, StoredTensor, compare_tensors, discard_conversion, leftover_conversions,
-        removal_of, remove_conversion, remove_output_file, write_record,
+        Conversion, Sharing, StoredReads, StoredTensor, compare_tensors, discard_conversion,
+        leftover_conversions, removal_of, remove_conversion, remove_output_file, write_record,
     };
     #[pymodule_export]
     use crate::events::Events;

@@ -28,7 +28,7 @@ __all__ = [
     "SaveHandle",
     "Sharing",
     "State",
-    "Stop",
+    "StoredReads",
     "StoredTensor",
     "Ticket",
     "ZipDirectory",
@@ -433,13 +433,15 @@ def remove_output_file(path: _Path) -> None: ...
 def write_record(path: _Path, text: str) -> None: ...
 
 @final
-class Stop:
-    def __new__(cls) -> Stop: ...
-    def set(self) -> None: ...
+class StoredReads:
+    def __new__(cls) -> StoredReads: ...
+    def stop(self) -> None: ...
 
 @final
 class StoredTensor:
-    def __new__(cls, source: Checkpoint, leaf: int, stop: Stop, ranks: tuple[int, int]) -> StoredTensor: ...
+    def __new__(
+        cls, source: Checkpoint, leaf: int, reads: StoredReads, ranks: tuple[int, int]
+    ) -> StoredTensor: ...
 
 def compare_tensors(
     source: Checkpoint,

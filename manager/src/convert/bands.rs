@@ -14,9 +14,9 @@ use stepwell_core::{Error, Result};
 /// Limit on bytes of bands.
 const KEEP_BYTES: usize = 96 << 20;
 
-/// The bands of a checkpoint.
+/// The bands of the tensors of one save.
 #[derive(Default)]
-pub(crate) struct Bands {
+pub(super) struct Bands {
     kept: Mutex<KeptBands>,
 }
 

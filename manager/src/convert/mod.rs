@@ -53,7 +53,6 @@ use crate::error::{Error, Result};
 use crate::reader::Reader;
 use crate::singular;
 
-pub(crate) use bands::Bands;
 pub use compare::{TensorPair, compare};
 pub use file_plan::{ConversionPlan, NO_OWNER, PieceContent, PlannedFile, PlannedPiece};
 pub use partial_output::{
@@ -61,7 +60,7 @@ pub use partial_output::{
 };
 pub use save_pauses::SavePauses;
 pub use sharing::Sharing;
-pub use stored_provider::StoredProvider;
+pub use stored_provider::{StoredProvider, StoredReads};
 
 /// The kind of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,7 +15,7 @@ use stepwell_reshard::layout::Place;
 use stepwell_reshard::read_plan::Request;
 use stepwell_reshard::subchunk::run_to_boxes;
 
-use super::bands::{ReadRegion, band_of};
+use super::bands::{Bands, ReadRegion, band_of};
 use super::file_plan::tensor_of;
 use crate::error::Error;
 use crate::reader::Reader;
@@ -23,18 +23,32 @@ use crate::reader::Reader;
 /// Limit on bytes of read buffers of one read. Several threads of a capture read at a time.
 const READ_BUDGET_BYTES: u64 = 16 << 20;
 
+/// What the tensors of one save share.
+#[derive(Default)]
+pub struct StoredReads {
+    is_stopped: AtomicBool,
+    bands: Bands,
+}
+
+impl StoredReads {
+    /// Has all reads fail.
+    pub fn stop(&self) {
+        self.is_stopped.store(true, Ordering::Relaxed);
+    }
+}
+
 /// See the module documentation.
 pub struct StoredProvider<R: Deref<Target = Reader>> {
     source: Arc<R>,
     leaf: u32,
-    stop: Arc<AtomicBool>,
+    reads: Arc<StoredReads>,
 }
 
 impl<R: Deref<Target = Reader>> StoredProvider<R> {
-    /// A provider of a tensor leaf. Its reads fail once `stop` is set.
-    pub fn new(source: Arc<R>, leaf: u32, stop: Arc<AtomicBool>) -> Self {
-        source.bands().enter();
-        Self { source, leaf, stop }
+    /// A provider of a tensor leaf. All leaves of a save are of one source, and share `reads`.
+    pub fn new(source: Arc<R>, leaf: u32, reads: Arc<StoredReads>) -> Self {
+        reads.bands.enter();
+        Self { source, leaf, reads }
     }
 
     /// Copies some of the row-major bytes of a region, from `from` on. `peeks`: small pieces of it
@@ -47,7 +61,7 @@ impl<R: Deref<Target = Reader>> StoredProvider<R> {
         let read = |region: &Region, into: &mut [u8]| self.read(region, 0, into);
         let reads = (peeks || len >= all / 2).then_some(&read as ReadRegion<'_>);
         let is_kept = (band != *local || (peeks && len < all))
-            && self.source.bands().copy(self.leaf, size, (band, local), (from, &mut *into), reads)?;
+            && self.reads.bands.copy(self.leaf, size, (band, local), (from, &mut *into), reads)?;
         if is_kept { Ok(()) } else { self.read(local, from, into) }
     }
 
@@ -69,7 +83,7 @@ impl<R: Deref<Target = Reader>> StoredProvider<R> {
             dst_offset += bytes;
         }
         let target = HostTarget::from(into);
-        let mut go_on = |_| !self.stop.load(Ordering::Relaxed);
+        let mut go_on = |_| !self.reads.is_stopped.load(Ordering::Relaxed);
         let options = reader.load_options();
         let options =
             LoadOptions { budget_bytes: options.budget_bytes.min(READ_BUDGET_BYTES), ..options.clone() };
@@ -80,7 +94,7 @@ impl<R: Deref<Target = Reader>> StoredProvider<R> {
 
 impl<R: Deref<Target = Reader>> Drop for StoredProvider<R> {
     fn drop(&mut self) {
-        self.source.bands().leave();
+        self.reads.bands.leave();
     }
 }
 
@@ -105,7 +119,7 @@ impl<R: Deref<Target = Reader> + Send + Sync> StateProvider for StoredProvider<R
         let (size, band) = (tensor.dtype.size() as u64, band_of(&tensor.shape, local));
         let read = |region: &Region, into: &mut [u8]| self.read(region, 0, into);
         // After an error the capture reads it again, and fails with it.
-        band != *local && self.source.bands().read_ahead(self.leaf, size, band, &read).unwrap_or(false)
+        band != *local && self.reads.bands.read_ahead(self.leaf, size, band, &read).unwrap_or(false)
     }
 
     fn is_in_leaf_order(&self) -> bool {

@@ -43,7 +43,7 @@ def save(
     """Saves leaves of a checkpoint as one of ours, with the ranks of ``sharing``. The save reads
     them as it captures them. To it, they are replicated: all ranks write parts of them."""
     choice, subtree = what.choice, what.subtree
-    core, begun, stop = checkpoint._open(), time.monotonic(), _core.Stop()
+    core, begun, reads = checkpoint._open(), time.monotonic(), _core.StoredReads()
     leaves = selected(checkpoint, core, choice, subtree)
     values, skipped = held_objects(
         core,
@@ -55,7 +55,7 @@ def save(
     )
     arrays = [leaf for leaf in leaves if leaf.dtype is not None]
     rank = sharing.ranks()
-    tensors = {leaf.number: _core.StoredTensor(core, leaf.number, stop, rank) for leaf in arrays}
+    tensors = {leaf.number: _core.StoredTensor(core, leaf.number, reads, rank) for leaf in arrays}
     structure = checkpoint._tree()
     node = checkpoint._find(0, subtree) if subtree else 0
     plain = {number: one.value for number, one in values.items()}
@@ -78,7 +78,7 @@ def save(
             with contextlib.suppress(TimeoutError):
                 saving.result(_PROGRESS_SECONDS)
     except BaseException:
-        stop.set()
+        reads.stop()
         with contextlib.suppress(StepwellError):
             saving.result()
         raise
