@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::path::Path;
+use std::sync::Arc;
 
 use stepwell_core::foreign::Fault;
 use stepwell_core::foreign::ocdbt::{self, OcdbtNode, OcdbtPlace, OcdbtValue};
@@ -42,9 +43,9 @@ pub fn ocdbt_entries(path: &Path, environment: &Environment) -> Result<Vec<(Vec<
     let (mut entries, mut seen) = (Vec::new(), HashSet::new());
     while !pending.is_empty() {
         for PendingNode { place, .. } in &pending {
-            if !seen.insert((place.path.clone(), place.offset)) {
+            if !seen.insert((Arc::clone(&place.path), place.offset)) {
                 let what = format!("the node at byte {} is in the tree twice", place.offset);
-                return Err(stepwell_core::Error::corrupt(path.join(&place.path), what).into());
+                return Err(stepwell_core::Error::corrupt(path.join(&*place.path), what).into());
             }
         }
         let read = each("stepwell-foreign", THREADS, &pending, |node| {
@@ -70,7 +71,7 @@ pub fn ocdbt_entries(path: &Path, environment: &Environment) -> Result<Vec<(Vec<
 }
 
 fn read(path: &Path, place: &OcdbtPlace, environment: &Environment) -> Result<Vec<u8>> {
-    let corrupt = |what: String| stepwell_core::Error::corrupt(path.join(&place.path), what);
+    let corrupt = |what: String| stepwell_core::Error::corrupt(path.join(&*place.path), what);
     if !place.path.split('/').all(is_component) {
         return Err(corrupt("a node names it, and it is no path below the database".to_owned()).into());
     }
@@ -78,6 +79,6 @@ fn read(path: &Path, place: &OcdbtPlace, environment: &Environment) -> Result<Ve
         let what = format!("a node of {} bytes; at most {MAX_NODE_BYTES} are read", place.length);
         return Err(corrupt(what).into());
     }
-    let file = foreign::open(&path.join(&place.path), environment)?;
+    let file = foreign::open(&path.join(&*place.path), environment)?;
     Ok(file.read_at(place.offset, place.length as usize)?)
 }

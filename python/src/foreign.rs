@@ -1,5 +1,6 @@
 //! Foreign files for the package's format modules: bytes of them, and parsers of these bytes.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -166,27 +167,36 @@ fn archive_rows(py: Python<'_>, found: Vec<Archive>) -> Vec<ArchiveRow<'_>> {
     found.into_iter().map(row).collect()
 }
 
-/// An entry of an OCDBT database: key, value, and without one its place: path, offset, bytes.
-type OcdbtRow<'py> = (String, Option<Bound<'py, PyBytes>>, Option<(String, u64, u64)>);
+/// An entry of an OCDBT database: key, value, and without one its place: number of the file,
+/// offset, bytes.
+type OcdbtRow<'py> = (String, Option<Bound<'py, PyBytes>>, Option<(usize, u64, u64)>);
 
-/// The entries of the OCDBT database in a directory. Paths are relative to it.
+/// The data files of the OCDBT database in a directory, by their paths below it, and its entries.
 #[pyfunction]
-pub fn ocdbt_entries(py: Python<'_>, path: PathBuf) -> PyResult<Vec<OcdbtRow<'_>>> {
+pub fn ocdbt_entries(py: Python<'_>, path: PathBuf) -> PyResult<(Vec<String>, Vec<OcdbtRow<'_>>)> {
     let at = path.clone();
     let entries = call(py, move || {
         let environment = options::environment(&at, Engine::Auto, Purpose::Read)?;
         stepwell_manager::ocdbt_entries(&at, &environment)
     })?;
-    let row = |(key, value): (Vec<u8>, OcdbtValue)| {
+    let (mut files, mut numbers) = (Vec::new(), HashMap::new());
+    let mut row = |(key, value): (Vec<u8>, OcdbtValue)| {
         let key = String::from_utf8(key).map_err(|_| {
             raise(py, &Error::corrupt(path.clone(), "a key of its OCDBT database is no UTF-8"))
         })?;
         Ok(match value {
             OcdbtValue::Inline(bytes) => (key, Some(PyBytes::new(py, &bytes)), None),
-            OcdbtValue::At(place) => (key, None, Some((place.path, place.offset, place.length))),
+            OcdbtValue::At(place) => {
+                let number = *numbers.entry(Arc::clone(&place.path)).or_insert_with(|| {
+                    files.push(place.path.to_string());
+                    files.len() - 1
+                });
+                (key, None, Some((number, place.offset, place.length)))
+            }
         })
     };
-    entries.into_iter().map(row).collect()
+    let rows = entries.into_iter().map(&mut row).collect::<PyResult<_>>()?;
+    Ok((files, rows))
 }
 
 /// The CRC-32C of bytes.

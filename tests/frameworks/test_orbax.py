@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 import stepwell as sw
 from orbax.checkpoint.experimental import v1
+from stepwell import _core
 
 DTYPES = [
     "bool",
@@ -211,6 +213,29 @@ def test_damage_is_named(tmp_path: Path) -> None:
     same(sw.restore(tmp_path / "c"), saved)
     (tmp_path / "c" / "manifest.ocdbt").unlink()
     with pytest.raises(sw.CorruptCheckpoint, match=r"its manifest.ocdbt is missing"):
+        sw.open(tmp_path / "c")
+
+
+def framed(magic: int, body: bytes) -> bytes:
+    """A manifest or a node of OCDBT that is not compressed."""
+    head = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + bytes(2)
+    return head + body + struct.pack("<I", _core.crc32c(head + body))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "d/../../secret", "d//x"])
+def test_databases_do_not_reach_other_files(tmp_path: Path, name: str) -> None:
+    WRITERS["zarr2 in OCDBT"](tmp_path / "c", {"w": jnp.arange(4.0)})
+    (tmp_path / "secret").write_bytes(bytes(16))
+    file = bytes([1, len(name), 0]) + name.encode()
+    array = b'{"zarr_format":2,"shape":[4],"chunks":[4],"dtype":"<f4","compressor":null}'
+    keys = bytes([2, 9, 1]) + b"w/.zarray" + b"0"
+    node = bytes([0]) + file + bytes([2]) + keys + bytes([len(array), 16, 0, 1, 0, 0]) + array
+    leaf = framed(0x0CDB20DE, node)
+    (tmp_path / "c" / "d" / "leaf").write_bytes(leaf)
+    root = bytes([1, 6, 0]) + b"d/leaf" + bytes([1, 1, 0, 0, 0, len(leaf), 1, 1, 1]) + bytes(8) + bytes([0])
+    manifest = bytes(16) + bytes([0, 100, 100, 4, 0]) + root
+    (tmp_path / "c" / "manifest.ocdbt").write_bytes(framed(0x0CDB3A2A, manifest))
+    with pytest.raises(sw.CorruptCheckpoint, match="no path below it"):
         sw.open(tmp_path / "c")
 
 

@@ -4,13 +4,18 @@
 //! Paths of data files are relative to the database. A node names them in parts: its children know
 //! the first part from it ([`OcdbtPlace::base`]).
 
+use std::sync::Arc;
+
 use super::{Fault, Parsed};
 use crate::compression::{Compression, Decompressor};
 use crate::format::checksum::crc32c;
 
 const MANIFEST: u32 = 0x0cdb_3a2a;
 const NODE: u32 = 0x0cdb_20de;
-/// The most bytes that a manifest or a node may have, decoded.
+/// The most bytes that a manifest or a node may have, decoded: so many, and so many times its
+/// compressed bytes.
+const MIN_DECODED_BYTES: usize = 1 << 20;
+const DECODED_RATIO: usize = 64;
 const MAX_DECODED_BYTES: usize = 64 << 20;
 const MAX_PATH_BYTES: usize = 65_535;
 /// Bytes of the checksum at the end.
@@ -28,10 +33,10 @@ pub struct OcdbtManifest {
 /// A place in a data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OcdbtPlace {
-    /// Path of the file, relative to the database. It is not checked.
-    pub path: String,
+    /// Path of the file, relative to the database. It is not checked. Places share it.
+    pub path: Arc<str>,
     /// The part of the path that the places named in these bytes begin with.
-    pub base: String,
+    pub base: Arc<str>,
     /// Offset of the first byte.
     pub offset: u64,
     /// Bytes.
@@ -175,6 +180,7 @@ fn body(bytes: &[u8], magic: u32, what: &str) -> Parsed<Vec<u8>> {
 
 /// Decodes a stream of zstd.
 fn decoded(mut stream: &[u8]) -> Option<Vec<u8>> {
+    let limit = stream.len().saturating_mul(DECODED_RATIO).clamp(MIN_DECODED_BYTES, MAX_DECODED_BYTES);
     let mut decoder = Decompressor::new(Compression::Zstd);
     let mut out = Vec::new();
     let mut piece = [0; 16 << 10];
@@ -182,7 +188,7 @@ fn decoded(mut stream: &[u8]) -> Option<Vec<u8>> {
         let step = decoder.step(stream, &mut piece).ok()?;
         stream = stream.get(step.used..)?;
         out.extend_from_slice(piece.get(..step.written)?);
-        if out.len() > MAX_DECODED_BYTES {
+        if out.len() > limit {
             return None;
         }
         if (step.used, step.written) == (0, 0) {
@@ -191,10 +197,10 @@ fn decoded(mut stream: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// A path of a data file, and the length of its base.
+/// A path of a data file, and its base.
 struct OcdbtFile {
-    path: String,
-    base: usize,
+    path: Arc<str>,
+    base: Arc<str>,
 }
 
 /// The fields of decoded bytes, one after the other.
@@ -299,7 +305,11 @@ impl<'a> OcdbtFields<'a> {
             if !path.is_char_boundary(base) {
                 return Err(self.fault("a path of a data file whose base ends inside a character"));
             }
-            Ok(OcdbtFile { path: format!("{transitive}{path}"), base: transitive.len() + base })
+            let base = path.get(..base).unwrap_or_default();
+            Ok(OcdbtFile {
+                base: format!("{transitive}{base}").into(),
+                path: format!("{transitive}{path}").into(),
+            })
         };
         paths.into_iter().zip(bases).map(file).collect()
     }
@@ -323,8 +333,7 @@ impl<'a> OcdbtFields<'a> {
         if offset.checked_add(length).is_none() {
             return Err(self.fault("a place that passes the end of any file"));
         }
-        let base = file.path.get(..file.base).unwrap_or_default().to_owned();
-        Ok(OcdbtPlace { path: file.path.clone(), base, offset, length })
+        Ok(OcdbtPlace { path: Arc::clone(&file.path), base: Arc::clone(&file.base), offset, length })
     }
 }
 

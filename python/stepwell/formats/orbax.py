@@ -105,13 +105,18 @@ class _Database:
         self.path = path
         self._memory = memory
         self._places: dict[str, zarr.Stored] = {}
-        for key, value, place in _core.ocdbt_entries(os.path.realpath(path)):
+        names, entries = _core.ocdbt_entries(os.path.realpath(path))
+        for name in names:
+            if any(part in ("", ".", "..") for part in name.split("/")):
+                raise corrupt(path, f"its database names the file {name[:100]!r}, which is no path below it")
+        files = [os.path.join(path, name) for name in names]
+        for key, value, place in entries:
             if value is not None:
                 self._places[key] = zarr.Stored("", len(memory), len(value))
                 memory += value
             elif place is not None:
-                file, offset, nbytes = place
-                self._places[key] = zarr.Stored(os.path.join(path, file), offset, nbytes)
+                number, offset, nbytes = place
+                self._places[key] = zarr.Stored(files[number], offset, nbytes)
 
     def place(self, key: str) -> zarr.Stored | None:
         return self._places.get(key)

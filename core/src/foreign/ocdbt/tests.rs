@@ -149,7 +149,7 @@ fn lying_counts_take_no_memory() {
     assert!(node(&many, "", 0).unwrap_err().what.contains("entries in"));
     let long = framed(NODE, &[vec![0], varint(1), varint(1 << 60), varint(0)].concat(), false);
     assert!(node(&long, "", 0).is_err());
-    let bomb = framed(NODE, &vec![0; MAX_DECODED_BYTES + 1], true);
+    let bomb = framed(NODE, &vec![0; MIN_DECODED_BYTES + 1], true);
     assert!(node(&bomb, "", 0).unwrap_err().what.contains("too long"));
 }
 
