@@ -280,7 +280,7 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
     metadata.write_text(sound)
     for change, says in [
         ({"shape": [1 << 50, 4]}, "is missing"),
-        ({"shape": [1 << 61, 1 << 61]}, "too many elements"),
+        ({"shape": [1 << 40, 1 << 40]}, "too many elements"),
         ({"shape": [3]}, "different dimensions"),
         ({"chunks": [0, 4]}, "not possible"),
         ({"chunks": [3, 2]}, "bytes, not 24|is missing"),

@@ -22,7 +22,8 @@ from .files import corrupt
 #: The longest metadata of an array, and the longest index of a shard.
 _MAX_METADATA_BYTES, _MAX_INDEX_BYTES = 1 << 20, 64 << 20
 _MAX_DIMS = 64
-_MAX_SIZE = 1 << 62
+#: The most elements of an array. Their bytes fit into 64 bits.
+_MAX_SIZE = 1 << 58
 #: A chunk of a shard that is not stored.
 _ABSENT = (1 << 64) - 1
 _DTYPES = frozenset(_core.dtype_names())
