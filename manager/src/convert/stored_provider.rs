@@ -21,7 +21,7 @@ use crate::error::Error;
 use crate::reader::Reader;
 
 /// Limit on bytes of read buffers of one read. Several threads of a capture read at a time.
-const READ_BUDGET_BYTES: u64 = 12 << 20;
+const READ_BUDGET_BYTES: u64 = 16 << 20;
 
 /// What the tensors of one save share.
 #[derive(Default)]
