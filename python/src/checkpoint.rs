@@ -136,10 +136,16 @@ impl Checkpoint {
         if wanted.is_empty() {
             return Ok(());
         }
-        // Without the lock: this reads files. Two threads may describe the same leaf.
+        // Without the lock: this reads files. Two threads may describe the same leaf. The rows are
+        // in the order of this list. (A set of Python has an order of its own.)
+        let listed: Vec<u32> = wanted.iter().copied().collect();
         let rows: Vec<Vec<ForeignChunk>> =
-            facts.details.bind(py).call_method1("chunks", (&wanted,))?.extract()?;
-        let described = wanted.iter().zip(rows).map(|(&leaf, chunks)| {
+            facts.details.bind(py).call_method1("chunks", (&listed,))?.extract()?;
+        if rows.len() != listed.len() {
+            let found = format!("{} rows for {}", rows.len(), listed.len());
+            return Err(raise(py, &stepwell_core::Error::internal("chunks of each leaf", found)));
+        }
+        let described = listed.iter().zip(rows).map(|(&leaf, chunks)| {
             let ndim = match outline.leaves.get(leaf as usize) {
                 Some(LeafRecord::Tensor(tensor)) => tensor.shape.len(),
                 _ => 0,

@@ -506,6 +506,15 @@ def test_only_the_needed_storages_are_looked_for(tmp_path: Path) -> None:
     assert all(found[name].tobytes() == raw(one) for name, one in state.items())
 
 
+def test_leaves_far_apart_have_their_own_values(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path / "x.pt", {f"l.{number}": torch.full((4,), float(number)) for number in range(1100)}
+    )
+    for numbers in ([3, 1000, 17, 512], [1000, 3], [1024, 1, 8, 64]):
+        found = sw.restore(path, include=[f"l.{number}" for number in numbers])
+        assert {name: array[0] for name, array in found.items()} == {f"l.{one}": one for one in numbers}
+
+
 def test_damage_of_the_pickle_shows_when_it_is_opened(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"number": 12345, "x": torch.ones(2)})
     flip(path, path.read_bytes().index(b"number") + 8)
