@@ -16,6 +16,8 @@ use crate::foreign;
 const MANIFEST: &str = "manifest.ocdbt";
 /// The longest manifest, and the longest node.
 const MAX_NODE_BYTES: u64 = 64 << 20;
+/// The most bytes of all keys. Each has the prefixes of the nodes above it.
+const MAX_KEYS_BYTES: usize = 64 << 20;
 /// Nodes that are read at a time: a disk answers many small reads together.
 const THREADS: usize = 16;
 
@@ -40,7 +42,7 @@ pub fn ocdbt_entries(path: &Path, environment: &Environment) -> Result<Vec<(Vec<
     }
     let root = |(place, height)| PendingNode { prefix: Vec::new(), place, height };
     let mut pending: Vec<PendingNode> = manifest.root.map(root).into_iter().collect();
-    let (mut entries, mut seen) = (Vec::new(), HashSet::new());
+    let (mut entries, mut seen, mut key_bytes) = (Vec::new(), HashSet::new(), 0);
     while !pending.is_empty() {
         for PendingNode { place, .. } in &pending {
             if !seen.insert((Arc::clone(&place.path), place.offset)) {
@@ -56,7 +58,17 @@ pub fn ocdbt_entries(path: &Path, environment: &Environment) -> Result<Vec<(Vec<
         let mut below = Vec::new();
         for (PendingNode { prefix, height, .. }, node) in pending.into_iter().zip(read) {
             let key = |rest: Vec<u8>| [prefix.as_slice(), &rest].concat();
-            match node? {
+            let node = node?;
+            let length = |rest: &[u8]| prefix.len() + rest.len();
+            key_bytes += match &node {
+                OcdbtNode::Leaf(found) => found.iter().map(|(rest, _)| length(rest)).sum::<usize>(),
+                OcdbtNode::Interior(found) => found.iter().map(|(rest, _)| length(rest)).sum(),
+            };
+            if key_bytes > MAX_KEYS_BYTES {
+                let what = format!("its keys have more than {MAX_KEYS_BYTES} bytes");
+                return Err(stepwell_core::Error::corrupt(path.join(MANIFEST), what).into());
+            }
+            match node {
                 OcdbtNode::Leaf(found) => {
                     entries.extend(found.into_iter().map(|(rest, value)| (key(rest), value)));
                 }

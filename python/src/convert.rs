@@ -435,7 +435,7 @@ impl StoredTensor {
     }
 }
 
-/// What the stored tensors of one save share.
+/// The state that the stored tensors of one save share.
 #[pyclass(frozen, module = "stepwell._core")]
 #[derive(Default)]
 pub struct StoredReads(Arc<convert::StoredReads>);

@@ -222,6 +222,24 @@ def framed(magic: int, body: bytes) -> bytes:
     return head + body + struct.pack("<I", _core.crc32c(head + body))
 
 
+def varint(number: int) -> bytes:
+    out = b""
+    while number >= 0x80:
+        out += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return out + bytes([number])
+
+
+def with_root(path: Path, height: int, node: bytes) -> None:
+    """Gives the database of an item another tree: this node, in the file ``d/node``."""
+    framed_node = framed(0x0CDB20DE, node)
+    (path / "d" / "node").write_bytes(framed_node)
+    place = varint(0) + varint(0) + varint(len(framed_node))
+    root = bytes([1, 6, 0]) + b"d/node" + bytes([1, 1, height]) + place + bytes([1, 1, 1]) + bytes(9)
+    manifest = bytes(16) + bytes([0, 100, 100, 4, 0]) + root
+    (path / "manifest.ocdbt").write_bytes(framed(0x0CDB3A2A, manifest))
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "d/../../secret", "d//x"])
 def test_databases_do_not_reach_other_files(tmp_path: Path, name: str) -> None:
     WRITERS["zarr2 in OCDBT"](tmp_path / "c", {"w": jnp.arange(4.0)})
@@ -230,12 +248,21 @@ def test_databases_do_not_reach_other_files(tmp_path: Path, name: str) -> None:
     array = b'{"zarr_format":2,"shape":[4],"chunks":[4],"dtype":"<f4","compressor":null}'
     keys = bytes([2, 9, 1]) + b"w/.zarray" + b"0"
     node = bytes([0]) + file + bytes([2]) + keys + bytes([len(array), 16, 0, 1, 0, 0]) + array
-    leaf = framed(0x0CDB20DE, node)
-    (tmp_path / "c" / "d" / "leaf").write_bytes(leaf)
-    root = bytes([1, 6, 0]) + b"d/leaf" + bytes([1, 1, 0, 0, 0, len(leaf), 1, 1, 1]) + bytes(8) + bytes([0])
-    manifest = bytes(16) + bytes([0, 100, 100, 4, 0]) + root
-    (tmp_path / "c" / "manifest.ocdbt").write_bytes(framed(0x0CDB3A2A, manifest))
+    with_root(tmp_path / "c", 0, node)
     with pytest.raises(sw.CorruptCheckpoint, match="no path below it"):
+        sw.open(tmp_path / "c")
+
+
+def test_keys_of_a_database_are_bounded(tmp_path: Path) -> None:
+    WRITERS["zarr2 in OCDBT"](tmp_path / "c", {"w": jnp.arange(4.0)})
+    # 2 000 keys behind a prefix of 60 000 bytes: a file of 70 KB, and 120 MB of keys.
+    keys = varint(2000) + bytes(1999) + bytes([1]) * 2000 + b"k" * 2000
+    leaf = framed(0x0CDB20DE, bytes([0, 0]) + keys + bytes(2000) + bytes(2000))
+    (tmp_path / "c" / "d" / "leaf").write_bytes(leaf)
+    prefix = varint(60_000)
+    child = bytes([1, 1, 6, 0]) + b"d/leaf" + bytes([1]) + prefix + prefix + b"a" * 60_000
+    with_root(tmp_path / "c", 1, child + bytes([0, 0]) + varint(len(leaf)) + bytes([1, 1, 1]))
+    with pytest.raises(sw.CorruptCheckpoint, match="its keys have more than"):
         sw.open(tmp_path / "c")
 
 

@@ -127,21 +127,20 @@ pub fn node(bytes: &[u8], base: &str, height: u8) -> Parsed<OcdbtNode> {
     let mut places = numbers.into_iter().zip(offsets);
     let mut entries = Vec::with_capacity(count);
     for ((key, length), kind) in keys.into_iter().zip(lengths).zip(kinds) {
-        let value = match (kind, places_next(kind, &mut places)) {
-            (0, _) => {
+        let value = match kind {
+            0 => {
                 let length = usize::try_from(length).unwrap_or(usize::MAX);
                 OcdbtValue::Inline(fields.take(length)?.to_vec())
             }
-            (1, Some((number, offset))) => OcdbtValue::At(fields.place(&files, number, offset, length)?),
-            (other, _) => return Err(fields.fault(format!("a value of kind {other}, which is not known"))),
+            1 => {
+                let place = places.next().ok_or_else(|| fields.fault("a value without a place"))?;
+                OcdbtValue::At(fields.place(&files, place.0, place.1, length)?)
+            }
+            other => return Err(fields.fault(format!("a value of kind {other}, which is not known"))),
         };
         entries.push((key, value));
     }
     Ok(OcdbtNode::Leaf(entries))
-}
-
-fn places_next(kind: u64, places: &mut impl Iterator<Item = (u64, u64)>) -> Option<(u64, u64)> {
-    if kind == 1 { places.next() } else { None }
 }
 
 /// Checks the frame of a manifest or a node, and returns what is in it, decoded.

@@ -23,7 +23,7 @@ use crate::reader::Reader;
 /// Limit on bytes of read buffers of one read. Several threads of a capture read at a time.
 const READ_BUDGET_BYTES: u64 = 16 << 20;
 
-/// What the tensors of one save share.
+/// The state that the tensors of one save share.
 #[derive(Default)]
 pub struct StoredReads {
     is_stopped: AtomicBool,

@@ -152,7 +152,8 @@ class _Item:
         root: dict[str | int, object] = {}
         for row in self._tree.values():
             try:
-                keys = [(one["key"], one["key_type"] == 1) for one in row["key_metadata"]]  # type: ignore[index]
+                rows = row["key_metadata"]  # type: ignore[index]
+                keys = [(one["key"], one["key_type"] == 1) for one in rows]
                 kind = row["value_metadata"]["value_type"]  # type: ignore[index]
             except (KeyError, TypeError, IndexError) as error:
                 raise corrupt(self._file, f"a row of its tree has no {error}") from error

@@ -62,7 +62,7 @@ class Store(Protocol):
     path: str
 
     def place(self, key: str) -> Stored | None:
-        """The place of a value. ``None`` if there is none."""
+        """The place of a value. ``None`` without one."""
 
     def content(self, place: Stored) -> bytes:
         """The bytes of a value."""
