@@ -370,9 +370,6 @@ fn tensors(tree: &Tree, leaves: &[LeafPlan]) -> Index {
     index
 }
 
-/// Bytes of a chunk from which readers gain nothing by its neighbours of the same band.
-const IN_LEAF_ORDER_FROM: u64 = 1 << 20;
-
 fn leaves(
     state: &StateSource,
     origins: &[u32],
@@ -406,21 +403,28 @@ fn leaves(
                 let itemsize = dtype.size() as u64;
                 let is_in_host = provider.devices().is_empty();
                 let options = if is_in_host { *chunks } else { chunks.on_device() };
+                let slab_bytes = provider.slab_bytes();
+                let options = slab_bytes.map_or(options, |bytes| options.in_slabs(bytes));
                 // The array has the tensor's shape, so a chunk has one region in both. No chunk
                 // crosses the border of a part.
                 let bytes = |part: &Region| part.volume().unwrap_or(u64::MAX).saturating_mul(itemsize);
                 let mut chunks: Vec<ChunkPlan> = Vec::new();
                 for share in shares.regions(holder) {
-                    let parts = subchunk::cut(share, shape, itemsize, &options);
-                    chunks_left = chunks_left
-                        .checked_sub(parts.len() as u64)
-                        .ok_or_else(|| too_many_chunks(&state.tree, origin, &parts, &options))?;
-                    chunks.extend(parts.map(|part| {
-                        let is_large = bytes(&part) >= IN_LEAF_ORDER_FROM;
-                        let in_leaf_order = is_large && provider.is_in_leaf_order();
-                        let band = if in_leaf_order { 0 } else { subchunk::band(&part, share, shape) };
-                        ChunkPlan { band, region: ChunkRegion::Box(part.clone()), local: part }
-                    }));
+                    let slabs = subchunk::slabs(share, itemsize, slab_bytes);
+                    let count = slabs.len();
+                    for slab in slabs {
+                        let shape = if slab_bytes.is_some() { &slab.extent[..] } else { shape };
+                        let parts = subchunk::cut(&slab, shape, itemsize, &options);
+                        let all = count.saturating_mul(parts.len());
+                        chunks_left = chunks_left
+                            .checked_sub(parts.len() as u64)
+                            .ok_or_else(|| too_many_chunks(&state.tree, origin, all, &options))?;
+                        chunks.extend(parts.map(|part| {
+                            let band =
+                                if slab_bytes.is_some() { 0 } else { subchunk::band(&part, share, shape) };
+                            ChunkPlan { band, region: ChunkRegion::Box(part.clone()), local: part }
+                        }));
+                    }
                 }
                 *tensor_bytes =
                     chunks.iter().fold(*tensor_bytes, |sum, chunk| sum.saturating_add(bytes(&chunk.local)));
@@ -449,15 +453,9 @@ fn leaves(
     Ok(out)
 }
 
-fn too_many_chunks(
-    tree: &Tree,
-    leaf: u32,
-    parts: &subchunk::Cut<'_>,
-    options: &subchunk::SubchunkOptions,
-) -> Error {
+fn too_many_chunks(tree: &Tree, leaf: u32, chunks: usize, options: &subchunk::SubchunkOptions) -> Error {
     let what = format!(
-        "it would be cut into {} chunks of at most {} bytes, and its item then have more than {MAX_CHUNKS}: save with larger Options.chunk_bytes",
-        parts.len(),
+        "it would be cut into {chunks} chunks of at most {} bytes, and its item then have more than {MAX_CHUNKS}: save with larger Options.chunk_bytes",
         options.target_bytes
     );
     stepwell_core::Error::Leaf { leaf: tree.leaf_path(leaf).to_string(), what }.into()

@@ -26,6 +26,12 @@ impl SubchunkOptions {
     /// the speed of memory, those of 512 bytes at half of it.
     pub const HOST: Self = Self { target_bytes: 8 << 20, min_row_bytes: 4096, min_band_row_bytes: 512 };
 
+    /// The same for chunks of slabs: so many that other cuts leave most of a slab unread.
+    #[must_use]
+    pub fn in_slabs(self, slab_bytes: u64) -> Self {
+        Self { target_bytes: self.target_bytes.min(slab_bytes / BANDS), ..self }
+    }
+
     /// The same for device memory: a 2-d device-to-host copy needs longer rows to reach the bus's
     /// speed.
     #[must_use]
@@ -121,6 +127,25 @@ pub fn cut<'a>(region: &'a Region, shape: &[u64], itemsize: u64, options: &Subch
     }
     let parts = parts(&region.extent, &sharded, itemsize, options);
     let left = parts.iter().fold(1_u64, |chunks, &parts| chunks.saturating_mul(parts));
+    Cut { region, at: vec![0; parts.len()], parts, left }
+}
+
+/// Cuts a region into slabs of whole rows with at most `limit` bytes. A row that has more is cut
+/// in the same way. One slab without a limit.
+pub fn slabs(region: &Region, itemsize: u64, limit: Option<u64>) -> Cut<'_> {
+    let (mut parts, mut left) = (Vec::new(), u64::from(!region.is_empty()));
+    if let Some(limit) = limit.filter(|_| left > 0) {
+        let limit = limit.max(1);
+        let mut bytes = region.volume().and_then(|n| n.checked_mul(itemsize)).unwrap_or(u64::MAX);
+        for &extent in &*region.extent {
+            let row = bytes / extent;
+            let rows = (limit / row.max(1)).clamp(1, extent);
+            let count = extent.div_ceil(rows).checked_next_power_of_two().map_or(extent, |n| n.min(extent));
+            bytes = extent.div_ceil(count).saturating_mul(row);
+            left = left.saturating_mul(count);
+            parts.push(count);
+        }
+    }
     Cut { region, at: vec![0; parts.len()], parts, left }
 }
 
@@ -243,6 +268,28 @@ mod tests {
             cut(&Region::whole(shape), shape, itemsize, options).map(|part| part.extent.to_vec()).collect();
         extents.dedup();
         extents
+    }
+
+    #[test]
+    fn slabs_have_whole_rows_and_tile_their_region() {
+        let region = Region { offset: vec![4, 0, 2].into(), extent: vec![6, 10, 8].into() };
+        for (limit, count, first) in [
+            (960, 1, [6, 10, 8]),
+            (959, 2, [3, 10, 8]),
+            (160, 6, [1, 10, 8]),
+            (80, 12, [1, 5, 8]),
+            (7, 240, [1, 1, 2]),
+        ] {
+            let found: Vec<Region> = slabs(&region, 2, Some(limit)).collect();
+            assert_eq!((found.len(), &*found[0].extent), (count, &first[..]), "{limit}");
+            assert_eq!(found[0].offset, region.offset);
+            assert_eq!(found.iter().map(|slab| slab.volume().unwrap()).sum::<u64>(), 480);
+            assert!(found.windows(2).all(|pair| pair[0].offset < pair[1].offset));
+        }
+        assert_eq!(slabs(&region, 2, None).collect::<Vec<_>>(), [region.clone()]);
+        assert_eq!(slabs(&Region::whole(&[0, 3]), 2, Some(1)).len(), 0);
+        assert_eq!(slabs(&Region::whole(&[]), 2, Some(1)).len(), 1);
+        assert_eq!(slabs(&Region::whole(&[u64::MAX, u64::MAX]), 2, Some(1)).len(), usize::MAX);
     }
 
     #[test]

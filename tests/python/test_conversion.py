@@ -427,7 +427,8 @@ def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
     assert (found["none"], found["empty"], found["zero"]) == (None, (), 0)
 
 
-def test_each_byte_of_a_source_is_read_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cast", ["None", "'bfloat16'"])
+def test_each_byte_of_a_source_is_read_once(tmp_path: Path, cast: str) -> None:
     # The chunks of "wide" have a part of each of its rows, and some are in two windows of the file.
     arrays = {"wide": np.ones((1280, 27648), np.float32), "small": np.ones((1000, 999), np.float32)}
     save_file(arrays, tmp_path / "m.safetensors")
@@ -438,7 +439,7 @@ def test_each_byte_of_a_source_is_read_once(tmp_path: Path) -> None:
         "os.fsync(file)\n"
         "os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)\n"
         "before = read()\n"
-        "convert(sys.argv[1], sys.argv[2], to='stepwell')\n"
+        f"convert(sys.argv[1], sys.argv[2], to='stepwell', cast={cast})\n"
         "print(read() - before)\n"
     )
     command = [sys.executable, "-c", script, tmp_path / "m.safetensors", tmp_path / "out"]

@@ -80,8 +80,8 @@ impl StateProvider for CastProvider {
         self.inner.timing()
     }
 
-    fn is_in_leaf_order(&self) -> bool {
-        self.inner.is_in_leaf_order()
+    fn slab_bytes(&self) -> Option<u64> {
+        Some(self.inner.slab_bytes()? / self.from.size() as u64 * self.to.size() as u64)
     }
 
     fn read_ahead(&self, local: &Region) -> bool {

@@ -39,10 +39,11 @@ pub trait StateProvider: Send + Sync {
         CaptureTiming::Copied
     }
 
-    /// True if its chunks are best captured one after the other. A plan then gives large ones the
-    /// lowest band.
-    fn is_in_leaf_order(&self) -> bool {
-        false
+    /// `Some`: it reads whole rows, at most so many bytes together, for all chunks that have a part
+    /// of each. A plan then cuts the leaf into slabs of whole rows first, and has the chunks of a
+    /// slab captured one after the other.
+    fn slab_bytes(&self) -> Option<u64> {
+        None
     }
 
     /// Reads the bytes of a chunk that is captured soon. Returns false if there is nothing to read.

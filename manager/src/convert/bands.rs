@@ -2,8 +2,9 @@
 //!
 //! A save cuts a matrix along both axes, and captures each chunk in pieces. Other libraries store
 //! whole rows. A read of one chunk would read its neighbours' bytes too. So all rows of a chunk,
-//! the *band*, are read together and kept for its neighbours, which are captured next. While one
-//! thread copies from a band, another reads the next one.
+//! the *band*, are read together and kept for its neighbours, which are captured next. A plan cuts
+//! a tensor into slabs first, so a band is small ([`MAX_BAND_BYTES`]), and threads have their bands
+//! side by side.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
@@ -11,7 +12,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use stepwell_core::region::{Region, row_major_strides};
 use stepwell_core::{Error, Result};
 
-/// Limit on bytes of bands.
+/// Limit on bytes of a slab, so of a band of a plan. With larger ones, threads drop the bands that
+/// others need.
+pub(super) const MAX_BAND_BYTES: u64 = 16 << 20;
+/// Limit on bytes of all bands.
 const KEEP_BYTES: usize = 96 << 20;
 
 /// The bands of the tensors of one save.

@@ -15,7 +15,7 @@ use stepwell_reshard::layout::Place;
 use stepwell_reshard::read_plan::Request;
 use stepwell_reshard::subchunk::run_to_boxes;
 
-use super::bands::{Bands, ReadRegion, band_of};
+use super::bands::{Bands, MAX_BAND_BYTES, ReadRegion, band_of};
 use super::file_plan::tensor_of;
 use crate::error::Error;
 use crate::reader::Reader;
@@ -122,8 +122,8 @@ impl<R: Deref<Target = Reader> + Send + Sync> StateProvider for StoredProvider<R
         band != *local && self.reads.bands.read_ahead(self.leaf, size, band, &read).unwrap_or(false)
     }
 
-    fn is_in_leaf_order(&self) -> bool {
-        true
+    fn slab_bytes(&self) -> Option<u64> {
+        Some(MAX_BAND_BYTES)
     }
 
     fn check(&self, local: &Region, itemsize: usize) -> Result<(), String> {

@@ -16,16 +16,16 @@ impl StateProvider for Nothing {
     }
 }
 
-/// Its chunks are captured one after the other.
-struct InOrder;
+/// It reads slabs of 16 MiB.
+struct ReadsSlabs;
 
-impl StateProvider for InOrder {
+impl StateProvider for ReadsSlabs {
     fn capture(&self, _: &[Fill<'_>], _: &mut Slot<Filling>) -> stepwell_core::Result<()> {
         Ok(())
     }
 
-    fn is_in_leaf_order(&self) -> bool {
-        true
+    fn slab_bytes(&self) -> Option<u64> {
+        Some(16 << 20)
     }
 }
 
@@ -79,19 +79,24 @@ fn a_tie_is_stored_once_per_item() {
 }
 
 #[test]
-fn large_chunks_of_a_leaf_that_asks_for_it_are_in_one_band() {
-    let bands = |provider: Arc<dyn StateProvider>, side: u64, limit: u64| {
+fn chunks_of_a_slab_follow_each_other() {
+    let chunks = |provider: Arc<dyn StateProvider>| {
         let mut tree = Tree::new();
         tree.push_leaf(None, None);
-        let leaves = vec![LeafSource::whole(Dtype::Uint8, vec![side, side], provider)];
-        let options = subchunk::SubchunkOptions { target_bytes: limit, ..subchunk::SubchunkOptions::HOST };
-        let items = items(&StateSource { tree, leaves }, &options, &ALONE).unwrap();
+        let leaves = vec![LeafSource::whole(Dtype::Uint8, vec![8192, 8192], provider)];
+        let items = items(&StateSource { tree, leaves }, &subchunk::SubchunkOptions::HOST, &ALONE).unwrap();
         let LeafPlan::Tensor { chunks, .. } = &items.plans[0].leaves[0] else { panic!("a tensor") };
-        chunks.iter().map(|chunk| chunk.band).collect::<BTreeSet<_>>().len()
+        let chunks =
+            chunks.iter().map(|chunk| (chunk.band, chunk.local.offset[0] / 2048, chunk.local.clone()));
+        chunks.collect::<Vec<_>>()
     };
-    assert_eq!(bands(Arc::new(Nothing), 8192, 8 << 20), 8);
-    assert_eq!(bands(Arc::new(InOrder), 8192, 8 << 20), 1);
-    assert_eq!(bands(Arc::new(InOrder), 2048, 512 << 10), 8, "a reader finds small ones together");
+    let bands =
+        |chunks: &[(u32, u64, Region)]| chunks.iter().map(|&(band, ..)| band).collect::<BTreeSet<_>>().len();
+    assert_eq!(bands(&chunks(Arc::new(Nothing))), 8);
+    let found = chunks(Arc::new(ReadsSlabs));
+    assert_eq!(bands(&found), 1);
+    assert!(found.is_sorted_by_key(|&(_, slab, _)| slab));
+    assert_eq!(found[0].2.extent[..], [512, 4096]);
 }
 
 #[test]
