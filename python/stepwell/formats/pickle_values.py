@@ -114,6 +114,8 @@ Symbol: TypeAlias = Callable[[Made], Found]
 #: Returns the object of a persistent id.
 PersistentLoad: TypeAlias = Callable[[object], Found]
 
+#: Types of values that have no parts.
+_ATOMS = frozenset((int, bool, float, type(None)))
 #: Types of keys and of elements of sets.
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
 
@@ -261,7 +263,8 @@ class Converter:
         if isinstance(node, Elements):
             return elements([part.value for part in results], node.is_frozen)
         if isinstance(node, Persistent):
-            return self._persistent(results[0].value)
+            values = tuple(part.value for part in results)
+            return self._persistent(values if isinstance(node.id, tuple) else values[0])
         assert isinstance(node, Call)
         assert isinstance(node.args, tuple)
         assert isinstance(node.callable, Name)
@@ -274,7 +277,9 @@ class Converter:
         items = results[at : at + len(node.items)]
         entries = results[at + len(node.items) :]
         made = Made(node, name, self._stream, results[: len(node.args)], state, items, entries)
-        self._copied += sum(_copied_bytes(part.value) for part in results[:at])
+        for part in results[:at]:
+            if type(part.value) not in _ATOMS:
+                self._copied += _copied_bytes(part.value)
         if self._copied > self._max_copied:
             return opaque(f"{name_of(name)}, of a pickle with too many copies")
         try:
@@ -289,12 +294,15 @@ class Converter:
         parts = frame.results
         if isinstance(found.placed, (Tensor, Opaque)) or not parts:
             return found
-        found.values = 1 + sum(part.values for part in parts)
-        found.leaves = max(1, sum(part.leaves for part in parts))
-        found.depth = 1 + max(part.depth for part in parts)
-        keys = _keys_of(frame)
-        found.text = sum(part.text for part in parts)
-        found.text += sum(keys[at].text * parts[at].leaves for at in keys)
+        values = leaves = depth = text = 0
+        for part in parts:
+            values += part.values
+            leaves += part.leaves
+            depth = max(depth, part.depth)
+            text += part.text
+        for at, key in _keys_of(frame).items():
+            text += key.text * parts[at].leaves
+        found.values, found.leaves, found.depth, found.text = 1 + values, max(1, leaves), 1 + depth, text
         if found.values > self._max_values:
             return opaque(f"a structure that unfolds to {found.values} values")
         if found.text > self._max_text:
@@ -321,7 +329,7 @@ def _children(node: object) -> Sequence[object]:
     if isinstance(node, Elements):
         return node.items
     if isinstance(node, Persistent):
-        return (node.id,)
+        return node.id if isinstance(node.id, tuple) else (node.id,)
     if isinstance(node, Call) and isinstance(node.args, tuple):
         state = () if node.state is None else (node.state,)
         return (*node.args, *state, *node.items, *node.entries)
