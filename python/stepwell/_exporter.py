@@ -196,9 +196,9 @@ class Exporter:
                     self._try("deleting the record of", job, lambda: places.discard_record(job.step))
             self._report(job, "failed", failure=error, seconds=time.monotonic() - begun)
             return False
+        if decision != "write" and self._leads:
+            self._try("deleting an interrupted export to", job, lambda: places.discard(job.step))
         if decision == "skip":
-            if self._leads:
-                self._try("deleting a skipped export to", job, lambda: places.discard(job.step))
             self._report(job, "skipped")
         if made is not None:
             if self._leads and (keep := export.keep) is not None:

@@ -327,16 +327,59 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
             sw.restore(tmp_path / "c")
 
 
-def test_zeros_that_old_versions_left_out_are_opaque(tmp_path: Path) -> None:
-    WRITERS["zarr3"](tmp_path / "c", {"w": jnp.ones((3, 4)), "zeros": jnp.zeros(5)})
+def test_zeros_that_old_versions_left_out_are_read(tmp_path: Path) -> None:
+    WRITERS["zarr3"](tmp_path / "c", {"w": jnp.ones((3, 4)), "zeros": jnp.zeros((5, 4))})
+    metadata = tmp_path / "c" / "_METADATA"
+    content = json.loads(metadata.read_text())
+    array = tmp_path / "c" / "zeros" / "zarr.json"
+    chunk = tmp_path / "c" / "zeros" / "c" / "0" / "0"
+    chunk.unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match="chunk `zeros/c/0/0` is missing"):
+        sw.open(tmp_path / "c")
+    del content["store_array_data_equal_to_fill_value"]
+    metadata.write_text(json.dumps(content))
+    found = sw.restore(tmp_path / "c")
+    same(found, {"w": jnp.ones((3, 4)), "zeros": jnp.zeros((5, 4))})
+    sound = json.loads(array.read_text())
+    # Other values, more chunks and more bytes than a file of this size should stand for.
+    for change in (
+        {"fill_value": 1.0},
+        {"shape": [1 << 20, 4], "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 4]}}},
+        {
+            "shape": [1 << 40, 4],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1 << 40, 4]}},
+        },
+    ):
+        array.write_text(json.dumps({**sound, "codecs": [{"name": "bytes"}], **change}))
+        if "fill_value" in change:
+            with pytest.raises(sw.CorruptCheckpoint, match="is missing"):
+                sw.open(tmp_path / "c")
+            continue
+        with sw.open(tmp_path / "c") as checkpoint:
+            assert "not stored" in repr(checkpoint["zeros"])
+            assert raw(checkpoint["w"][...]) == raw(np.ones((3, 4), np.float32))
+
+
+def test_a_half_of_zeros_is_read(tmp_path: Path) -> None:
+    saved = {"w": jnp.concatenate([jnp.zeros((32, 48)), jnp.ones((32, 48))])}
+    arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=1024), saved)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)) as checkpointer:
+        checkpointer.save(tmp_path / "c", args=ocp.args.PyTreeSave(saved, save_args=arguments))
     metadata = tmp_path / "c" / "_METADATA"
     content = json.loads(metadata.read_text())
     del content["store_array_data_equal_to_fill_value"]
     metadata.write_text(json.dumps(content))
-    (tmp_path / "c" / "zeros" / "c" / "0").unlink()
+    removed = [file for file in (tmp_path / "c" / "w" / "c").rglob("*") if file.is_file()]
     with sw.open(tmp_path / "c") as checkpoint:
-        assert "not stored" in repr(checkpoint["zeros"])
-        assert raw(checkpoint["w"][...]) == raw(np.ones((3, 4), np.float32))
+        before = chunks(checkpoint, "w")
+    rows = json.loads((tmp_path / "c" / "w" / "zarr.json").read_text())["chunk_grid"]["configuration"]
+    for file in removed:
+        if (int(file.parent.name) + 1) * rows["chunk_shape"][0] <= 32:
+            file.unlink()
+    with sw.open(tmp_path / "c") as checkpoint:
+        assert chunks(checkpoint, "w") == before
+        assert raw(checkpoint["w"][30:40, 3:7]) == raw(saved["w"][30:40, 3:7])
+    same(sw.restore(tmp_path / "c"), saved)
 
 
 def test_big_endian_and_fortran_order_are_read(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,9 @@ def test_interrupted_conversions_of_users_stay(
         sw.convert(root, tmp_path / "hf" / f"{step}{ending}", step=1, **given)
 
 
-def test_interrupted_exports_of_other_roots_stay(
-    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exports of this root to steps that it does not have any more are deleted."""
+@pytest.fixture
+def killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
+    """Saves a step whose export stops at its end, as if the process were killed."""
     from stepwell._conversion import files
 
     def interrupted(*given: Any) -> None:
@@ -198,6 +198,13 @@ def test_interrupted_exports_of_other_roots_stay(
             with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
                 manager.save(step, state_of(step))
 
+    return killed
+
+
+def test_interrupted_exports_of_other_roots_stay(
+    tmp_path: Path, root: Path, killed: Callable[[Path, int], None]
+) -> None:
+    """Exports of this root to steps that it does not have any more are deleted."""
     other = tmp_path / "other"
     killed(root, 5)
     killed(other, 6)
@@ -208,6 +215,22 @@ def test_interrupted_exports_of_other_roots_stay(
     with sw.CheckpointManager(root, exports=[export(tmp_path)]):
         pass
     assert exported(tmp_path) == ["6.partial", "6.partial.journal"]
+
+
+def test_an_interrupted_export_of_a_deleted_step_goes(
+    tmp_path: Path, root: Path, killed: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stepwell._exporter import Exporter
+
+    killed(root, 1)
+    assert exported(tmp_path) == ["1.partial", "1.partial.journal"]
+    event, decide = threading.Event(), Exporter._decide
+    monkeypatch.setattr(Exporter, "_decide", lambda *given: (event.wait(60), decide(*given))[1])
+    with sw.CheckpointManager(root, exports=[export(tmp_path)]) as manager:
+        manager.save(2, state_of(2)).result()
+        manager.delete(1)
+        event.set()
+    assert exported(tmp_path) == ["2"]
 
 
 def test_only_the_newest_exports_are_kept(tmp_path: Path, root: Path) -> None:

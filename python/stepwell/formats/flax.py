@@ -43,8 +43,13 @@ def describe(path: str) -> Description | None:
     start, _ = read(path, 0, _START_BYTES)
     if not _START.match(start):
         return None
+    return Description(FAMILY, path, tree(path))
+
+
+def tree(path: str) -> object:
+    """The state in a file."""
     value = _core.msgpack(os.path.realpath(path), (_ARRAY, _COMPLEX, _SCALAR))
-    return Description(FAMILY, path, _Reader(path).value(value, ""))
+    return _Reader(path).value(value, "")
 
 
 class _Reader:

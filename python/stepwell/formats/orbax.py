@@ -1,7 +1,7 @@
 """Checkpoints of Orbax: a directory for each item, with a tree of arrays in Zarr.
 
-``_METADATA`` has the tree. Arrays are directories of files, or values of an OCDBT database. Neither
-jax nor tensorstore is imported.
+``_METADATA`` has the tree. Arrays are directories of files, or values of an OCDBT database. Before
+0.5 they may be in a file in MessagePack, the *aggregate*. Neither jax nor tensorstore is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from .. import _core
 from .._paths import printable
 from ..errors import FormatError
-from . import zarr
+from . import flax, zarr
 from .description import Description, Value
 from .files import corrupt, read, read_whole
 
@@ -21,6 +21,9 @@ FAMILY = "Orbax"
 _METADATA = "_METADATA"
 _STRINGS = "_strings.json"
 _MANIFEST = "manifest.ocdbt"
+_AGGREGATE = "checkpoint"
+#: The aggregate's text in the place of an array that is elsewhere.
+_ELSEWHERE = "PLACEHOLDER://"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 #: Files with an item that is JSON.
 _JSON_FILES = ("metadata", "data.json")
@@ -139,11 +142,14 @@ class _Item:
         self._tree: Mapping[str, object] = metadata["tree_metadata"]
         self._is_3 = metadata.get("use_zarr3") is True
         #: Versions before this key left out chunks of zeros in Zarr 3.
-        self._fills = self._is_3 and metadata.get("store_array_data_equal_to_fill_value") is not True
+        keeps_zeros = not self._is_3 or metadata.get("store_array_data_equal_to_fill_value") is True
+        self._zeros = None if keeps_zeros else zarr.Zeros(memory)
         is_database = os.path.isfile(os.path.join(path, _MANIFEST))
         if metadata.get("use_ocdbt") is True and not is_database:
             raise corrupt(path, f"its {_MANIFEST} is missing")
         self._store: zarr.Store = _Database(path, memory) if is_database else _Files(path)
+        aggregate = os.path.join(path, _AGGREGATE)
+        self._aggregate = flax.tree(aggregate) if os.path.isfile(aggregate) else None
         strings = os.path.join(path, _STRINGS)
         self._strings = _json(strings) if os.path.isfile(strings) else {}
 
@@ -160,7 +166,9 @@ class _Item:
             if len(keys) >= _core.MAX_DEPTH:
                 raise corrupt(self._file, f"a row of its tree has {len(keys)} levels")
             path = [_key(self._file, key, is_index) for key, is_index in keys]
-            value = self._value(".".join(str(key) for key, _ in keys), str(kind))
+            value = self._aggregated(path)
+            if value is None:
+                value = self._value(".".join(str(key) for key, _ in keys), str(kind))
             if not path:
                 return value
             self._put(root, path, value)
@@ -179,6 +187,20 @@ class _Item:
             raise corrupt(self._file, f"`{printable(str(path[-1])[:200])}` is twice in its tree")
         at[path[-1]] = value
 
+    def _aggregated(self, path: Sequence[str | int]) -> object:
+        """A value of the aggregate. ``None``: it is elsewhere."""
+        value = self._aggregate
+        for key in path:
+            if isinstance(value, dict):
+                value = value.get(key, value.get(str(key)))
+            elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+                value = value[key]
+            else:
+                return None
+        if isinstance(value, (dict, list)) or (isinstance(value, str) and value.startswith(_ELSEWHERE)):
+            return None
+        return value
+
     def _value(self, name: str, kind: str) -> object:
         if kind in _EMPTY:
             empty = _EMPTY[kind]
@@ -188,7 +210,7 @@ class _Item:
             if not isinstance(strings, dict) or not isinstance(strings.get(name), str):
                 raise corrupt(self._path, f"the text `{printable(name[:200])}` is missing in {_STRINGS}")
             return Value(strings[name])
-        return zarr.array(self._store, name, self._is_3, self._fills)
+        return zarr.array(self._store, name, self._is_3, self._zeros)
 
 
 def _key(file: str, key: object, is_index: bool) -> str | int:

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from .. import _core
 from .._paths import printable
@@ -26,6 +26,12 @@ _MAX_DIMS = 64
 _MAX_SIZE = 1 << 58
 #: A chunk of a shard that is not stored.
 _ABSENT = (1 << 64) - 1
+#: Values of chunks that are left out: zero in each form of JSON.
+_ZEROS = ("0", "0.0", "False", "[0, 0]", "[0.0, 0.0]")
+#: The most bytes of an array with such chunks: nothing of them is in a file.
+_MAX_BYTES_WITH_ZEROS = 16 << 30
+#: The longest element.
+_MAX_ITEMSIZE = 16
 _DTYPES = frozenset(_core.dtype_names())
 #: Dtypes of Zarr 2 by the kind and size of numpy. Others are stored by their names.
 _NUMPY = {
@@ -68,6 +74,26 @@ class Store(Protocol):
         """The bytes of a value."""
 
 
+class Zeros:
+    """Chunks of zeros that the writer of a checkpoint has left out."""
+
+    def __init__(self, memory: bytearray) -> None:
+        #: The place of an element in the memory of the description.
+        self._offset = len(memory)
+        memory += bytes(_MAX_ITEMSIZE)
+        #: Chunks that may still be left out. No file bounds their number.
+        self._left = 1 << 16
+
+    def chunk(self, layout: _Layout, start: tuple[int, ...], shape: tuple[int, ...]) -> Chunk | None:
+        """A chunk with that shape that begins there. ``None`` if there are too many."""
+        self._left -= 1
+        if self._left < 0:
+            return None
+        itemsize = layout.itemsize
+        file = Compressed("", self._offset, itemsize, itemsize, None, "stored")
+        return Chunk(file, 0, itemsize, start, _inside(layout, start, shape), (0,) * len(start))
+
+
 class Unsupported(Exception):
     """An array whose values are stored in a way that is not read."""
 
@@ -86,14 +112,16 @@ class _Layout:
     codec: Codec
     #: True if a box is a shard.
     is_sharded: bool
+    #: True if chunks that are left out would be zeros.
+    fills_zeros: bool
 
     @property
     def itemsize(self) -> int:
         return to_dtype(self.dtype).itemsize
 
 
-def array(store: Store, name: str, is_3: bool, fills: bool) -> Tensor | Opaque:
-    """The array with that name. With ``fills``, its writer left out chunks of zeros."""
+def array(store: Store, name: str, is_3: bool, zeros: Zeros | None) -> Tensor | Opaque:
+    """The array with that name. With ``zeros``, its writer left out chunks of zeros."""
     key = f"{name}/zarr.json" if is_3 else f"{name}/.zarray"
     place = store.place(key)
     if place is None:
@@ -111,7 +139,7 @@ def array(store: Store, name: str, is_3: bool, fills: bool) -> Tensor | Opaque:
         what = f"{_quoted(key)} does not describe an array: {type(error).__name__}: {error}"
         raise corrupt(store.path, what) from error
     separator = _separator(metadata, is_3)
-    return _tensor(store, name, layout, is_3, separator, fills)
+    return _tensor(store, name, layout, is_3, separator, zeros if layout.fills_zeros else None)
 
 
 def _quoted(name: str) -> str:
@@ -161,7 +189,7 @@ def _layout_2(metadata: Mapping[str, object]) -> _Layout:
     order = metadata.get("order", "C")
     if order not in ("C", "F"):
         raise ValueError("an order of elements is C or F")
-    return _Layout(dtype, shape, chunk, chunk, big_endian, order == "F", codec, False)
+    return _Layout(dtype, shape, chunk, chunk, big_endian, order == "F", codec, False, False)
 
 
 def _layout_3(metadata: Mapping[str, object]) -> _Layout:
@@ -198,35 +226,46 @@ def _layout_3(metadata: Mapping[str, object]) -> _Layout:
     if endian not in ("little", "big"):
         raise ValueError("an order of bytes is little or big")
     codec: Codec = "zstd" if len(names) == 2 else ""
-    return _Layout(dtype, shape, box, chunk, endian == "big", False, codec, is_sharded)
+    fills_zeros = str(metadata["fill_value"]) in _ZEROS
+    return _Layout(dtype, shape, box, chunk, endian == "big", False, codec, is_sharded, fills_zeros)
 
 
 def _tensor(
-    store: Store, name: str, layout: _Layout, is_3: bool, separator: str, fills: bool
+    store: Store, name: str, layout: _Layout, is_3: bool, separator: str, zeros: Zeros | None
 ) -> Tensor | Opaque:
     if 0 in layout.shape:
         return Tensor(layout.dtype, layout.shape, ())
     counts = [-(-size // box) for size, box in zip(layout.shape, layout.box, strict=True)]
     prefix = f"{name}/c" if is_3 else f"{name}/"
     chunks: list[Chunk] = []
-    # The grid may claim any size. The first chunk that is not stored ends the walk.
+    is_empty = True
+    # The grid may claim any size. A chunk that is missing, or the limit of zeros, ends the walk.
     for at in _grid(counts):
         numbers = separator.join(map(str, at))
         key = prefix + (f"{separator}{numbers}" if at else "") if is_3 else prefix + (numbers or "0")
-        place = store.place(key)
-        if place is None and not fills:
-            raise corrupt(store.path, f"array {_quoted(name)}: chunk {_quoted(key)} is missing")
-        if place is None:
-            return _sparse(layout)
         start = tuple(number * size for number, size in zip(at, layout.box, strict=True))
-        for inner, part in _parts(store, key, layout, start, place):
-            if part is None and not fills:
-                raise corrupt(
-                    store.path, f"array {_quoted(name)}: a chunk of shard {_quoted(key)} is missing"
+        place = store.place(key)
+        if place is None:
+            parts: Iterator[_Part] = iter([(start, layout.box, None)])
+        else:
+            parts = _parts(store, key, layout, start, place)
+        for inner, shape, part in parts:
+            if part is not None:
+                is_empty = False
+                chunks.append(_chunk(store, key, layout, inner, part))
+                continue
+            if zeros is None:
+                raise corrupt(store.path, f"array {_quoted(name)}: chunk {_quoted(key)} is missing")
+            left_out = zeros.chunk(layout, inner, shape)
+            nbytes = math.prod(layout.shape) * layout.itemsize
+            if left_out is None or nbytes > _MAX_BYTES_WITH_ZEROS:
+                return Opaque(
+                    f"zarr array of {layout.dtype}{list(layout.shape)} with chunks that are not stored"
                 )
-            if part is None:
-                return _sparse(layout)
-            chunks.append(_chunk(store, key, layout, inner, part))
+            chunks.append(left_out)
+    if is_empty and zeros is not None:
+        whole = zeros.chunk(layout, (0,) * len(layout.shape), layout.shape)
+        chunks = [whole] if whole is not None else chunks
     return Tensor(layout.dtype, layout.shape, tuple(chunks))
 
 
@@ -237,17 +276,14 @@ def _grid(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(number // step % count for step, count in zip(steps, counts, strict=True))
 
 
-def _sparse(layout: _Layout) -> Opaque:
-    return Opaque(f"zarr array of {layout.dtype}{list(layout.shape)} with chunks that are not stored")
+#: The first element, the shape and the place of a chunk. No place: it is not stored.
+_Part: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], Stored | None]
 
 
-def _parts(
-    store: Store, key: str, layout: _Layout, start: tuple[int, ...], place: Stored
-) -> Iterator[tuple[tuple[int, ...], Stored | None]]:
-    """The first elements of the chunks of a box, and their places. ``None`` for one that is not
-    stored."""
+def _parts(store: Store, key: str, layout: _Layout, start: tuple[int, ...], place: Stored) -> Iterator[_Part]:
+    """The chunks of a box."""
     if not layout.is_sharded:
-        yield start, place
+        yield start, layout.box, place
         return
     counts = [whole // part for whole, part in zip(layout.box, layout.chunk, strict=True)]
     number = math.prod(counts)
@@ -268,19 +304,24 @@ def _parts(
         if any(first >= size for first, size in zip(inner, layout.shape, strict=True)):
             continue
         if offset == nbytes == _ABSENT:
-            yield inner, None
+            yield inner, layout.chunk, None
             continue
         if offset + nbytes > place.nbytes - length:
             raise corrupt(store.path, f"shard {_quoted(key)} names bytes behind its chunks")
-        yield inner, Stored(place.file, place.offset + offset, nbytes)
+        yield inner, layout.chunk, Stored(place.file, place.offset + offset, nbytes)
+
+
+def _inside(layout: _Layout, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The part of a chunk that is in its array."""
+    return tuple(
+        min(size, whole - first) for size, whole, first in zip(shape, layout.shape, start, strict=True)
+    )
 
 
 def _chunk(store: Store, key: str, layout: _Layout, start: tuple[int, ...], place: Stored) -> Chunk:
     itemsize = layout.itemsize
     length = math.prod(layout.chunk) * itemsize
-    extent = tuple(
-        min(size, whole - first) for size, whole, first in zip(layout.chunk, layout.shape, start, strict=True)
-    )
+    extent = _inside(layout, start, layout.chunk)
     # Chunks at the edge are stored whole.
     strides = row_major(layout.chunk, itemsize)
     if layout.is_fortran:
