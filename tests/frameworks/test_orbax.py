@@ -396,3 +396,81 @@ def test_big_endian_and_fortran_order_are_read(tmp_path: Path) -> None:
             (tmp_path / "c" / "w" / f"{row}.{column}").write_bytes(chunk.tobytes(order="F"))
     found = sw.restore(tmp_path / "c")["w"]
     np.testing.assert_array_equal(found, values.astype(np.float32))
+
+
+def test_what_is_written_is_restored_by_orbax(tmp_path: Path) -> None:
+    saved = {
+        **state(),
+        "empty": np.zeros((0, 3), np.float32),
+        "containers": {"a": {}, "b": [], "c": [1, 2.5]},
+    }
+    sw.save(tmp_path / "c", saved)
+    made = sw.convert(tmp_path / "c", tmp_path / "run" / "3" / "default", to="orbax", verify=True)
+    assert made.verified
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        same(checkpointer.restore(made.path), saved)
+    same(sw.restore(made.path), saved)
+    same(v1.load(made.path), saved)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    sw.save(tmp_path / "d", {"large": saved["large"], "step": 7})
+    sw.convert(tmp_path / "d", tmp_path / "run" / "4" / "default", to="orbax")
+    large = jax.ShapeDtypeStruct((300, 70), jnp.float32, sharding=sharding)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.all_steps() == [3, 4]
+        found = manager.restore(4, args=ocp.args.StandardRestore({"large": large, "step": 0}))
+    assert found["step"] == 7
+    assert found["large"].sharding == sharding
+    assert raw(found["large"]) == raw(saved["large"])
+
+
+def test_large_and_tied_arrays_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stepwell.formats.writers import orbax
+
+    monkeypatch.setattr(orbax, "_CHUNK_BYTES", 1024)
+    rng = np.random.default_rng(1)
+    shapes = {"even": (64, 48), "prime": (67, 50), "wide": (2, 3000), "deep": (3, 30, 40), "long": (5000,)}
+    saved: dict[str, Any] = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    saved["tied"] = saved["even"]
+    sw.save(tmp_path / "c", saved)
+    made = sw.convert(tmp_path / "c", tmp_path / "o", to="orbax", shard_size=8192)
+    assert sum(name.startswith("data-") for name in made.files) > 3
+    assert sum(made.files.values()) < 2 * sum(saved[name].nbytes for name in shapes)
+    with sw.open(made.path) as checkpoint:
+        assert chunks(checkpoint, "even") == 16
+        assert chunks(checkpoint, "prime") == 1
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        same(checkpointer.restore(made.path), saved)
+
+
+def test_many_arrays_are_written(tmp_path: Path) -> None:
+    saved = {f"layers.{number}": {"w": np.full(3, number, np.float32)} for number in range(2000)}
+    sw.save(tmp_path / "c", saved)
+    made = sw.convert(tmp_path / "c", tmp_path / "o", to="orbax")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        same(checkpointer.restore(made.path), saved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"),
+    [
+        ({"a.b": np.ones(3), "a": {"b": np.zeros(3)}}, "two leaves have the name `a.b`"),
+        ({"a": {"": np.ones(3)}}, "an empty key"),
+        ({"a": np.ones(3), "b": True}, "arrays, numbers, text and `None`"),
+        ({"a": np.ones(3), "b": 1 << 64}, "arrays, numbers, text and `None`"),
+    ],
+)
+def test_what_orbax_has_no_name_for_is_refused(tmp_path: Path, saved: Any, says: str) -> None:
+    sw.save(tmp_path / "c", saved)
+    with pytest.raises(sw.MisuseError, match=says):
+        sw.convert(tmp_path / "c", tmp_path / "o", to="orbax")
+    assert not (tmp_path / "o").exists()
+
+
+def test_steps_are_exported_to_orbax(tmp_path: Path) -> None:
+    exports = [sw.Export(tmp_path / "exported" / "{step}", to="orbax", cast="bfloat16")]
+    with sw.CheckpointManager(tmp_path / "run", exports=exports) as manager:
+        manager.save(3, {"w": np.arange(8, dtype=np.float32)})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        found = checkpointer.restore(tmp_path / "exported" / "3")
+    same(found, {"w": np.arange(8, dtype=np.float32).astype(jnp.bfloat16)})

@@ -75,7 +75,10 @@ class Chosen(TypedDict):
 @click.argument("source", type=TARGET)
 @click.argument("destination")
 @click.option(
-    "--to", required=True, metavar="FORMAT", help="The format: safetensors, torch, npz, dcp or stepwell."
+    "--to",
+    required=True,
+    metavar="FORMAT",
+    help="The format: safetensors, torch, npz, dcp, orbax or stepwell.",
 )
 @chosen
 @click.option("--verify", is_flag=True, help="Read the output back and compare it with the source.")
