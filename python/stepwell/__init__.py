@@ -59,6 +59,7 @@ if _typing.TYPE_CHECKING:
         keep_newer_than,
         keep_steps,
     )
+    from ._roots import open_root
     from ._save_result import Save
     from ._singular import add_metrics, save, save_async
     from ._state.registry import register
@@ -78,6 +79,7 @@ _MODULES = {
     "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
     "_repair": "repair",
     "_restore.report": "RestoreReport",
+    "_roots": "open_root",
     "_retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
     "_save_result": "Save",
     "_singular": "add_metrics save save_async",
@@ -169,6 +171,7 @@ __all__ = [
     "maps",
     "metadata",
     "on_preemption",
+    "open_root",
     "providers",
     "register",
     "repair",

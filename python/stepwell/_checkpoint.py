@@ -71,7 +71,7 @@ _T = TypeVar("_T")
 class Metadata:
     """Facts about a step, known without reading an array."""
 
-    #: Its number. ``None``: another library wrote it.
+    #: Its number. ``None``: files of another library that are no step of a root.
     step: int | None
     #: The structure, with :class:`ArraySpec` and :class:`ObjectSpec` as leaves.
     tree: Any  # of the nesting that was saved
@@ -304,12 +304,13 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     """An open, leased checkpoint: a mapping of its top-level entries, in which paths are found too.
     ``ckpt["params/layers/0/w"][0:128]`` reads just that."""
 
-    __slots__ = ("__weakref__", "_core", "_owner", "_path", "_structure")
+    __slots__ = ("__weakref__", "_core", "_foreign_step", "_owner", "_path", "_structure")
 
-    def __init__(self, core: _core.Checkpoint, path: str | None = None) -> None:
+    def __init__(self, core: _core.Checkpoint, path: str | None = None, step: int | None = None) -> None:
         self._core: _core.Checkpoint | None = core
-        #: The path of files of another library, which the engine knows by their directory.
-        self._path = path
+        #: The path of files of another library, which the engine knows by their directory, and the
+        #: number of their step.
+        self._path, self._foreign_step = path, step
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
@@ -322,7 +323,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     def _of_ours(self) -> _core.Checkpoint:
         """Refuses files of another library."""
         core = self._open()
-        if self._number is None:
+        if not self.manifest["format_version"]:
             raise MisuseError(
                 f"{self.path} is no step of stepwell: another library wrote it ({self.manifest['writer']}). "
                 'Write it as one with sw.convert(…, to="stepwell")'
@@ -406,13 +407,13 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
 
     @property
     def step(self) -> int:
-        """Its number; 0 for files of another library, which have none."""
+        """Its number; 0 for files of another library that are no step of a root."""
         return int(self.manifest["step"])
 
     @property
     def _number(self) -> int | None:
-        """Its number, if it is one of ours."""
-        return self.step if self.manifest["format_version"] else None
+        """Its number, if it has one."""
+        return self.step if self.manifest["format_version"] else self._foreign_step
 
     @property
     def manifest(self) -> Manifest:

@@ -26,10 +26,10 @@ from ._restore.options import (
     ResumeKeywords,
     spelled_out,
 )
-from ._restore.report import RestoreReport
+from ._restore.report import PassedOver, RestoreReport
 from ._restore.restore import Restored
 from ._state.specs import as_rank
-from ._steps import steps
+from ._steps import damaged
 from ._timeouts import seconds
 from .errors import MisuseError, StepNotFound, StepwellError
 
@@ -46,8 +46,8 @@ def open(
     path: Path, step: int | None = None, *, map: MapLike | None = None, engine: str = "auto"
 ) -> Checkpoint:
     """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or
-    ``step``) of a root. Arrays are read on request. Retention does not remove its files before it
-    is closed.
+    ``step``) of a root, also of another library. Arrays are read on request. Retention does not
+    remove its files before it is closed.
 
     Args:
         path: a checkpoint, a step's directory, or a root.
@@ -57,15 +57,19 @@ def open(
         engine: the I/O engine, as in :class:`stepwell.Options`."""
     lifecycle.notifier.start()  # for log lines of the engine
     where, number = readable(path), None if step is None else step_number(step)
+    return open_step(where, number, map, engine)
+
+
+def open_step(where: str, step: int | str | None, map: MapLike | None, engine: str) -> Checkpoint:
+    """Opens a checkpoint, or a step of a root. A step of another library may have a name instead of
+    a number."""
     one_of(engine, "engine", ENGINES)
-    if (found := _foreign(where)) is not None:
-        if number is not None:
-            raise StepNotFound(
-                f"{where} is a single checkpoint ({found.family}) without steps: leave the step out"
-            )
-        return Checkpoint(RestoreOptions(map=map).mapped(found.open(engine)), where)
+    if not is_own(where) and (found := _foreign(where, step)) is not None:
+        core = RestoreOptions(map=map).mapped(found.open(engine))
+        return Checkpoint(core, found.path if found.step is not None else where, found.step)
+    assert not isinstance(step, str)
     with explaining(where):
-        core = _core.open_path(where, number, engine)
+        core = _core.open_path(where, step, engine)
     return Checkpoint(RestoreOptions(map=map).mapped(core))
 
 
@@ -82,20 +86,33 @@ def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> 
         yield checkpoint
 
 
-def _foreign(path: str) -> Description | None:
-    """Returns the description of another library's checkpoint, or ``None``."""
-    if is_directory(path) and any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL)):
-        return None
+def is_own(path: str) -> bool:
+    """True for a checkpoint or a root of stepwell."""
+    return is_directory(path) and any(
+        os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL)
+    )
+
+
+def _foreign(path: str, step: int | str | None = None) -> Description | None:
+    """Returns the description of another library's checkpoint, or of a step of its root; or
+    ``None``."""
     from . import formats  # imported late: most checkpoints are stepwell's own
 
-    return formats.find(path)
+    if step is None:
+        return formats.find(path)
+    found = formats.find_step(path, step)
+    if found is None and (single := formats.find(path)) is not None:
+        raise StepNotFound(
+            f"{path} is a single checkpoint ({single.family}) without steps: leave the step out"
+        )
+    return found
 
 
 def check_not_foreign(root: str) -> None:
     """Refuses to begin a run in a checkpoint of another library: it would look like an empty
     root."""
     try:
-        found = _foreign(root) if os.path.isdir(root) else None
+        found = _foreign(root) if os.path.isdir(root) and not is_own(root) else None
     except StepwellError:  # a damaged one, or one that is not read: no steps are looked for there
         return
     if found is not None:
@@ -151,19 +168,42 @@ def restore(
     where = readable(path)
     if step is not None or os.path.isfile(os.path.join(where, MANIFEST)):
         raise MisuseError("fallback= looks for the newest intact step: pass a root, and no step")
+    restored, passed = _restore_intact(where, lambda one: _restore(path, one, options))
+    restored.report.passed_over = passed
+    return restored.answer(options)
+
+
+def _restore_intact(
+    where: str, attempt: Callable[[int | None], tuple[Restored, int]]
+) -> tuple[Restored, list[PassedOver]]:
+    """Restores the newest intact step of a root, and returns the newer ones too."""
+    if not is_own(where):
+        from . import formats
+
+        if (root := formats.list_steps(where)) is not None:
+            latest = root.step(None).number
+            numbers = [
+                step.number for step in root.steps if step.number is not None and step.incomplete is None
+            ]
+            invalid = [(step.number, step.incomplete) for step in root.steps]
+            return newest_intact(
+                root.path,
+                lambda one: attempt(latest if one is None else one),
+                lambda: numbers,
+                lambda: [(number, why) for number, why in invalid if number is not None and why is not None],
+                lambda mine: mine,
+            )
     manager = _core.Manager(where, reader_json())
     try:
-        restored, passed = newest_intact(
+        return newest_intact(
             where,
-            lambda one: _restore(path, manager.latest_step() if one is None else one, options),
+            lambda one: attempt(manager.latest_step() if one is None else one),
             manager.all_steps,
-            lambda: steps(manager.report()),
+            lambda: damaged(manager.report()),
             lambda mine: mine,
         )
     finally:
         manager.close(None)
-    restored.report.passed_over = passed
-    return restored.answer(options)
 
 
 @overload

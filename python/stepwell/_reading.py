@@ -27,7 +27,7 @@ from ._restore.restore import Restored
 from ._retention import RetentionDecision, decisions
 from ._save_result import Save
 from ._state.specs import as_rank
-from ._steps import StepInfo, steps
+from ._steps import StepInfo, damaged, steps
 from ._types import Metrics
 from .errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
 from .events import OnEvent, telling_restore
@@ -405,7 +405,7 @@ class Reading:
                 core, core.latest_step() if alone and one is None else one, options
             ),
             core.all_steps,
-            lambda: steps(core.report()),
+            lambda: damaged(core.report()),
             lambda mine: alone or Together(core).same(f"pass over: {mine}"),
             resuming,
         )

@@ -102,6 +102,11 @@ def steps(report: str) -> list[StepInfo]:
     ]
 
 
+def damaged(report: str) -> list[tuple[int, str]]:
+    """Number and damage of the steps in the engine's report that cannot be restored."""
+    return [(row.number, row.damage) for row in steps(report) if row.damage is not None]
+
+
 @public
 def inspect(root: Path) -> list[StepInfo]:
     """Returns facts about every directory of a root with a step's name, whole, damaged, or not a

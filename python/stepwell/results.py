@@ -27,6 +27,7 @@ from ._restore.report import (
     WrongShape,
 )
 from ._retention import RetentionDecision
+from ._roots import Root, RootStep
 from ._save_result import Save, SaveStats
 from ._state.registry import StoredEnum
 from ._steps import ItemInfo, StepInfo
@@ -58,6 +59,8 @@ __all__ = [
     "RestoreReport",
     "RetentionDecision",
     "Rewound",
+    "Root",
+    "RootStep",
     "Save",
     "SaveStats",
     "StepInfo",

@@ -208,7 +208,10 @@ def test_documents_have_the_documented_keys(root: Path, tmp_path: Path) -> None:
     listed = document("cat", root, "params")
     assert keys(array) | keys(written) | keys(value) | keys(listed) == documented("cat")
     steps, files = document("ls", root), document("ls", f"{root}/step_00000010")
-    assert keys(steps) | keys(files) == documented("ls")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/checkpoint_1").write_text("x")  # as Flax
+    other = document("ls", tmp_path / "other")
+    assert keys(steps) | keys(files) | keys(other) == documented("ls")
 
 
 def test_the_command_line_uses_the_public_api_only() -> None:

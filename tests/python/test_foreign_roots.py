@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import stepwell as sw
+from command_line import run
 from safetensors.numpy import save_file
 
 
@@ -38,3 +40,317 @@ def test_a_run_begins_beside_a_damaged_file(tmp_path: Path) -> None:
     with sw.CheckpointManager(tmp_path) as mgr:
         mgr.save(1, {"w": np.zeros(3)})
     assert (sw.restore(tmp_path)["w"] == 0).all()
+
+
+#: Roots as their libraries name things: files, and by step the reason why it is passed over. A file
+#: whose content does not matter is empty; a step in the last place is the latest.
+ROOTS: dict[str, tuple[dict[str, str], list[tuple[int | None, str, str | None]], str | None]] = {
+    "Hugging Face Trainer": (
+        {
+            "checkpoint-500/trainer_state.json": '{\n  "global_step": 500\n}\n',
+            "checkpoint-500/model.safetensors": "",
+            "checkpoint-1000/trainer_state.json": '{"best_model_checkpoint": "/elsewhere/checkpoint-500"}',
+            "checkpoint-1000/adapter_model.safetensors": "",
+            "checkpoint-1500/model.safetensors": "",
+            "checkpoint-2000/trainer_state.json": '{\n  "log_history": [\n    {\n    }',
+            "checkpoint-2000/model.safetensors": "",
+            "checkpoint-2500/trainer_state.json": "{}",
+            "checkpoint-3000/trainer_state.json": "{}",
+            "checkpoint-3000/model.safetensors": "",
+            "checkpoint-3000/checkpoint-is-incomplete.txt": "",
+            "runs/events": "",
+        },
+        [
+            (500, "checkpoint-500", None),
+            (1000, "checkpoint-1000", None),
+            (1500, "checkpoint-1500", "trainer_state.json is missing"),
+            (2000, "checkpoint-2000", "trainer_state.json ends early"),
+            (2500, "checkpoint-2500", "no weights"),
+            (3000, "checkpoint-3000", "checkpoint-is-incomplete.txt"),
+        ],
+        "checkpoint-1000",
+    ),
+    "accelerate": (
+        {
+            "checkpoints/checkpoint_9/model.safetensors": "",
+            "checkpoints/checkpoint_9/random_states_0.pkl": "",
+            "checkpoints/checkpoint_10/model.safetensors": "",
+        },
+        [(9, "checkpoint_9", None), (10, "checkpoint_10", "random_states_0.pkl is missing")],
+        "checkpoint_9",
+    ),
+    "Lightning": (
+        {
+            "epoch=0-step=8.ckpt": "x",
+            "epoch=0-step=8-v1.ckpt": "x",
+            "epoch=1-step=16.ckpt": "x",
+            "loss=0.5-step=24.ckpt": "PK\x03\x04torn",
+            "last.ckpt": "",
+        },
+        [
+            (None, "last.ckpt", "empty"),
+            (8, "epoch=0-step=8.ckpt", None),
+            (8, "epoch=0-step=8-v1.ckpt", None),
+            (16, "epoch=1-step=16.ckpt", None),
+            (24, "loss=0.5-step=24.ckpt", "ends early"),
+        ],
+        "epoch=1-step=16.ckpt",
+    ),
+    "NeMo": (
+        {
+            "llama--loss=1.0-step=9/weights/.metadata": "",
+            "llama--loss=0.5-step=19-last/weights/.metadata": "",
+            "llama--loss=0.2-step=29/weights/.metadata": "",
+            "llama--loss=0.2-step=29-unfinished": "",
+            "llama--loss=0.1-step=39/context/io.json": "",
+        },
+        [
+            (9, "llama--loss=1.0-step=9", None),
+            (19, "llama--loss=0.5-step=19-last", None),
+            (29, "llama--loss=0.2-step=29", "unfinished is beside it"),
+            (39, "llama--loss=0.1-step=39", "weights is missing"),
+        ],
+        "llama--loss=0.5-step=19-last",
+    ),
+    "Megatron": (
+        {
+            "latest_checkpointed_iteration.txt": "200\n",
+            "iter_0000100/metadata.json": "{}",
+            "iter_0000100/.metadata": "",
+            "iter_0000200/mp_rank_00_001/model_optim_rng.pt": "",
+            "iter_0000250/metadata.json": "{}",
+            "iter_0000250/.metadata": "",
+            "iter_0000300/__0_0.distcp": "",
+        },
+        [
+            (100, "iter_0000100", None),
+            (200, "iter_0000200", None),
+            (250, "iter_0000250", "latest_checkpointed_iteration.txt names step 200"),
+            (300, "iter_0000300", "latest_checkpointed_iteration.txt names step 200"),
+        ],
+        "iter_0000200",
+    ),
+    "Megatron, converted": (
+        {
+            "latest_checkpointed_iteration.txt": "release",
+            "iter_0000100/mp_rank_00/model_optim_rng.pt": "",
+            "release/mp_rank_00/model_optim_rng.pt": "",
+        },
+        [(None, "release", None), (100, "iter_0000100", None)],
+        "release",
+    ),
+    "DeepSpeed": (
+        {
+            "latest": "global_step20",
+            "global_step9/mp_rank_00_model_states.pt": "",
+            "global_step20/zero_pp_rank_0_mp_rank_00_model_states.pt": "",
+            "global_step20/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "",
+            "global_step30/mp_rank_00_model_states.pt": "",
+            "best/mp_rank_00_model_states.pt": "",
+            "logs/x": "",
+        },
+        [
+            (None, "best", None),
+            (9, "global_step9", None),
+            (20, "global_step20", None),
+            (30, "global_step30", "latest names step 20"),
+        ],
+        "global_step20",
+    ),
+    "DeepSpeed, own tags": (
+        {"latest": "b", "a/mp_rank_00_model_states.pt": "", "b/mp_rank_00_model_states.pt": ""},
+        [(None, "a", None), (None, "b", None)],
+        "b",
+    ),
+    "verl": (
+        {
+            "latest_checkpointed_iteration.txt": "20",
+            "global_step_10/actor/model_world_size_2_rank_0.pt": "",
+            "global_step_10/actor/model_world_size_2_rank_1.pt": "",
+            "global_step_20/actor/model_world_size_2_rank_1.pt": "",
+            "global_step_30/data.pt": "",
+        },
+        [
+            (10, "global_step_10", None),
+            (20, "global_step_20", r"ranks \[0\]"),
+            (30, "global_step_30", "names step 20"),
+        ],
+        "global_step_10",
+    ),
+    "torchtitan": (
+        {
+            "checkpoint/step-9/.metadata": "",
+            "checkpoint/step-10/model.safetensors.index.json": "",
+            "checkpoint/step-11/__0_0.distcp": "",
+        },
+        [(9, "step-9", None), (10, "step-10", None), (11, "step-11", ".metadata is missing")],
+        "step-10",
+    ),
+    "Orbax": (
+        {
+            "0009/default/_METADATA": "{}",
+            "0009/_CHECKPOINT_METADATA": '{"commit_timestamp_nsecs": 1}',
+            "0009/commit_success.txt": "",
+            "0010/default/_METADATA": "{}",
+            "0010/default/commit_success.txt": "",
+            "0010/_CHECKPOINT_METADATA": '{"commit_timestamp_nsecs": 1}',
+            "0011/default/_METADATA": "{}",
+            "0011/_CHECKPOINT_METADATA": '{"commit_timestamp_nsecs": null}',
+            "0011/commit_success.txt": "",
+            "0012/_CHECKPOINT_METADATA": "",
+            "0012/commit_success.txt": "",
+            "0013/x": "",
+            "0014.orbax-checkpoint-tmp-17/default/_METADATA": "",
+            "0008/default/_METADATA": "{}",
+            "metadata/_ROOT_METADATA": "",
+        },
+        [
+            (8, "0008", None),
+            (9, "0009", None),
+            (10, "0010", "commit_success.txt is missing"),
+            (11, "0011", "no time of the commit"),
+            (12, "0012", "no JSON"),
+            (13, "0013", "no item with arrays"),
+            (14, "0014.orbax-checkpoint-tmp-17", "not finished"),
+        ],
+        "0009",
+    ),
+    "Flax": (
+        {"checkpoint_9": "x", "checkpoint_10": "x", "checkpoint_tmp": "x"},
+        [(9, "checkpoint_9", None), (10, "checkpoint_10", None)],
+        "checkpoint_10",
+    ),
+}
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    """Writes text files below a directory."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_complete_steps_are_told_from_others(tmp_path: Path, name: str) -> None:
+    files, steps, latest = ROOTS[name]
+    root = sw.open_root(write(tmp_path / "run", files))
+    assert root.family == name.split(",")[0]
+    assert [(step.number, step.name) for step in root.steps] == [step[:2] for step in steps]
+    for step, (_, _, reason) in zip(root.steps, steps, strict=True):
+        assert Path(step.path).exists()
+        assert (step.incomplete is None) is (reason is None), step
+        if reason is not None:
+            assert re.search(reason, step.incomplete or "")
+            with pytest.raises(sw.CorruptCheckpoint, match=re.escape(step.name)) as failure:
+                root.open(step)
+            assert failure.value.step == step.number
+    assert root.latest is not None
+    assert root.latest.name == latest
+    shown = run("ls", tmp_path / "run")
+    assert all(step.name in shown.stdout for step in root.steps)
+    assert shown.stdout.count("passed over") == sum(reason is not None for _, _, reason in steps)
+    assert shown.exit_code == (1 if "passed over" in shown.stdout else 0)
+
+
+def test_the_best_step_is_found_in_a_moved_root(tmp_path: Path) -> None:
+    root = sw.open_root(write(tmp_path / "run", ROOTS["Hugging Face Trainer"][0]))
+    assert root.best is root.steps[0]
+    (tmp_path / "run/checkpoint-500/model.safetensors").unlink()
+    assert sw.open_root(tmp_path / "run").best is None
+
+
+@pytest.mark.parametrize("name", ["Megatron", "DeepSpeed", "verl"])
+def test_a_step_that_only_a_tracker_names_is_listed(tmp_path: Path, name: str) -> None:
+    files, steps, _ = ROOTS[name]
+    write(tmp_path, files)
+    tracker = next(file for file in files if file.startswith("latest"))
+    gone = {"Megatron": "iter_0000400", "DeepSpeed": "global_step400", "verl": "global_step_400"}[name]
+    (tmp_path / tracker).write_text(gone if name == "DeepSpeed" else "400")
+    found = sw.open_root(tmp_path)
+    assert (found.steps[-1].number, found.steps[-1].name) == (400, gone)
+    assert "names it, and it is missing" in (found.steps[-1].incomplete or "")
+    assert len(found.steps) == len(steps) + 1
+
+
+@pytest.mark.parametrize("name", ["Megatron", "DeepSpeed", "verl"])
+@pytest.mark.parametrize("text", ["", "\x00\x01", "x" * 5000])
+def test_a_damaged_tracker_is_an_error(tmp_path: Path, name: str, text: str) -> None:
+    files = ROOTS[name][0]
+    write(tmp_path, files)
+    tracker = next(file for file in files if file.startswith("latest"))
+    (tmp_path / tracker).write_text(text)
+    with pytest.raises(sw.CorruptCheckpoint, match=f"{tracker}: .* was expected") as failure:
+        sw.open_root(tmp_path)
+    assert failure.value.file == str(tmp_path / tracker)
+
+
+def test_steps_of_two_libraries_are_an_error(tmp_path: Path) -> None:
+    write(tmp_path, {**ROOTS["Flax"][0], "step-5/.metadata": ""})
+    with pytest.raises(sw.errors.FormatError, match=r"steps of torchtitan \(step-5\) and of Flax"):
+        sw.open_root(tmp_path)
+
+
+def test_what_is_no_root_is_an_error(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(sw.MisuseError, match="a single checkpoint"):
+        sw.open_root(model)
+    with pytest.raises(sw.StepNotFound, match="Expected in a root: step_N of stepwell, checkpoint-N"):
+        sw.open_root(tmp_path)
+    with pytest.raises(sw.StepNotFound, match="has no nowhere"):
+        sw.open_root(tmp_path / "nowhere")
+
+
+def test_a_root_of_stepwell_is_read_alike(tmp_path: Path) -> None:
+    with sw.CheckpointManager(tmp_path / "run") as mgr:
+        assert sw.open_root(tmp_path / "run").steps == ()
+        mgr.save(1, {"w": np.zeros(3)})
+        mgr.save(2, {"w": np.ones(3)}).result()
+    (tmp_path / "run/step_00000003").mkdir()
+    root = sw.open_root(tmp_path / "run")
+    assert root.family == "stepwell"
+    assert [step.number for step in root.steps if step.incomplete is None] == [1, 2]
+    assert root.latest is not None
+    for step, value in [(1, 0), (root.steps[0], 0), ("step_00000002", 1), (None, 1)]:
+        with root.open(step) as checkpoint:
+            assert (checkpoint["w"][:] == value).all()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """A root of a Trainer with three steps, the last one damaged."""
+    for step in (1, 2, 3):
+        place = tmp_path / "run" / f"checkpoint-{step}"
+        write(place, {"trainer_state.json": '{\n  "global_step": 1\n}\n'})
+        save_file({"w": np.full(3, step)}, place / "model.safetensors")
+    (tmp_path / "run/checkpoint-3/model.safetensors").write_bytes(b"torn")
+    return tmp_path / "run"
+
+
+def test_a_step_of_a_root_is_opened_by_its_number(trainer: Path) -> None:
+    with sw.open(trainer, 2) as checkpoint:
+        assert checkpoint.step == 2
+        assert checkpoint.path == str(trainer / "checkpoint-2")
+        assert checkpoint.metadata().step == 2
+        assert (checkpoint["model/w"][:] == 2).all()
+        assert checkpoint["trainer_state"]["global_step"] == 1
+    assert (sw.restore(trainer, 1, include="model")["model"]["w"] == 1).all()
+    with pytest.raises(sw.StepNotFound, match=r"has no step 7\. It has checkpoint-1"):
+        sw.open(trainer, 7)
+    with pytest.raises(sw.StepNotFound, match="without steps"):
+        sw.open(trainer / "checkpoint-1", 1)
+    (trainer / "checkpoint-3").rename(trainer.parent / "checkpoint-3")
+    with sw.open(trainer) as checkpoint:
+        assert checkpoint.step == 2
+    assert sw.verify(trainer).step == 2
+    assert run("show", f"{trainer}@1").exit_code == 0
+
+
+def test_a_damaged_step_of_a_root_is_passed_over(trainer: Path) -> None:
+    with pytest.raises(sw.CorruptCheckpoint, match="checkpoint-3"):
+        sw.restore(trainer)
+    state, report = sw.restore(trainer, fallback=True, return_report=True)
+    assert (state["model"]["w"] == 2).all()
+    assert [one.step for one in report.passed_over] == [3]
+    shown = run("verify", "--all", trainer)
+    assert shown.exit_code == 1
+    assert shown.stdout.count("readable: step") == 2

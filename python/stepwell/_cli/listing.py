@@ -14,7 +14,7 @@ from ..errors import MisuseError
 from .command import command
 from .leftovers import Leftovers, scan
 from .output import FINE, PROBLEMS, Output, columns, count, local, safe, size
-from .targets import TARGET, Target
+from .targets import TARGET, Target, root_of_another
 
 #: The most metrics and metadata keys in a step's line.
 _SHOWN = 4
@@ -28,17 +28,22 @@ _TEMPORARY = {True: "in flight", False: "dead; gc deletes it", None: "unknown wh
 @click.option("-n", "--last", type=click.IntRange(min=1), metavar="N", help="Only the newest N steps.")
 def ls(out: Output, path: Target, last: int | None) -> int:
     """List the steps of the root PATH: number, time, size, items, metrics; and what is damaged, in
-    flight, or in a branch. PATH may also be a checkpoint (ROOT@STEP, or one of another library):
-    its format and its files are listed then.
+    flight, or in a branch. PATH may be a root of another library: its steps are listed, and why
+    some are passed over. PATH may also be a checkpoint (ROOT@STEP, or one of another library): its
+    format and its files are listed then.
 
-    Exits with 1 if a step is damaged, if another directory has a step's name, or if the root has
-    no steps.
+    Exits with 1 if a step is damaged or incomplete, if another directory has a step's name, or if
+    the root has no steps.
     """
     if path.step is None and not os.path.isfile(path.path):
         # Imports no numpy, which takes longer than a listing of steps.
         rows, root = sw.inspect(path.path), os.path.abspath(path.path)
         if rows or os.path.isdir(os.path.join(root, ".stepwell")):
             return _list_steps(out, root, rows, last)
+        if os.path.isdir(root) and (found := root_of_another(root)) is not None:
+            from .foreign_root import list_foreign_root
+
+            return list_foreign_root(out, found, last)
     from .files import list_checkpoint
 
     if last is not None:

@@ -78,8 +78,8 @@ def manager_of(
             # It says what the path is instead.
             raise StepNotFound(f"{path} is no root of a run: {error}") from error
         raise MisuseError(
-            f"{path} is a checkpoint of another library ({found}) and has no steps. Pass the root of a run. "
-            "`ls`, `show`, `verify` (without --all), `convert` and `export` read this one"
+            f"{path} is of another library ({found}) and has no steps of stepwell. Pass the root of a run. "
+            "`ls`, `show`, `verify`, `convert` and `export` read this one"
         )
     if read_only and retention is None:
         return manager
@@ -96,6 +96,15 @@ def root_of(path: str) -> list[sw.results.StepInfo] | None:
             return manager.inspect()
     except (StepwellError, OSError):
         return None
+
+
+def root_of_another(path: str) -> sw.results.Root | None:
+    """Returns the root of another library; ``None`` if a path is none."""
+    try:
+        found = sw.open_root(path)
+    except (StepNotFound, MisuseError):
+        return None
+    return None if found.family == "stepwell" else found
 
 
 def info_of(steps: list[sw.results.StepInfo], step: int) -> sw.results.StepInfo:

@@ -12,7 +12,7 @@ from ..errors import MisuseError
 from .command import command
 from .output import FINE, PROBLEMS, Output, count, fields_of, safe, size
 from .progress import progress
-from .targets import TARGET, Target, manager_of
+from .targets import TARGET, Target, manager_of, root_of_another
 
 #: Leaves of a damaged block that are shown in its line.
 _SHOWN = 4
@@ -29,12 +29,9 @@ def verify(out: Output, path: Target, every: bool) -> int:
     if every and path.step is not None:
         raise MisuseError(f"--all is for a root, and {path} is one step of it; leave one of the two out")
     steps: list[int | None] = [path.step]
-    others: list[sw.results.StepInfo] = []
+    others: list[tuple[str, str | None]] = []
     if every:
-        with manager_of(path.path) as manager:
-            rows = manager.inspect()
-        steps = [row.step for row in rows if row.step is not None]
-        others = [row for row in rows if row.step is None]
+        steps, others = _steps(path.path)
     reports = []
     for number, step in enumerate(steps):
         label = "verifying" if len(steps) == 1 else f"verifying step {step} ({number + 1} of {len(steps)})"
@@ -42,8 +39,8 @@ def verify(out: Output, path: Target, every: bool) -> int:
         with progress(label) as tell:
             reports.append(sw.verify(path.path, step, progress=tell))
         _print(out, reports[-1], time.monotonic() - begun)
-    for row in others:
-        out.line(f"{out.bad('no step')}: {safe(row.name)}: {safe(row.damage)}")
+    for name, reason in others:
+        out.line(f"{out.bad('no step')}: {safe(name)}: {safe(reason)}")
     ok = all(reports) and not others and bool(reports)
     if not reports:
         out.line("there is no step")
@@ -51,10 +48,23 @@ def verify(out: Output, path: Target, every: bool) -> int:
         {
             "ok": ok,
             "checkpoints": [{**fields_of(report), "ok": report.ok} for report in reports],
-            "quarantined": [{"name": row.name, "reason": row.damage} for row in others],
+            "quarantined": [{"name": name, "reason": reason} for name, reason in others],
         }
     )
     return FINE if ok else PROBLEMS
+
+
+def _steps(path: str) -> tuple[list[int | None], list[tuple[str, str | None]]]:
+    """Returns the numbers of the steps of a root, and name and reason of what is passed over."""
+    if (other := root_of_another(path)) is not None:
+        whole = [step.number for step in other.steps if step.incomplete is None]
+        return list(dict.fromkeys(whole)), [
+            (step.name, step.incomplete) for step in other.steps if step.incomplete is not None
+        ]
+    with manager_of(path) as manager:
+        rows = manager.inspect()
+    others = [(row.name, row.damage) for row in rows if row.step is None]
+    return [row.step for row in rows if row.step is not None], others
 
 
 def _print(out: Output, report: sw.results.VerifyReport, seconds: float) -> None:

@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import TypeVar
 
 from .. import _lifecycle as lifecycle
-from .._steps import StepInfo
 from ..errors import (
     CorruptCheckpoint,
     FormatError,
@@ -40,7 +39,7 @@ def newest_intact(
     root: str,
     attempt: Callable[[int | None], tuple[_T, int]],
     steps: Callable[[], Iterable[int]],
-    inspected: Callable[[], Iterable[StepInfo]],
+    invalid: Callable[[], Iterable[tuple[int, str]]],
     agreed: Callable[[bool], bool],
     resuming: bool = False,
 ) -> tuple[_T, list[PassedOver]]:
@@ -52,7 +51,7 @@ def newest_intact(
         attempt: restores a step (``None``: the newest) and returns its value and number. Its errors
             have the number as ``step``.
         steps: the committed steps.
-        inspected: facts about everything in the root that has a step's name.
+        invalid: number and reason of everything else in the root that has a step's name.
         agreed: takes whether this process wants to pass over a step, and returns whether all do.
         resuming: the caller sets the newer steps aside itself.
     """
@@ -73,9 +72,7 @@ def newest_intact(
             step = max(older)
             continue
         known = {one.step for one in passed}
-        for info in inspected():
-            if info.damage is not None and restored < info.number not in known:
-                passed.append(PassedOver(info.number, info.damage))
+        passed += [PassedOver(number, why) for number, why in invalid() if restored < number not in known]
         passed.sort(key=attrgetter("step"), reverse=True)
         advice = "" if resuming else f". To save newer steps again, rewind to step {restored} first"
         for one in passed:

@@ -11,16 +11,18 @@ says how many these are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from .._restore import collector as collecting
-from ..errors import StepwellError, from_system
-from . import dcp, flax, npz, orbax, safetensors, torch_save
-from .description import Description
+from ..errors import FormatError, StepwellError, from_system
+from . import dcp, flax, npz, orbax, roots, safetensors, torch_save
+from .description import Description, Value, of_parts
+from .files import json_value
 from .refused import refuse
 
-__all__ = ["Description", "find"]
+__all__ = ["Description", "find", "find_step", "list_steps", "roots"]
 
 #: Describes the files at a path; ``None``: another format.
 Format: TypeAlias = Callable[[str], Description | None]
@@ -38,16 +40,70 @@ _FORMATS: Sequence[Format] = (
 # Metadata become many small objects, which are all there until it returns.
 @collecting.paused()
 def find(path: str) -> Description | None:
-    """Returns the description of what another library wrote at a path, if there is any. A known
-    format that is not read is refused by its name."""
+    """Returns the description of what another library wrote at a path, if there is any. That of a
+    root is its newest complete step. A known format that is not read is refused by its name."""
+    with _explaining(path):
+        found = _describe(path)
+        if found is None and (listing := roots.find(path)) is not None:
+            found = _of_step(listing, None)
+        if found is None:
+            refuse(path)
+        return found
+
+
+@collecting.paused()
+def find_step(path: str, step: int | str | None) -> Description | None:
+    """Returns the description of a step of a root of another library; ``None`` if the path is no
+    such root."""
+    with _explaining(path):
+        listing = roots.find(path)
+        return None if listing is None else _of_step(listing, step)
+
+
+def list_steps(path: str) -> roots.Listing | None:
+    """Returns the steps of a root of another library; ``None`` if the path is no such root."""
+    with _explaining(path):
+        return roots.find(path)
+
+
+@contextmanager
+def _explaining(path: str) -> Iterator[None]:
     try:
-        for describe in _FORMATS:
-            found = describe(path)
-            if found is not None:
-                return found
-        refuse(path)
+        yield
     except OSError as error:
         if isinstance(error, StepwellError):
             raise
         raise from_system(f"{path} cannot be read", error, path) from error
+
+
+def _describe(path: str) -> Description | None:
+    for describe in _FORMATS:
+        found = describe(path)
+        if found is not None:
+            return found
     return None
+
+
+def _of_step(listing: roots.Listing, wanted: int | str | None) -> Description:
+    step = listing.step(wanted)
+    if step.parts:
+        parts = {name: _part(path) for name, path in step.parts.items()}
+        found = of_parts(listing.family, step.path, parts)
+    else:
+        found = _required(step.checkpoint or step.path)
+    found.path, found.step = step.path, step.number
+    return found
+
+
+def _part(path: str) -> Description:
+    if path.endswith(".json"):
+        return Description("JSON", path, Value(json_value(path)), files=[path])
+    return _required(path)
+
+
+def _required(path: str) -> Description:
+    found = _describe(path)
+    if found is None:
+        refuse(path)
+        raise FormatError(f"{path}: this is in no format that is read")
+    return found

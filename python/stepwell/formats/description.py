@@ -128,6 +128,8 @@ class Description:
     guarded: Callable[[], Mapping[str, Sequence[Guarded]]] = dict
     #: Bytes of small tensors that are no file.
     memory: bytes = b""
+    #: The number of the step that it is, if it has one.
+    step: int | None = None
 
     def open(self, engine: str) -> _core.Checkpoint:
         """Opens it."""
@@ -158,7 +160,7 @@ class Description:
             "format_version": 0,
             "required_features": [],
             "writer": self.family,
-            "step": 0,
+            "step": self.step or 0,
             "started_unix_ns": newest,
             "committed_unix_ns": newest,
             "world_size": 1,
@@ -193,6 +195,23 @@ class Description:
             json.dumps(manifest),
             engine,
         )
+
+
+def of_parts(family: str, path: str, parts: Mapping[str, Description]) -> Description:
+    """Returns the description of several checkpoints as a dict of them, by name."""
+    assert not any(part.memory for part in parts.values())
+
+    def guarded() -> Mapping[str, Sequence[Guarded]]:
+        return {file: ranges for part in parts.values() for file, ranges in part.guarded().items()}
+
+    return Description(
+        family,
+        path,
+        {name: part.state for name, part in parts.items()},
+        {key: text for part in parts.values() for key, text in part.metadata.items()},
+        [file for part in parts.values() for file in part.files or [part.path]],
+        guarded,
+    )
 
 
 class _Rows:

@@ -16,6 +16,8 @@ from .description import Guarded
 
 #: The longest index that is read.
 _MAX_INDEX_BYTES = 256 << 20
+#: The longest file of JSON that is read.
+_MAX_JSON_BYTES = 256 << 20
 #: Missing files that an error lists.
 _LISTED = 5
 
@@ -32,6 +34,19 @@ def read_whole(path: str, limit: int, too_long: Callable[[int], Exception]) -> b
     if length > limit:
         raise too_long(length)
     return read(path, 0, length)[0]
+
+
+def json_value(path: str) -> object:
+    """Reads a file of JSON."""
+
+    def too_long(length: int) -> Exception:
+        return corrupt(path, f"JSON of at most {_MAX_JSON_BYTES} bytes was expected, not of {length}")
+
+    try:
+        found: object = json.loads(read_whole(path, _MAX_JSON_BYTES, too_long))
+    except (ValueError, RecursionError) as error:
+        raise corrupt(path, f"it is no JSON: {error}") from error
+    return found
 
 
 def corrupt(path: str, what: str) -> CorruptCheckpoint:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from .. import _core
@@ -15,9 +15,12 @@ from .._paths import printable
 from ..errors import FormatError
 from . import flax, zarr
 from .description import Description, Value
-from .files import corrupt, read, read_whole
+from .files import corrupt, json_value, read
 
 FAMILY = "Orbax"
+#: The file with a checkpoint's own metadata, and the name of a step.
+OF_CHECKPOINT = "_CHECKPOINT_METADATA"
+STEP = re.compile(r"(?:.+_)?(\d+)")
 _METADATA = "_METADATA"
 _STRINGS = "_strings.json"
 _MANIFEST = "manifest.ocdbt"
@@ -29,7 +32,6 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _JSON_FILES = ("metadata", "data.json")
 #: Items that are not the state of a step.
 _BESIDE = ("metrics",)
-_MAX_JSON_BYTES = 256 << 20
 #: Containers without leaves, and ``None``.
 _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": ()}
 
@@ -42,6 +44,8 @@ def describe(path: str) -> Description | None:
     items = [path] if _METADATA in names else []
     if not items:
         items = [os.path.join(path, name) for name in sorted(names) if _is_item(os.path.join(path, name))]
+    if OF_CHECKPOINT not in names and items and all(map(_is_step, items)):
+        return None  # a root
     if not any(os.path.exists(os.path.join(item, _METADATA)) for item in items):
         return None
     if _UNFINISHED in os.path.basename(os.path.realpath(path)):
@@ -58,6 +62,13 @@ def describe(path: str) -> Description | None:
     return Description(FAMILY, path, state, files=present, memory=bytes(memory))
 
 
+def _is_step(path: str) -> bool:
+    """True if a directory with a tree is a step of a root. Versions before 0.5 show it only by its
+    name."""
+    names = os.listdir(path)
+    return OF_CHECKPOINT in names or STEP.fullmatch(os.path.basename(path)) is not None
+
+
 def _is_item(path: str) -> bool:
     return os.path.isdir(path) and any(
         os.path.isfile(os.path.join(path, name)) for name in (_METADATA, *_JSON_FILES, "metrics")
@@ -68,18 +79,7 @@ def _item(path: str, memory: bytearray) -> object:
     if os.path.isfile(os.path.join(path, _METADATA)):
         return _Item(path, memory).state()
     name = next(name for name in (*_JSON_FILES, "metrics") if os.path.isfile(os.path.join(path, name)))
-    return Value(_json(os.path.join(path, name)))
-
-
-def _json(file: str) -> object:
-    def too_long(length: int) -> Exception:
-        return corrupt(file, f"JSON of at most {_MAX_JSON_BYTES} bytes was expected, not of {length}")
-
-    try:
-        found: object = json.loads(read_whole(file, _MAX_JSON_BYTES, too_long))
-    except (ValueError, RecursionError) as error:
-        raise corrupt(file, f"it is no JSON: {error}") from error
-    return found
+    return Value(json_value(os.path.join(path, name)))
 
 
 class _Files:
@@ -136,7 +136,7 @@ class _Item:
     def __init__(self, path: str, memory: bytearray) -> None:
         self._path = path
         self._file = os.path.join(path, _METADATA)
-        metadata = _json(self._file)
+        metadata = json_value(self._file)
         if not isinstance(metadata, dict) or not isinstance(metadata.get("tree_metadata"), dict):
             raise corrupt(self._file, "metadata with a tree were expected")
         self._tree: Mapping[str, object] = metadata["tree_metadata"]
@@ -151,7 +151,7 @@ class _Item:
         aggregate = os.path.join(path, _AGGREGATE)
         self._aggregate = flax.tree(aggregate) if os.path.isfile(aggregate) else None
         strings = os.path.join(path, _STRINGS)
-        self._strings = _json(strings) if os.path.isfile(strings) else {}
+        self._strings = json_value(strings) if os.path.isfile(strings) else {}
 
     def state(self) -> object:
         """The tree, with arrays as tensors."""

@@ -46,8 +46,6 @@ _FILES: Sequence[tuple[str, str]] = (
 
 #: Files of Orbax: of a step, and of its arrays.
 _OF_ORBAX = ("_CHECKPOINT_METADATA", "manifest.ocdbt")
-#: Directories that are looked into.
-_LOOKED_AT = 64
 
 
 def refuse_members(path: str, names: Collection[str]) -> None:
@@ -66,15 +64,6 @@ def refuse(path: str) -> None:
             raise FormatError(
                 f"{path}: this checkpoint of Orbax has no tree of arrays that is read. Restore it with "
                 "orbax.checkpoint, then pass its state to sw.save"
-            )
-        steps = [
-            name
-            for name in sorted(names)[:_LOOKED_AT]
-            if os.path.isfile(os.path.join(path, name, _OF_ORBAX[0]))
-        ]
-        if steps:
-            raise FormatError(
-                f"{path}: this is a root of Orbax. Pass one of its steps, such as {os.path.join(path, steps[-1])}"
             )
         for name, what in _FILES:
             if name in names:

@@ -1,0 +1,168 @@
+"""The steps that another library keeps in a directory, and what its module needs to list them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..._checks import shown
+from ..._paths import printable
+from ...errors import CorruptCheckpoint, MisuseError, StepNotFound
+from ..files import corrupt, read
+
+#: The longest file with the name of a step.
+_MAX_POINTER_BYTES = 4096
+#: Digits of the number of a step.
+_MAX_DIGITS = 18
+#: Names that an error lists.
+_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignStep:
+    """A step of another library."""
+
+    #: ``None``: it has none.
+    number: int | None
+    #: Its entry in the root, and the path of that.
+    name: str
+    path: str
+    #: Why it is passed over; ``None``: its writer has finished it.
+    incomplete: str | None = None
+    #: The path of its checkpoint, if that is below its own.
+    checkpoint: str | None = None
+    #: The paths of its parts by name, if it is more than one checkpoint.
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+def _no_best() -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The steps of a root."""
+
+    #: The library, as users call it.
+    family: str
+    path: str
+    #: In order. If several have one number, the last one is preferred.
+    steps: Sequence[ForeignStep]
+    #: The name of the newest step, if the library notes it and it has no number.
+    newest: str | None = None
+    #: Returns the name of the best step, if the library notes it.
+    best: Callable[[], str | None] = _no_best
+
+    def latest(self) -> ForeignStep | None:
+        """The newest complete step."""
+        whole = [step for step in self.steps if step.incomplete is None]
+        named = [step for step in whole if step.name == self.newest]
+        return named[0] if named else whole[-1] if whole else None
+
+    def best_step(self) -> ForeignStep | None:
+        """The best step, if the library notes it and it is there and complete."""
+        name = self.best()
+        found = [step for step in self.steps if step.name == name and step.incomplete is None]
+        return found[0] if found else None
+
+    def step(self, wanted: int | str | None) -> ForeignStep:
+        """The step with a number or a name. ``None``: the newest complete one.
+
+        Raises:
+            StepNotFound: it is missing.
+            CorruptCheckpoint: it is incomplete.
+        """
+        if wanted is None:
+            return self.latest() or self._nothing()
+        if isinstance(wanted, bool) or not isinstance(wanted, (int, str)):
+            raise MisuseError(f"a step is its number or its name, not {shown(wanted)}")
+        found = [step for step in self.steps if wanted in (step.number, step.name)]
+        if not found:
+            raise StepNotFound(
+                f"{self.path} ({self.family}) has no step {printable(str(wanted))}. It has {self._names()}"
+            )
+        whole = [step for step in found if step.incomplete is None]
+        if not whole:
+            error = CorruptCheckpoint(f"{found[-1].path}: {found[-1].incomplete}. Choose another step")
+            error.file, error.step = found[-1].path, found[-1].number
+            raise error
+        return whole[-1]
+
+    def _nothing(self) -> ForeignStep:
+        reasons = [f"{printable(step.name)}: {step.incomplete}" for step in self.steps[-_LISTED:]]
+        raise StepNotFound(f"{self.path} ({self.family}) has no complete step. {'; '.join(reasons)}")
+
+    def _names(self) -> str:
+        names = [printable(step.name) for step in self.steps]
+        return ", ".join(names[-_LISTED:]) + (f" and {len(names) - _LISTED} more" if names[_LISTED:] else "")
+
+
+#: Lists the steps in a directory with these entries; ``None``: another library.
+Family: TypeAlias = Callable[[str, Sequence[str]], Listing | None]
+
+
+def numbered(path: str, names: Iterable[str], pattern: re.Pattern[str]) -> list[tuple[int, str, str]]:
+    """Returns number, name and path of the entries whose names match, in order. The first group is
+    the number."""
+    found = []
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is not None and len(match[1]) <= _MAX_DIGITS:
+            found.append((int(match[1]), name, os.path.join(path, name)))
+    return sorted(found)
+
+
+def entries(path: str) -> Collection[str]:
+    """The entries of a directory. Empty if it cannot be listed."""
+    try:
+        return os.listdir(path)
+    except OSError:
+        return ()
+
+
+def pointer(path: str, name: str, expected: str) -> str | None:
+    """Returns the text of a file that names a step; ``None`` without that file."""
+    file = os.path.join(path, name)
+    if not os.path.isfile(file):
+        return None
+    content, length = read(file, 0, _MAX_POINTER_BYTES)
+    text = content.decode("utf-8", "replace").strip()
+    if length > _MAX_POINTER_BYTES or not text or not text.isprintable():
+        raise corrupt(file, f"{expected} was expected, not {shown(text[:80])}. Write it again, or delete it")
+    return text
+
+
+def tracked(path: str, name: str) -> int | str | None:
+    """Returns the iteration that a tracker file names, or ``"release"``."""
+    text = pointer(path, name, "the number of an iteration, or `release`,")
+    if text is None or text == "release":
+        return text
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+        file = os.path.join(path, name)
+        raise corrupt(
+            file,
+            f"the number of an iteration was expected, not {shown(text[:80])}. Write it again, or delete it",
+        )
+    return int(text)
+
+
+def missing(names: Collection[str], *wanted: str) -> str | None:
+    """The reason if a file is missing that a writer writes last."""
+    return next(
+        (f"its {name} is missing: the save was not finished" for name in wanted if name not in names), None
+    )
+
+
+def newer(number: int, noted: int | str | None, where: str) -> str | None:
+    """The reason if a step is newer than the one that the library notes after each save."""
+    if isinstance(noted, int) and number > noted:
+        return f"{where} names step {noted}: the save was not finished"
+    return None
+
+
+def absent(path: str, noted: str, number: int | None, where: str) -> ForeignStep:
+    """The step that a library has noted, and that is gone."""
+    return ForeignStep(number, noted, os.path.join(path, noted), f"{where} names it, and it is missing")
