@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from .._restore import collector as collecting
 from ..errors import FormatError, StepwellError, from_system
-from . import dcp, flax, npz, orbax, roots, safetensors, torch_save
+from . import dcp, deepspeed, flax, npz, orbax, roots, safetensors, torch_save
 from .description import Description, Value, of_parts
 from .files import json_value
 from .refused import refuse
@@ -32,6 +32,7 @@ _FORMATS: Sequence[Format] = (
     orbax.describe,
     safetensors.describe,
     torch_save.describe,
+    deepspeed.describe,
     npz.describe,
     flax.describe,
 )

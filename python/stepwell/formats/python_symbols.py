@@ -223,7 +223,7 @@ def _path(made: Made, separator: str = "/") -> Found:
     return plain(value, len(value))
 
 
-def _namespace(made: Made) -> Found:
+def namespace(made: Made) -> Found:
     """The attributes, as a dict."""
     if made.args:
         raise TypeError("no arguments were expected")
@@ -273,8 +273,8 @@ SYMBOLS: Mapping[tuple[str, str], Symbol] = {
     ("decimal", "Decimal"): _decimal,
     ("fractions", "Fraction"): _fraction,
     ("uuid", "UUID"): _uuid,
-    ("argparse", "Namespace"): _namespace,
-    ("types", "SimpleNamespace"): _namespace,
+    ("argparse", "Namespace"): namespace,
+    ("types", "SimpleNamespace"): namespace,
     **{
         (module, name): symbol for module in ("builtins", "__builtin__") for name, symbol in _BUILTINS.items()
     },

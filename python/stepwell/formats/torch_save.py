@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from . import numpy_symbols, python_symbols
+from . import deepspeed_symbols, numpy_symbols, python_symbols
 from .description import Description, Guarded
 from .files import corrupt, of_model, read, weight_map
 from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
@@ -24,7 +24,11 @@ from .torch_symbols import NAMES, TensorSymbols
 FAMILY = "torch.save"
 _INDEX = ".bin.index.json"
 
-_SYMBOLS: Mapping[tuple[str, str], Symbol] = {**python_symbols.SYMBOLS, **numpy_symbols.SYMBOLS}
+_SYMBOLS: Mapping[tuple[str, str], Symbol] = {
+    **python_symbols.SYMBOLS,
+    **numpy_symbols.SYMBOLS,
+    **deepspeed_symbols.SYMBOLS,
+}
 _NAMES: Mapping[tuple[str, str], object] = {**python_symbols.NAMES, **NAMES}
 
 
@@ -73,7 +77,7 @@ def _sharded(index: str) -> Description:
     found: dict[str, object] = {}
     for name, shard in weight_map(index):
         if shard not in shards:
-            shards[shard] = _required(shard)
+            shards[shard] = required(shard)
         state = shards[shard].state
         if not isinstance(state, dict):
             raise corrupt(shard, "a dict of tensors was expected")
@@ -89,7 +93,7 @@ def _of_ranks(path: str, by_prefix: Mapping[str, Sequence[str]]) -> Description:
     files: dict[str, TorchFile] = {}
     states: dict[str, object] = {}
     for prefix, names in by_prefix.items():
-        mine = {name: _required(name) for name in names}
+        mine = {name: required(name) for name in names}
         files |= mine
         of_ranks = list(mine.values())
         states[prefix] = whole_state(
@@ -98,7 +102,8 @@ def _of_ranks(path: str, by_prefix: Mapping[str, Sequence[str]]) -> Description:
     return _description(path, states if len(states) > 1 else next(iter(states.values())), files)
 
 
-def _required(path: str) -> TorchFile:
+def required(path: str) -> TorchFile:
+    """Returns the content of a file of ``torch.save``."""
     found = _content(path)
     if found is None:
         raise corrupt(path, "a file of torch.save was expected")

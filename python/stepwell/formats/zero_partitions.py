@@ -1,0 +1,279 @@
+"""The state of the optimizer in files of DeepSpeed's ZeRO: master weights and slots by parameter.
+
+The names and their order are in the states of the model (``param_shapes``), the values in those of
+the optimizer. ``param_slice_mappings`` are not used: with ``round_robin_gradients`` they have
+another order than the values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from .._paths import printable
+from .description import Opaque, Tensor, Unlocated
+from .files import read
+from .flat_partitions import Parameter, Partitions, assembled, of_group, of_shares
+from .pickle_values import Malformed
+from .typed_fields import Fields, is_count, plain
+
+#: Values of an optimizer's file that describe how it was cut. The state does not have them.
+_CONSUMED = frozenset(
+    {
+        "base_optimizer_state",
+        "optimizer_state_dict",
+        "single_partition_of_fp32_groups",
+        "fp32_flat_groups",
+        "zero_stage",
+        "group_paddings",
+        "param_alignment_paddings",
+        "partition_count",
+        "param_slice_mappings",
+        "ds_version",
+        "universal_checkpoint_info",
+    }
+)
+_STATE = "optimizer_state_dict"
+
+
+@dataclass(slots=True)
+class ZeroState:
+    """The state of the optimizer of one model-parallel rank."""
+
+    #: Weights in the precision of the optimizer, by parameter.
+    masters: dict[str, object] = field(default_factory=dict)
+    #: Slots by parameter.
+    slots: dict[str, dict[str, object]] = field(default_factory=dict)
+    #: The groups of parameters, with the names of these.
+    groups: list[object] = field(default_factory=list)
+    #: Other values.
+    beside: dict[str, object] = field(default_factory=dict)
+    #: True if ``param_slice_mappings`` have another order of parameters.
+    is_reordered: bool = False
+
+
+def zero_state(model: Fields, files: Sequence[Fields]) -> ZeroState:
+    """Returns the state that these files of all data-parallel ranks have. ``model`` has the names
+    of the parameters."""
+    ranks = [file.fields(_STATE) for file in files]
+    first = ranks[0]
+    for file, rank in zip(files, ranks, strict=True):
+        _refuse(file, rank)
+    is_3 = first.has("fp32_flat_groups")
+    key = "fp32_flat_groups" if is_3 else "single_partition_of_fp32_groups"
+    partitions = [_tensors(rank, key) for rank in ranks]
+    for rank, own in zip(ranks, partitions, strict=True):
+        if len(own) != len(partitions[0]):
+            rank.wrong(f"`{key}` has {len(own)} groups, that of rank 0 has {len(partitions[0])}")
+    shapes = [
+        Fields(model.file, one, "a group of `param_shapes`").sizes() for one in model.list("param_shapes")
+    ]
+    names = list(itertools.chain.from_iterable(shapes))
+    if len(set(names)) != len(names):
+        model.wrong("`param_shapes` names a parameter twice")
+    _check_counts(ranks, len(partitions[0]))
+    cut = _Cut(model.file, ranks, partitions)
+    if len(shapes) != len(partitions[0]):
+        first.wrong(f"`{key}` has {len(partitions[0])} groups, `param_shapes` {len(shapes)}")
+    paddings, counts = _paddings(first, shapes), first.get("partition_count")
+    for row, group in enumerate(shapes):
+        lengths = [own[row].shape[0] for own in partitions]
+        if is_3:
+            cut.add(partial(of_shares, row, lengths, group))
+        elif isinstance(counts, list) and counts[row] != len(ranks):
+            cut.state.beside["experts"] = Opaque("state of experts, by expert-parallel rank")
+        else:
+            cut.add(partial(of_group, row, lengths, group, paddings[row]))
+    cut.state.is_reordered = not is_3 and _is_reordered(ranks, shapes)
+    cut.add_slots("optimizer_state_dict" if is_3 else "base_optimizer_state")
+    for name, value in first.entries.items():
+        if name not in _CONSUMED and isinstance(name, str):
+            cut.state.beside[name] = value
+    return cut.state
+
+
+def _refuse(file: Fields, rank: Fields) -> None:
+    """Raises for partitions that depend on more than the rank's number."""
+    if file.has("folding"):
+        file.unread(
+            "tensor-parallel experts (AutoEP with AutoTP) are not read. Convert it with DeepSpeed's ds_to_universal"
+        )
+    if rank.has("ds_zero_partition_groups"):
+        file.unread(
+            "experts that ZeRO-3 partitions (AutoEP) are not read. Convert it with DeepSpeed's ds_to_universal"
+        )
+
+
+def _tensors(rank: Fields, key: str) -> list[Tensor]:
+    return [rank.flat(f"group {row} of `{key}`", one) for row, one in enumerate(rank.list(key))]
+
+
+def _check_counts(ranks: Sequence[Fields], groups: int) -> None:
+    """Compares the number of ranks in the files with the number of files."""
+    for rank in ranks:
+        counts = rank.get("partition_count")
+        found = counts if isinstance(counts, list) else [counts]
+        if not all(is_count(one) for one in found):
+            rank.wrong("`partition_count` is no number of ranks")
+        if isinstance(counts, list) and len(counts) != groups:
+            rank.wrong(f"`partition_count` has {len(counts)} groups of {groups}")
+        most = max(map(int, found), default=len(ranks))
+        if most != len(ranks):
+            rank.wrong(
+                f"it is one of {most} partitions, and {len(ranks)} files are there. Copy the files of all ranks, "
+                "and keep those of one save"
+            )
+
+
+def _paddings(first: Fields, shapes: Sequence[Mapping[str, object]]) -> list[list[int]]:
+    """Elements behind each parameter, by group."""
+    if not first.has("param_alignment_paddings"):
+        return [[] for _ in shapes]
+    found = first.list("param_alignment_paddings")
+    is_sound = len(found) == len(shapes) and all(
+        isinstance(one, list) and len(one) == len(group) and all(map(is_count, one))
+        for one, group in zip(found, shapes, strict=False)
+    )
+    if not is_sound:
+        first.wrong("`param_alignment_paddings` has no number for each parameter")
+    return found  # type: ignore[return-value]
+
+
+def _is_reordered(ranks: Sequence[Fields], shapes: Sequence[Mapping[str, object]]) -> bool:
+    """True if ``param_slice_mappings`` contradict the order of the parameters."""
+    for row, group in enumerate(shapes):
+        order: list[object] = []
+        for rank in ranks:
+            mappings = rank.get("param_slice_mappings")
+            own = plain(mappings[row]) if isinstance(mappings, list) and row < len(mappings) else None
+            if not isinstance(own, dict):
+                return False
+            order.extend(name for name in own if not order or name != order[-1])
+        if order != list(group):
+            return True
+    return False
+
+
+class _Cut:
+    """Collects the parameters of partitions."""
+
+    def __init__(self, file: str, ranks: Sequence[Fields], partitions: Partitions) -> None:
+        self._file, self._ranks, self._partitions = file, ranks, partitions
+        self._parameters: dict[str, Parameter] = {}
+        self.state = ZeroState()
+
+    def add(self, found: Callable[[], Mapping[str, Parameter]]) -> None:
+        """Adds parameters, and their master weights."""
+        try:
+            parameters = found()
+            for name, parameter in parameters.items():
+                self.state.masters[name] = assembled(parameter, self._partitions)
+            self._parameters.update(parameters)
+        except Malformed as error:
+            self._ranks[0].wrong(f"{error}. Copy the files of all ranks, and keep those of one save")
+
+    def add_slots(self, key: str) -> None:
+        """Adds the slots of the parameters, and the groups."""
+        states, groups = self._base_states(key)
+        names: dict[int, list[str]] = {}
+        for name, parameter in self._parameters.items():
+            names.setdefault(parameter.row, []).append(name)
+        for row, own in names.items():
+            of_ranks = [state.get(row) for state in states]
+            if all(one is None for one in of_ranks):
+                continue  # before its first step
+            slots = [
+                Fields(rank.file, one, f"the state of group {row}").entries
+                for rank, one in zip(self._ranks, of_ranks, strict=True)
+            ]
+            self._check_steps([one.get("step") for one in slots])
+            for slot in slots[0]:
+                if isinstance(slot, str):
+                    values = [one.get(slot) for one in slots]
+                    for name in own:
+                        self.state.slots.setdefault(name, {})[slot] = self._slot(name, slot, values)
+        self.state.groups = [self._group(group, names) for group in groups]
+
+    def _base_states(self, key: str) -> tuple[list[Mapping[object, object]], Sequence[object]]:
+        """The state of each rank by partition, and the groups."""
+        found: list[Mapping[object, object]] = []
+        groups: Sequence[object] = ()
+        for number, rank in enumerate(self._ranks):
+            base = rank.get(key)
+            if isinstance(base, list):  # an elastic checkpoint
+                found.append(dict(enumerate(base)))
+                continue
+            fields = rank.fields(key)
+            found.append(fields.fields("state").entries)
+            own = fields.list("param_groups")
+            if number == 0:
+                groups = own
+            elif [_comparable(one) for one in own] != [_comparable(one) for one in groups]:
+                rank.wrong("its groups differ from those of rank 0. Keep the files of one save")
+        return found, groups
+
+    def _slot(self, name: str, slot: str, values: Sequence[object]) -> object:
+        """The value of a slot of a parameter."""
+        parameter = self._parameters[name]
+        first = values[0]
+        if not isinstance(first, Tensor):
+            return first
+        if first.shape == ():
+            # Each parameter has its own step, which is no tie.
+            return replace(first)
+        rows = [
+            [rank.flat(f"`{slot}` of group {parameter.row}", value)]
+            for rank, value in zip(self._ranks, values, strict=True)
+        ]
+        for rank, (value,), own in zip(self._ranks, rows, self._partitions, strict=True):
+            length = own[parameter.row].shape[0]
+            if value.shape[0] < length or (
+                length and value.shape[0] > length + self._padding(rank, parameter.row)
+            ):
+                return Opaque(f"slot of {value.shape[0]} elements, for a partition of {length}")
+        runs = tuple(run._replace(row=0) for run in parameter.runs)
+        try:
+            return assembled(Parameter(parameter.shape, 0, runs), rows)
+        except Malformed as error:
+            self._ranks[0].wrong(f"`{slot}` of `{printable(name)}`: {error}")
+
+    def _padding(self, rank: Fields, row: int) -> int:
+        """Elements at the end of a rank's slots that its master weights do not have."""
+        found = rank.get("group_paddings")
+        if isinstance(found, list) and row < len(found) and is_count(found[row]):
+            return int(found[row])
+        return 0
+
+    def _check_steps(self, steps: Sequence[object]) -> None:
+        """Compares the steps of the ranks."""
+        found = [_number_of(step) for step in steps]
+        for rank, step in zip(self._ranks, found, strict=True):
+            if step != found[0]:
+                rank.wrong("its step differs from that of rank 0. Keep the files of one save")
+
+    def _group(self, value: object, names: Mapping[int, Sequence[str]]) -> object:
+        group = Fields(self._ranks[0].file, value, "a group of parameters").entries
+        rows = plain(group.get("params"))
+        if not isinstance(rows, (list, tuple)) or not all(is_count(row) for row in rows):
+            self._ranks[0].wrong("a group has no list of parameters")
+        return {**group, "params": [name for row in rows for name in names.get(row, ())]}
+
+
+def _comparable(group: object) -> object:
+    """A group as far as its values are plain."""
+    value = plain(group)
+    if not isinstance(value, dict):
+        return None
+    return {key: plain(one) for key, one in value.items() if not isinstance(one, (Tensor, Opaque))}
+
+
+def _number_of(step: object) -> object:
+    """The bytes of a scalar in a file, or a plain value."""
+    if not isinstance(step, Tensor) or step.shape != () or len(step.chunks) != 1:
+        return None if isinstance(step, (Tensor, Opaque)) else step
+    (chunk,) = step.chunks
+    if isinstance(chunk.file, Unlocated):
+        (chunk,) = chunk.file.locator.locate([chunk])
+    return read(chunk.file, chunk.offset, chunk.nbytes)[0] if isinstance(chunk.file, str) else None

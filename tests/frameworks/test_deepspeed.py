@@ -1,0 +1,241 @@
+"""Checkpoints of DeepSpeed, written by real training: read bit for bit, and without DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+from safetensors.numpy import load_file
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("deepspeed") is None:
+    pytest.skip("deepspeed is not installed", allow_module_level=True)
+from deepspeed_model import Model, groups_of  # noqa: E402
+
+JOB = Path(__file__).with_name("deepspeed_job.py")
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+ROUND_ROBIN = {"round_robin_gradients": True}
+SETTINGS: dict[int, dict[str, Any]] = {
+    1: {
+        "one_none": {"stage": 0},
+        "one_z2": {"stage": 2, "config": BF16, "universal": True},
+    },
+    2: {
+        "two_z1": {"stage": 1},
+        "two_z2_fp16": {"stage": 2, "config": FP16, "zero": ROUND_ROBIN},
+        "two_z3": {"stage": 3, "config": BF16, "zero": {"sub_group_size": 50}, "universal": True},
+        "two_z3_fp32": {"stage": 3},
+        "two_unstepped": {"stage": 2, "config": BF16, "steps": 0},
+        "two_bare": {"stage": 3, "save": {"exclude_frozen_parameters": True}},
+    },
+    4: {
+        "four_z1": {"stage": 1, "config": BF16, "zero": ROUND_ROBIN},
+        "four_z2": {"stage": 2, "config": BF16, "universal": True},
+        "four_z3": {"stage": 3, "config": BF16},
+    },
+}
+ZERO = [name for some in SETTINGS.values() for name, setting in some.items() if setting["stage"]]
+STEPPED = [name for name in ZERO if name != "two_unstepped"]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All saves, by name."""
+    directory = tmp_path_factory.mktemp("deepspeed")
+    for world, settings in SETTINGS.items():
+        port = str(free_port())
+        ranks = []
+        for rank in range(world):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
+            environment = os.environ | {name: str(value) for name, value in names.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            with (directory / f"{world}.{rank}.log").open("w") as log:
+                command = [sys.executable, str(JOB), str(directory), json.dumps(settings)]
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        for rank, process in enumerate(ranks):
+            assert process.wait(300) == 0, (directory / f"{world}.{rank}.log").read_text()[-4000:]
+    return directory
+
+
+def raw(tensor: Any) -> bytes:
+    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def same(found: Any, saved: Any, name: str) -> None:
+    assert found.dtype.name == str(saved.dtype).removeprefix("torch."), name
+    assert found.shape == tuple(saved.shape), name
+    assert found.tobytes() == raw(saved), name
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_weights_are_those_of_zero_to_fp32(saves: Path, name: str) -> None:
+    wanted = torch.load(saves / f"{name}.fp32")
+    found = sw.restore(saves / name)["model"]
+    for key, tensor in wanted.items():
+        same(found[key], tensor, key)
+    # Of ZeRO-1, that script leaves out the frozen parameters, which the model's file has.
+    assert {key for key in found if key not in wanted} <= {"frozen.weight", "frozen.bias"}
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_slots_are_those_of_the_live_optimizer(saves: Path, name: str) -> None:
+    wanted = torch.load(saves / f"{name}.live")
+    found = sw.restore(saves / name)
+    assert found["optimizer"]["state"].keys() == wanted.keys()
+    for key, values in wanted.items():
+        same(found["model"][key], values["fp32"], key)
+        slots = found["optimizer"]["state"][key]
+        same(slots["exp_avg"], values["exp_avg"], key)
+        same(slots["exp_avg_sq"], values["exp_avg_sq"], key)
+        assert slots["step"] == 3
+    groups = found["optimizer"]["groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert sorted(groups[0]["params"]) == ["a.weight", "b.weight", "embed.weight"]
+    assert sorted(groups[1]["params"]) == ["a.bias", "b.bias", "scale"]
+
+
+@pytest.mark.parametrize("name", ["two_z2_fp16", "two_z3", "four_z1"])
+def test_one_command_makes_what_zero_to_fp32_makes(saves: Path, tmp_path: Path, name: str) -> None:
+    command = ["stepwell", "convert", str(saves / name), str(tmp_path / "m.safetensors")]
+    options = ["--to", "safetensors", "--subtree", "model", "--cast", "float32"]
+    subprocess.run([sys.executable, "-m", *command, *options], check=True, capture_output=True)
+    found = load_file(tmp_path / "m.safetensors")
+    wanted = torch.load(saves / f"{name}.fp32")
+    # DeepSpeed's script writes frozen parameters in float32 too.
+    for key, tensor in wanted.items():
+        if key != "head.weight":
+            same(found[key], tensor.float() if tensor.is_floating_point() else tensor, key)
+
+
+def trained_model() -> tuple[Any, Any, Any]:
+    """The job's model as plain torch has it, with other values."""
+    model = Model()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.5)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 7)
+
+
+@pytest.mark.parametrize("name", ["two_z1", "two_z3_fp32", "four_z3"])
+def test_a_run_goes_on_without_deepspeed(saves: Path, name: str) -> None:
+    model, optimizer, scheduler = trained_model()
+    state = sw.torch.TrainState(model, optimizer, scheduler)
+    sw.restore(saves / name, into=state, unexpected="ignore", cast="lossless")
+    wanted = torch.load(saves / f"{name}.live")
+    for key, one in model.named_parameters():
+        if one.requires_grad:
+            assert raw(one) == raw(wanted[key]["fp32"]), key
+            assert raw(optimizer.state[one]["exp_avg_sq"]) == raw(wanted[key]["exp_avg_sq"]), key
+            assert optimizer.state[one]["step"] == 3
+    assert scheduler.last_epoch == 3
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.001, 0.002])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    model(torch.tensor([1, 2])).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["one_none", "two_z2_fp16", "two_z3"])
+def test_other_values_have_their_names(saves: Path, name: str) -> None:
+    found = sw.restore(saves / name)
+    assert found["epoch"] == 3
+    assert found["notes"] == {"a": [1, 2]}
+    assert found["global_steps"] == 3
+    assert found["scheduler"]["step_size"] == 2
+    assert found["model"]["seen"] == 3
+    np.testing.assert_array_equal(found["model"]["mean"], np.arange(7, dtype=np.float32) / np.float32(3))
+    assert ("module" in found) == (name == "two_z2_fp16")
+    with sw.open(saves / name) as checkpoint:
+        ties = {node.path: node.tied_to for node in checkpoint.contents() if node.tied_to}
+    assert ties["model/head.weight"] == "model/embed.weight"
+
+
+def test_weights_of_the_model_itself_are_there(saves: Path) -> None:
+    found = sw.restore(saves / "four_z2", include="module")["module"]
+    file = saves / "four_z2" / "global_step3" / "mp_rank_00_model_states.pt"
+    for key, tensor in torch.load(file, weights_only=False)["module"].items():
+        same(found[key], tensor, key)
+
+
+def test_a_part_reads_only_its_partitions(saves: Path) -> None:
+    wanted = torch.load(saves / "four_z3.fp32")["embed.weight"]
+    with sw.open(saves / "four_z3") as checkpoint:
+        part = checkpoint["model/embed.weight"][3:11, 2:5]
+        np.testing.assert_array_equal(part, wanted.detach()[3:11, 2:5].numpy())
+    found = sw.restore(saves / "four_z3", include="optimizer/state/*/exp_avg")
+    assert found.keys() == {"optimizer"}
+
+
+def test_before_the_first_step_there_are_no_slots(saves: Path) -> None:
+    found = sw.restore(saves / "two_unstepped")
+    assert found["optimizer"].get("state", {}) == {}
+    assert found["optimizer"]["groups"][1]["lr"] == 0.02
+
+
+def test_another_order_in_slice_mappings_is_said(saves: Path) -> None:
+    with sw.open(saves / "two_z2_fp16") as checkpoint:
+        assert "param_shapes" in (checkpoint.metadata().custom_metadata or {})["param_slice_mappings"]
+    with sw.open(saves / "four_z2") as checkpoint:
+        assert not checkpoint.metadata().custom_metadata
+
+
+def test_all_bytes_of_all_ranks_are_verified(saves: Path, tmp_path: Path) -> None:
+    report = sw.verify(saves / "four_z3")
+    assert report.ok
+    shutil.copytree(saves / "two_z3", tmp_path / "c")
+    file = next((tmp_path / "c").rglob("*rank_1*optim_states.pt"))
+    state = torch.load(file, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"][0]
+    data = bytearray(file.read_bytes())
+    data[data.index(raw(state))] ^= 1
+    file.write_bytes(data)
+    assert file.name in str(sw.verify(tmp_path / "c").damages)
+
+
+def test_a_save_opens_by_its_root_and_by_its_directory(saves: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(saves / "two_z1", root)
+    assert sw.restore(root)["epoch"] == sw.restore(root / "global_step3")["epoch"] == 3
+    assert sw.open_root(root).latest.number == 3
+    with pytest.raises(sw.MisuseError, match=r"another library"):
+        sw.CheckpointManager(root / "global_step3")
+
+
+def test_the_package_imports_neither_deepspeed_nor_torch(saves: Path) -> None:
+    code = f"""
+        import sys, stepwell as sw
+        sw.restore({str(saves / "two_z3")!r})
+        assert not {{"deepspeed", "torch"}} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_the_example_of_the_guide_runs(saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deepspeed-run").symlink_to(saves / "two_z3")
+    monkeypatch.chdir(tmp_path)
+    guide = (JOB.parents[2] / "docs" / "guide" / "foreign.md").read_text()
+    section = guide[guide.index("## DeepSpeed") :]
+    (example,) = re.findall(r"^```py\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    model, optimizer, scheduler = trained_model()
+    names = {"sw": sw, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    exec(example, names)
+    assert scheduler.last_epoch == 3
+    command = re.search(r"^stepwell (.*)$", section, re.MULTILINE)
+    assert command is not None
+    subprocess.run([sys.executable, "-m", "stepwell", *command[1].split()], check=True, capture_output=True)
+    assert load_file("model.safetensors")["embed.weight"].tobytes() == raw(model.embed.weight)

@@ -1,0 +1,433 @@
+"""Damaged and hostile checkpoints of DeepSpeed: each is refused, and the message names a file."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+
+torch = pytest.importorskip("torch")
+
+RANKS = 3
+#: Two groups of parameters.
+SHAPES = [{"a": (4, 5), "b": (7,)}, {"c": (2, 2), "d": ()}]
+VALUES = {
+    name: torch.arange(float(math.prod(shape))).reshape(shape) + 100 * number
+    for number, (name, shape) in enumerate((SHAPES[0] | SHAPES[1]).items())
+}
+
+#: Files by name.
+Content = dict[str, dict[str, Any]]
+
+
+def model_state(**more: Any) -> dict[str, Any]:
+    return {
+        "module": OrderedDict((name, value.bfloat16()) for name, value in VALUES.items()),
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((k, torch.Size(v)) for k, v in group.items()) for group in SHAPES],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "lr_scheduler": None,
+        "global_steps": 5,
+        "mp_world_size": 1,
+        "ds_version": "0.19.8",
+        **more,
+    }
+
+
+def rows(rank: int, add: float, padded: bool) -> list[Any]:
+    """The partitions of a rank of ZeRO-2."""
+    found = []
+    for group in SHAPES:
+        flat = torch.cat([VALUES[name].flatten() + add for name in group])
+        size = -(-len(flat) // (2 * RANKS)) * 2
+        own = flat[rank * size : (rank + 1) * size]
+        found.append(torch.cat([own, torch.zeros(size - len(own))]) if padded else own.clone())
+    return found
+
+
+def shares(rank: int, add: float) -> list[Any]:
+    """The partitions of a rank of ZeRO-3."""
+    found = []
+    for group in SHAPES:
+        parts = []
+        for name in group:
+            flat = VALUES[name].flatten() + add
+            share = -(-len(flat) // RANKS)
+            parts.append(torch.cat([flat, torch.zeros(share * RANKS - len(flat))])[rank * share :][:share])
+        found.append(torch.cat(parts))
+    return found
+
+
+def base_state(slots: list[list[Any]]) -> dict[str, Any]:
+    state = {
+        number: {"step": torch.tensor(5.0), "exp_avg": one, "exp_avg_sq": other}
+        for number, (one, other) in enumerate(zip(*slots, strict=True))
+    }
+    return {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]}
+
+
+def of_zero_2() -> Content:
+    files: Content = {"mp_rank_00_model_states.pt": model_state()}
+    for rank in range(RANKS):
+        state = {
+            "base_optimizer_state": base_state([rows(rank, 1000, True), rows(rank, 2000, True)]),
+            "single_partition_of_fp32_groups": rows(rank, 0, False),
+            "zero_stage": 2,
+            "group_paddings": [
+                len(one) - len(other)
+                for one, other in zip(rows(rank, 0, True), rows(rank, 0, False), strict=True)
+            ],
+            "partition_count": [RANKS, RANKS],
+            "ds_version": "0.19.8",
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        files[name] = {"optimizer_state_dict": state, "ds_version": "0.19.8"}
+    return files
+
+
+def of_zero_3() -> Content:
+    files: Content = {}
+    for rank in range(RANKS):
+        state = {
+            "optimizer_state_dict": base_state([shares(rank, 1000), shares(rank, 2000)]),
+            "fp32_flat_groups": shares(rank, 0),
+            "zero_stage": 3,
+            "partition_count": RANKS,
+        }
+        empty = {name: torch.zeros(0) for name in VALUES}
+        files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = model_state(module=empty)
+        files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer_state_dict": state}
+    return files
+
+
+MAKERS: dict[int, Callable[[], Content]] = {2: of_zero_2, 3: of_zero_3}
+
+
+def write(directory: Path, files: Content) -> Path:
+    directory.mkdir()
+    for name, content in files.items():
+        torch.save(content, directory / name)
+    return directory
+
+
+def optimizer(files: Content, rank: int) -> dict[str, Any]:
+    """The optimizer's part of a rank's file."""
+    name = next(name for name in files if f"rank_{rank}_" in name and "optim" in name)
+    return files[name]["optimizer_state_dict"]
+
+
+def model(files: Content, rank: int = 0) -> dict[str, Any]:
+    names = [name for name in files if "model" in name]
+    return files[names[rank]]
+
+
+@pytest.mark.parametrize("stage", MAKERS)
+def test_sound_files_are_read(tmp_path: Path, stage: int) -> None:
+    found = sw.restore(write(tmp_path / "c", MAKERS[stage]()))
+    for name, value in VALUES.items():
+        np.testing.assert_array_equal(found["model"][name], value)
+        slots = found["optimizer"]["state"][name]
+        np.testing.assert_array_equal(slots["exp_avg"], value + 1000)
+        np.testing.assert_array_equal(slots["exp_avg_sq"], value + 2000)
+        assert slots["step"] == 5
+    assert found["optimizer"]["groups"] == [
+        {"lr": 0.1, "params": ["a", "b"]},
+        {"lr": 0.2, "params": ["c", "d"]},
+    ]
+
+
+def test_elastic_states_of_old_versions_are_read(tmp_path: Path) -> None:
+    files = of_zero_2()
+    for rank in range(RANKS):
+        state = optimizer(files, rank)
+        slots = [rows(rank, add, False) for add in (1000, 2000)]
+        state["base_optimizer_state"] = list(base_state(slots)["state"].values())
+    found = sw.restore(write(tmp_path / "c", files))
+    for name, value in VALUES.items():
+        np.testing.assert_array_equal(found["optimizer"]["state"][name]["exp_avg"], value + 1000)
+
+
+def test_paddings_between_parameters_are_passed_over(tmp_path: Path) -> None:
+    """As DeepSpeed aligns parameters from 0.19.8 on, if it is asked to."""
+    files = of_zero_2()
+    gap = torch.full((3,), -1.0)
+    for rank in range(RANKS):
+        state = optimizer(files, rank)
+        state["param_alignment_paddings"] = [[3, 0], [0, 0]]
+        for add, of in ((0, None), (1000, "exp_avg"), (2000, "exp_avg_sq")):
+            row = torch.cat([VALUES["a"].flatten() + add, gap, VALUES["b"] + add])[rank * 10 :][:10].clone()
+            if of is None:
+                state["single_partition_of_fp32_groups"][0] = row
+            else:
+                state["base_optimizer_state"]["state"][0][of] = row
+    found = sw.restore(write(tmp_path / "c", files))
+    for name, value in VALUES.items():
+        np.testing.assert_array_equal(found["model"][name], value)
+        np.testing.assert_array_equal(found["optimizer"]["state"][name]["exp_avg_sq"], value + 2000)
+
+
+def changed(state: dict[str, Any], key: str, value: Any) -> None:
+    state[key] = value
+
+
+#: Changes of the files, by the stages that they are for and a part of the message.
+DAMAGE: dict[str, tuple[Callable[[Content], Any], tuple[int, ...], str]] = {
+    "a missing rank": (
+        lambda files: files.pop(next(name for name in files if "rank_1_" in name and "optim" in name)),
+        (2, 3),
+        r"\[1\] are missing|ranks of its model states",
+    ),
+    "the last rank missing": (
+        lambda files: files.pop(next(name for name in files if "rank_2_" in name and "optim" in name)),
+        (2, 3),
+        r"one of 3 partitions, and 2 files|ranks of its model states",
+    ),
+    "no optimizer": (
+        lambda files: [files.pop(name) for name in list(files) if "optim" in name],
+        (2, 3),
+        r"optim_states.pt are missing",
+    ),
+    "no model": (
+        lambda files: [files.pop(name) for name in list(files) if "model" in name],
+        (2, 3),
+        r"no file \*_model_states.pt",
+    ),
+    "two saves in one directory": (
+        lambda files: files.update({"zero_pp_rank_0_mp_rank_00_optim_states.pt": optimizer_file(files)}),
+        (2,),
+        r"are of the same rank",
+    ),
+    "a state with and without ZeRO-3": (
+        lambda files: files.update({"mp_rank_01_model_states.pt": model(files)}),
+        (3,),
+        r"with and without ZeRO-3",
+    ),
+    "another version": (
+        lambda files: changed(next(iter(files.values())), "ds_version", "0.10.0"),
+        (2, 3),
+        r"is of DeepSpeed",
+    ),
+    "another step": (
+        lambda files: changed(states(files, 1)[0], "step", torch.tensor(6.0)),
+        (2, 3),
+        r"its step differs",
+    ),
+    "other groups": (
+        lambda files: changed(base(files, 1)["param_groups"][0], "lr", 0.7),
+        (2, 3),
+        r"its groups differ",
+    ),
+    "another global step": (
+        lambda files: changed(model(files, 1), "global_steps", 6),
+        (3,),
+        r"`global_steps`",
+    ),
+    "other shapes": (
+        lambda files: changed(model(files, 1), "param_shapes", [{"a": (3,)}]),
+        (3,),
+        r"`param_shapes` differs",
+    ),
+    "a missing model-parallel rank": (
+        lambda files: [changed(one, "mp_world_size", 2) for name, one in files.items() if "model" in name],
+        (2, 3),
+        r"\[1\] are missing",
+    ),
+    "a huge number of ranks": (
+        lambda files: changed(model(files), "mp_world_size", 1 << 60),
+        (2, 3),
+        r"of 1152921504606846976 ranks",
+    ),
+    "a huge number of partitions": (
+        lambda files: changed(optimizer(files, 0), "partition_count", 1 << 60),
+        (2, 3),
+        r"one of 1152921504606846976 partitions",
+    ),
+    "a partition that is too short": (
+        lambda files: shortened(files, 0),
+        (2, 3),
+        r"have the lengths",
+    ),
+    "all partitions too short": (
+        lambda files: [shortened(files, rank) for rank in range(RANKS)],
+        (2, 3),
+        r"the partitions of (sub-)?group 0",
+    ),
+    "a partition that is too long": (
+        lambda files: changed(masters(files, 1), 0, torch.zeros(400)),
+        (2, 3),
+        r"have the lengths",
+    ),
+    "a huge shape": (
+        lambda files: [changed(one["param_shapes"][0], "a", (1 << 40, 1 << 20)) for one in models(files)],
+        (2, 3),
+        r"too large|partitions of",
+    ),
+    "a shape with more elements": (
+        lambda files: [changed(one["param_shapes"][0], "a", (1 << 40,)) for one in models(files)],
+        (2, 3),
+        r"partitions of",
+    ),
+    "a negative shape": (
+        lambda files: [changed(one["param_shapes"][0], "a", (-4, -5)) for one in models(files)],
+        (2, 3),
+        r"shape of `a`",
+    ),
+    "a parameter twice": (
+        lambda files: [changed(one["param_shapes"][1], "a", (4,)) for one in models(files)],
+        (2, 3),
+        r"names a parameter twice",
+    ),
+    "a number as a name": (
+        lambda files: [changed(one["param_shapes"][1], 7, (4,)) for one in models(files)],
+        (2, 3),
+        r"`param_shapes`",
+    ),
+    "a group too many": (
+        lambda files: [one["param_shapes"].append({"e": (2,)}) for one in models(files)],
+        (2, 3),
+        r"2 groups, `param_shapes` 3",
+    ),
+    "another dtype in one rank": (
+        lambda files: changed(masters(files, 1), 0, masters(files, 1)[0].double()),
+        (2, 3),
+        r"dtypes float32 and float64",
+    ),
+    "a partition that repeats an element": (
+        lambda files: changed(masters(files, 0), 0, torch.zeros(1).expand(1 << 40)),
+        (2, 3),
+        r"group 0 of `",
+    ),
+    "a partition with gaps": (
+        lambda files: changed(masters(files, 0), 0, torch.zeros(20)[::2]),
+        (2, 3),
+        r"group 0 of `",
+    ),
+    "experts that ZeRO-3 partitions": (
+        lambda files: changed(optimizer(files, 0), "ds_zero_partition_groups", [{"partition_count": 2}]),
+        (3,),
+        r"AutoEP",
+    ),
+    "experts with tensor parallelism": (
+        lambda files: changed(files[list(files)[-1]], "folding", {"tp_size": 2}),
+        (2, 3),
+        r"AutoTP",
+    ),
+    "a tensor instead of the state": (
+        lambda files: changed(files, next(iter(files)), torch.zeros(3)),
+        (2, 3),
+        r"its state is no dict",
+    ),
+}
+#: A value of another type, in each place.
+for _key in ("module", "param_shapes", "shared_params"):
+    DAMAGE[f"text in `{_key}`"] = (
+        lambda files, key=_key: [changed(one, key, "x") for one in models(files)],
+        (2, 3),
+        f"`{_key}` is no ",
+    )
+for _key in ("optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"):
+    for _value in ("x", [7], None):
+        DAMAGE[f"{_value} in `{_key}`"] = (
+            lambda files, key=_key, value=_value: changed(
+                files[list(files)[1]] if key == "optimizer_state_dict" else optimizer(files, 0), key, value
+            ),
+            (2,),
+            r"`|groups differ",
+        )
+#: Frozen parameters: shapes, and what is in the file.
+for _what, _shapes, _values in (
+    ("too short", {"f": (5,)}, {"f": torch.zeros(1)}),
+    ("absent", {"f": (5,)}, {}),
+    ("text", {"f": (5,)}, {"f": "x"}),
+    ("of a text as shape", {"f": "x"}, {"f": torch.zeros(5)}),
+    ("no dict", "x", {"f": torch.zeros(5)}),
+):
+    DAMAGE[f"frozen parameters {_what}"] = (
+        lambda files, shapes=_shapes, values=_values: [
+            one.update({"frozen_param_shapes": shapes, "frozen_param_fragments": values})
+            for one in models(files)
+        ],
+        (2, 3),
+        r"frozen|`f`",
+    )
+
+
+def optimizer_file(files: Content) -> dict[str, Any]:
+    return next(one for name, one in files.items() if "optim" in name)
+
+
+def models(files: Content) -> list[dict[str, Any]]:
+    return [one for name, one in files.items() if "model" in name]
+
+
+def base(files: Content, rank: int) -> dict[str, Any]:
+    state = optimizer(files, rank)
+    return state.get("base_optimizer_state") or state["optimizer_state_dict"]
+
+
+def states(files: Content, rank: int) -> dict[int, Any]:
+    return base(files, rank)["state"]
+
+
+def masters(files: Content, rank: int) -> list[Any]:
+    state = optimizer(files, rank)
+    return state.get("single_partition_of_fp32_groups") or state["fp32_flat_groups"]
+
+
+def shortened(files: Content, rank: int) -> None:
+    own = masters(files, rank)
+    own[0] = own[0][: len(own[0]) - 2].clone()
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [(name, stage) for name, (_, stages, _) in DAMAGE.items() for stage in stages]
+)
+def test_damage_is_refused_by_name(tmp_path: Path, name: str, stage: int) -> None:
+    damage, _, message = DAMAGE[name]
+    files = MAKERS[stage]()
+    damage(files)
+    path = write(tmp_path / "c", files)
+    begin = time.monotonic()
+    with pytest.raises((sw.CorruptCheckpoint, sw.errors.FormatError), match=message) as caught:
+        sw.open(path)
+    assert str(path) in str(caught.value)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("stage", MAKERS)
+def test_slots_of_another_size_are_opaque(tmp_path: Path, stage: int) -> None:
+    files = MAKERS[stage]()
+    for rank in range(RANKS):
+        states(files, rank)[0]["worker_error"] = torch.zeros(3)
+    states(files, 1)[1]["exp_avg"] = torch.zeros(500)
+    with sw.open(write(tmp_path / "c", files)) as checkpoint:
+        kinds = {node.path: node.kind for node in checkpoint.contents()}
+    assert kinds["optimizer/state/a/worker_error"] == kinds["optimizer/state/c/exp_avg"] == "object"
+    assert kinds["optimizer/state/a/exp_avg"] == kinds["optimizer/state/c/exp_avg_sq"] == "array"
+
+
+def test_names_of_this_state_in_the_users_are_kept_apart(tmp_path: Path) -> None:
+    files = of_zero_2()
+    model(files)["scheduler"] = "mine"
+    model(files)["lr_scheduler"] = {"last": 3}
+    found = sw.restore(write(tmp_path / "c", files))
+    assert found["scheduler"] == {"last": 3}
+    assert found["client_state"] == {"scheduler": "mine"}
+
+
+def test_files_of_no_rank_are_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path / "c", of_zero_2())
+    (path / "zero_to_fp32.py").write_text("raise SystemExit")
+    shutil.copy(path / "mp_rank_00_model_states.pt", path / "backup.pt")
+    assert sw.restore(path)["global_steps"] == 5
