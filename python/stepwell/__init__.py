@@ -62,6 +62,7 @@ if _typing.TYPE_CHECKING:
     from ._roots import open_root
     from ._save_result import Save
     from ._singular import add_metrics, save, save_async
+    from ._start import Start
     from ._state.registry import register
     from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
     from ._steps import inspect
@@ -83,6 +84,7 @@ _MODULES = {
     "_retention": "Retention keep_all keep_best keep_every keep_latest keep_newer_than keep_steps",
     "_save_result": "Save",
     "_singular": "add_metrics save save_async",
+    "_start": "Start",
     "_state.registry": "register",
     "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
     "_steps": "inspect",
@@ -144,6 +146,7 @@ __all__ = [
     "Save",
     "SaveFailed",
     "SavePolicy",
+    "Start",
     "StepExists",
     "StepName",
     "StepNotFound",

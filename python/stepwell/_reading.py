@@ -3,8 +3,9 @@ questions about the root."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast, overload
@@ -16,7 +17,7 @@ from ._checks import flag, given_step, one_of, real_numbers, shown, step_number,
 from ._distributed import transports
 from ._distributed.agreement import Together, Unasked
 from ._distributed.exchange import Exchange
-from ._locations import explaining
+from ._locations import Path, explaining
 from ._restore import plan
 from ._restore import restore as restoring
 from ._restore.fallback import newest_intact
@@ -26,6 +27,7 @@ from ._restore.report import RestoreReport
 from ._restore.restore import Restored
 from ._retention import RetentionDecision, decisions
 from ._save_result import Save
+from ._start import Start
 from ._state.specs import as_rank
 from ._steps import StepInfo, damaged, steps
 from ._types import Metrics
@@ -38,6 +40,15 @@ if TYPE_CHECKING:
 Best: TypeAlias = tuple[str, Literal["min", "max"]]
 _T = TypeVar("_T")
 _WARNING = 30
+
+
+def _check_same_start(checkpoint: Checkpoint, together: Together) -> None:
+    """Raises on all ranks if they have opened different checkpoints. Their paths may differ."""
+    facts = (checkpoint.manifest["writer"], checkpoint.step, checkpoint.paths())
+    if not together.same(f"start {hashlib.sha256(repr(facts).encode()).hexdigest()}"):
+        raise MisuseError(
+            f"the ranks start from different checkpoints, this one from {checkpoint.path}: pass one start= to all of them"
+        )
 
 
 class Reading:
@@ -134,7 +145,12 @@ class Reading:
 
     @spelled_out
     def resume(
-        self, state: _T, *, fallback: bool = False, **options: Unpack[ResumeKeywords]
+        self,
+        state: _T,
+        *,
+        fallback: bool = False,
+        start: Path | Start | None = None,
+        **options: Unpack[ResumeKeywords],
     ) -> tuple[_T, int]:
         """Restores the newest committed step into ``state``, and returns the state and the number
         of the next step. Without a committed step it returns ``state`` as it is, and the number
@@ -151,17 +167,24 @@ class Reading:
             fallback: as of :meth:`restore`. The newer steps that were passed over are moved into a
                 branch, as by :meth:`rewind`, so that the run can save these steps again. A
                 read-only manager leaves them where they are.
+            start: a root or checkpoint, also of another library, or a :class:`stepwell.Start` with
+                keywords of its own. It is restored if this root has no committed step. The run goes
+                on after the step's number, or with step 0 if it has none.
         """
         for name in options:
             if name not in ResumeKeywords.__annotations__:
                 RestoreOptions.of({name: None}, "resume")  # type: ignore[misc]  # raises for most
                 raise MisuseError(f"resume() fills the state that it is given; {name}= goes with restore()")
+        given = cast(RestoreKeywords, {**options, "into": state})
         if self.latest_step() is not None:
-            given = cast(RestoreKeywords, {**options, "into": state})
             restored = self._restore(self._open(), None, flag(fallback, "fallback"), given, resuming=True)
             state = cast(_T, restored.state)
             if fallback and not self._read_only:
                 self._set_newer_aside(self.next_step() - 1)
+        elif start is not None:
+            one = Start.of(start)
+            given = {**given, **one.options}
+            state = cast(_T, self._restore_one(self._open(), None, given, one.open)[0].state)
         return state, self.next_step()
 
     def _set_newer_aside(self, restored: int) -> None:
@@ -413,13 +436,18 @@ class Reading:
         return restored
 
     def _restore_one(
-        self, core: _core.Manager, number: int | None, options: RestoreKeywords
+        self,
+        core: _core.Manager,
+        number: int | None,
+        options: RestoreKeywords,
+        start: Callable[[], Checkpoint] | None = None,
     ) -> tuple[Restored, int]:
-        """Restores one step, and returns its number too."""
+        """Restores one step, and returns its number too. ``start`` opens what is restored in its
+        place."""
         alone = core.ranks()[1] == 1
         with telling_restore(self._on_event, self._root, number) as told:
             together = None if alone else Together(core)
-            if together is not None:
+            if together is not None and start is None:
                 with self._explaining():
                     number = together.choose(number)
             try:
@@ -429,13 +457,16 @@ class Reading:
                     lifecycle.wait_captured()
                 if alone:
                     checked = replace(checked, broadcast=False)
-                with self._open_step(core, number) as checkpoint:
+                with self._open_step(core, number) if start is None else start() as checkpoint:
                     told.opened(checkpoint.step)
+                    if start is not None and together is not None:
+                        _check_same_start(checkpoint, together)
                     if together is None:
                         restored = restoring.run(checkpoint._open(), checked)
                     else:
                         restored = self._restored_by_all(core, checkpoint._open(), checked, together)
-                    core.restored(checkpoint.step)
+                    if checkpoint._number is not None:
+                        core.restored(checkpoint.step)
                     return restored, checkpoint.step
             except BaseException as failure:
                 if isinstance(failure, StepwellError) and failure.step is None:

@@ -11,7 +11,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
 import pages
 
-for framework in ("torch", "jax", "flax", "optax", "equinox", "orbax.checkpoint", "megatron"):
+FRAMEWORKS = "torch jax flax optax equinox orbax.checkpoint megatron transformers accelerate"
+for framework in FRAMEWORKS.split():
     pytest.importorskip(framework)
 
 

@@ -237,7 +237,7 @@ def spelled_out(function: _Function) -> _Function:
     own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     names = {one.name for one in own}
     sources: tuple[type, ...] = (ResumeKeywords,)
-    if function.__name__ != "resume":
+    if function.__name__ not in ("resume", "__init__"):
         sources = (RestoreKeywords, ChoiceKeywords, ResumeKeywords)
     keywords = [
         inspect.Parameter(
