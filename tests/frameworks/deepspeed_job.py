@@ -98,7 +98,7 @@ def main() -> None:
                 ds_to_universal.main(
                     argparse.Namespace(
                         input_folder=str(directory / name / tag),
-                        output_folder=str(directory / f"{name}_universal" / tag),
+                        output_folder=str(directory / f"{name}_universal" / f"{tag}_universal"),
                         num_extract_workers=1,
                         num_merge_workers=1,
                         keep_temp_folder=False,

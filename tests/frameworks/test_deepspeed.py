@@ -182,6 +182,16 @@ def test_a_part_reads_only_its_partitions(saves: Path) -> None:
     assert found.keys() == {"optimizer"}
 
 
+@pytest.mark.parametrize("name", ["one_z2", "four_z2", "two_z3"])
+def test_universal_checkpoints_have_the_same_state(saves: Path, name: str) -> None:
+    with sw.open(saves / f"{name}_universal") as universal, sw.open(saves / name) as original:
+        difference = universal.diff(original)
+    assert not difference.changes
+    assert not difference.only_a
+    assert not difference.only_b
+    assert sw.verify(saves / f"{name}_universal")
+
+
 def test_before_the_first_step_there_are_no_slots(saves: Path) -> None:
     found = sw.restore(saves / "two_unstepped")
     assert found["optimizer"].get("state", {}) == {}

@@ -117,6 +117,7 @@ MAKERS: dict[int, Callable[[], Content]] = {2: of_zero_2, 3: of_zero_3}
 def write(directory: Path, files: Content) -> Path:
     directory.mkdir()
     for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         torch.save(content, directory / name)
     return directory
 
@@ -431,3 +432,59 @@ def test_files_of_no_rank_are_passed_over(tmp_path: Path) -> None:
     (path / "zero_to_fp32.py").write_text("raise SystemExit")
     shutil.copy(path / "mp_rank_00_model_states.pt", path / "backup.pt")
     assert sw.restore(path)["global_steps"] == 5
+
+
+def of_universal() -> Content:
+    """The files of a universal checkpoint of ZeRO-3, by path."""
+    files: Content = {"mp_rank_00_model_states.pt": model_state()}
+    for name, value in VALUES.items():
+        for slot, add in (("fp32", 0), ("exp_avg", 1000), ("exp_avg_sq", 2000)):
+            files[f"zero/{name}/{slot}.pt"] = value.flatten() + add  # type: ignore[assignment]
+    groups = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+    base = {"state": {0: {"step": torch.tensor(5.0)}, 1: {"step": 5}}}
+    files["zero/optimizer_state.pt"] = {"param_groups": groups, "optimizer_state_dict": base}
+    return files
+
+
+def test_universal_files_of_zero_3_are_read(tmp_path: Path) -> None:
+    found = sw.restore(write(tmp_path / "c", of_universal()))
+    for name, value in VALUES.items():
+        np.testing.assert_array_equal(found["model"][name], value)
+        slots = found["optimizer"]["state"][name]
+        np.testing.assert_array_equal(slots["exp_avg_sq"], value + 2000)
+        assert slots["step"] == 5
+    assert found["optimizer"]["groups"][1] == {"lr": 0.2, "params": ["c", "d"]}
+
+
+UNIVERSAL_DAMAGE: dict[str, tuple[str, Any, str]] = {
+    "no weights": ("zero/a/fp32.pt", None, r"`a` has no fp32.pt"),
+    "no groups": ("zero/optimizer_state.pt", None, r"optimizer_state.pt"),
+    "too short a row": ("zero/a/exp_avg.pt", torch.zeros(19), r"shape \[4, 5\] was expected, not of \[19\]"),
+    "another shape": ("zero/a/fp32.pt", {"param": torch.zeros(5, 4)}, r"shape \[4, 5\] was expected"),
+    "a row with gaps": ("zero/a/fp32.pt", torch.zeros(40)[::2], r"shape \[4, 5\] was expected"),
+    "text as weights": ("zero/a/fp32.pt", "x", r"a tensor was expected"),
+    "a dict without the weights": ("zero/a/fp32.pt", {"cat_dim": 0}, r"a tensor was expected"),
+    "text as groups": ("zero/optimizer_state.pt", {"param_groups": "x"}, r"`param_groups` is no list"),
+    "a group without parameters": (
+        "zero/optimizer_state.pt",
+        {"param_groups": [{}]},
+        r"no list of parameters",
+    ),
+    "a path as a name": (
+        "mp_rank_00_model_states.pt",
+        model_state(param_shapes=[{"../c": (1,)}]),
+        r"no name of a directory",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNIVERSAL_DAMAGE)
+def test_damage_of_universal_files_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    file, content, message = UNIVERSAL_DAMAGE[name]
+    path = write(tmp_path / "c", of_universal())
+    (path / file).unlink()
+    if content is not None:
+        torch.save(content, path / file)
+    with pytest.raises((sw.CorruptCheckpoint, sw.StorageError), match=message) as caught:
+        sw.open(path)
+    assert str(path) in str(caught.value)

@@ -20,6 +20,7 @@ from .description import Description, Guarded, Tensor
 from .flat_partitions import of_one_share
 from .pickle_values import Malformed
 from .typed_fields import Fields, is_count
+from .universal_parameters import DIRECTORY, universal_state
 from .zero_partitions import ZeroState, zero_state
 
 FAMILY = "DeepSpeed"
@@ -65,6 +66,9 @@ class _Save:
     def __init__(self, path: str, files: Files) -> None:
         self._path, self._files = path, files
         self._read: dict[str, torch_save.TorchFile] = {}
+        parameters = os.path.join(path, DIRECTORY)
+        #: The directory of the parameters of a universal checkpoint.
+        self._universal = parameters if os.path.isdir(parameters) and not files.optimizers else None
         #: The version of DeepSpeed, and the first file that names one.
         self._version: tuple[object, str] | None = None
 
@@ -81,8 +85,7 @@ class _Save:
 
     def _fields(self, file: str) -> Fields:
         """The content of a file."""
-        self._read[file] = torch_save.required(file)
-        fields = Fields(file, self._read[file].state)
+        fields = Fields(file, self._load(file))
         version = fields.get("ds_version")
         if version is not None:
             self._version = self._version or (version, file)
@@ -93,13 +96,19 @@ class _Save:
                 )
         return fields
 
+    def _load(self, file: str) -> object:
+        self._read[file] = torch_save.required(file)
+        return self._read[file].state
+
     def _stage(self, mp_rank: int) -> _Stage:
         models = [self._fields(file) for file in self._files.ranks(self._files.models, mp_rank)]
         optimizers = [self._fields(file) for file in self._files.ranks(self._files.optimizers, mp_rank)]
         first = models[0]
         self._check_models(models)
         zero = None
-        if first.has("param_shapes"):
+        if self._universal is not None:
+            zero = universal_state(self._universal, [first], self._load)
+        elif first.has("param_shapes"):
             if not optimizers:
                 first.wrong(
                     "the files *_optim_states.pt are missing, which have its weights. Copy the files of all ranks, "

@@ -17,12 +17,13 @@ from .description import Opaque, Tensor, Unlocated
 from .files import read
 from .flat_partitions import Parameter, Partitions, assembled, of_group, of_shares
 from .pickle_values import Malformed
-from .typed_fields import Fields, is_count, plain
+from .typed_fields import Fields, Size, is_count, plain
 
 #: Values of an optimizer's file that describe how it was cut. The state does not have them.
 _CONSUMED = frozenset(
     {
         "base_optimizer_state",
+        "param_groups",
         "optimizer_state_dict",
         "single_partition_of_fp32_groups",
         "fp32_flat_groups",
@@ -67,12 +68,7 @@ def zero_state(model: Fields, files: Sequence[Fields]) -> ZeroState:
     for rank, own in zip(ranks, partitions, strict=True):
         if len(own) != len(partitions[0]):
             rank.wrong(f"`{key}` has {len(own)} groups, that of rank 0 has {len(partitions[0])}")
-    shapes = [
-        Fields(model.file, one, "a group of `param_shapes`").sizes() for one in model.list("param_shapes")
-    ]
-    names = list(itertools.chain.from_iterable(shapes))
-    if len(set(names)) != len(names):
-        model.wrong("`param_shapes` names a parameter twice")
+    shapes = shapes_of(model)
     _check_counts(ranks, len(partitions[0]))
     cut = _Cut(model.file, ranks, partitions)
     if len(shapes) != len(partitions[0]):
@@ -88,10 +84,19 @@ def zero_state(model: Fields, files: Sequence[Fields]) -> ZeroState:
             cut.add(partial(of_group, row, lengths, group, paddings[row]))
     cut.state.is_reordered = not is_3 and _is_reordered(ranks, shapes)
     cut.add_slots("optimizer_state_dict" if is_3 else "base_optimizer_state")
-    for name, value in first.entries.items():
-        if name not in _CONSUMED and isinstance(name, str):
-            cut.state.beside[name] = value
+    cut.state.beside |= beside(first)
     return cut.state
+
+
+def shapes_of(model: Fields) -> list[dict[str, Size]]:
+    """Returns the shapes of the parameters, by group."""
+    shapes = [
+        Fields(model.file, one, "a group of `param_shapes`").sizes() for one in model.list("param_shapes")
+    ]
+    names = list(itertools.chain.from_iterable(shapes))
+    if len(set(names)) != len(names):
+        model.wrong("`param_shapes` names a parameter twice")
+    return shapes
 
 
 def _refuse(file: Fields, rank: Fields) -> None:
@@ -194,7 +199,8 @@ class _Cut:
                     values = [one.get(slot) for one in slots]
                     for name in own:
                         self.state.slots.setdefault(name, {})[slot] = self._slot(name, slot, values)
-        self.state.groups = [self._group(group, names) for group in groups]
+        file = self._ranks[0].file
+        self.state.groups = [named_group(file, group, names) for group in groups]
 
     def _base_states(self, key: str) -> tuple[list[Mapping[object, object]], Sequence[object]]:
         """The state of each rank by partition, and the groups."""
@@ -253,12 +259,19 @@ class _Cut:
             if step != found[0]:
                 rank.wrong("its step differs from that of rank 0. Keep the files of one save")
 
-    def _group(self, value: object, names: Mapping[int, Sequence[str]]) -> object:
-        group = Fields(self._ranks[0].file, value, "a group of parameters").entries
-        rows = plain(group.get("params"))
-        if not isinstance(rows, (list, tuple)) or not all(is_count(row) for row in rows):
-            self._ranks[0].wrong("a group has no list of parameters")
-        return {**group, "params": [name for row in rows for name in names.get(row, ())]}
+
+def named_group(file: str, value: object, names: Mapping[int, Sequence[str]]) -> object:
+    """Returns a group of parameters with the names of these, which are numbered by partition."""
+    fields = Fields(file, value, "a group of parameters")
+    rows = fields.get("params")
+    if not isinstance(rows, (list, tuple)) or not all(is_count(row) for row in rows):
+        fields.wrong("a group has no list of parameters")
+    return {**fields.entries, "params": [name for row in rows for name in names.get(row, ())]}
+
+
+def beside(fields: Fields) -> dict[str, object]:
+    """Returns the values of an optimizer's file that are not cut."""
+    return {name: value for name, value in fields.named_entries() if name not in _CONSUMED}
 
 
 def _comparable(group: object) -> object:

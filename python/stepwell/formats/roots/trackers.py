@@ -16,6 +16,8 @@ VERL = "verl"
 DEEPSPEED = "DeepSpeed"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _LATEST = "latest"
+#: Names the newest universal checkpoint, which was converted from a tag.
+_LATEST_UNIVERSAL = "latest_universal"
 _OF_MEGATRON = re.compile(r"iter_(\d{7,})")
 _RELEASE = "release"
 #: A directory of one rank, in the format before torch_dist.
@@ -91,7 +93,8 @@ def _missing_ranks(path: str, model: str) -> str | None:
 
 def deepspeed(path: str, names: Sequence[str]) -> Listing | None:
     """Lists the tags of DeepSpeed. Tags with other names than its own have no number."""
-    candidates = [name for name in names if _LATEST in names or _OF_DEEPSPEED.fullmatch(name)]
+    is_named = _LATEST in names or _LATEST_UNIVERSAL in names
+    candidates = [name for name in names if is_named or _OF_DEEPSPEED.fullmatch(name)]
     states = {name: _model_states(os.path.join(path, name)) for name in candidates}
     tags = [name for name in candidates if states[name] or _OF_DEEPSPEED.fullmatch(name)]
     if not any(states.values()):
@@ -109,6 +112,8 @@ def deepspeed(path: str, names: Sequence[str]) -> Listing | None:
         steps.append(ForeignStep(number, name, os.path.join(path, name), reason))
     if noted is not None and noted not in tags:
         steps.append(absent(path, os.path.basename(noted), latest, _LATEST))
+    if noted is None:
+        noted = pointer(path, _LATEST_UNIVERSAL, "the tag of a universal checkpoint")
     steps.sort(key=lambda step: (-1 if step.number is None else step.number, step.name))
     return Listing(DEEPSPEED, path, steps, newest=None if noted is None else os.path.basename(noted))
 

@@ -1,0 +1,99 @@
+"""Universal checkpoints of DeepSpeed: a directory for each parameter, with its weights and each of
+its slots as a file.
+
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``. A file has a tensor, or a dict with it. The
+tensors of ZeRO-3 are flat. ``zero/optimizer_state.pt`` has the groups.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .description import Chunk, Tensor
+from .files import corrupt
+from .typed_fields import Fields, Size, plain
+from .zero_partitions import ZeroState, beside, named_group, shapes_of
+
+DIRECTORY = "zero"
+_WEIGHTS = "fp32"
+_GROUPS = "optimizer_state.pt"
+_END = ".pt"
+
+#: Returns the content of a file of ``torch.save``.
+Load = Callable[[str], object]
+
+
+def universal_state(path: str, models: Sequence[Fields], load: Load) -> ZeroState:
+    """Returns the state of the optimizer in a directory. ``models`` have the names of the
+    parameters: one for each model-parallel rank."""
+    state = ZeroState()
+    names: dict[int, list[str]] = {}
+    is_whole = len(models) == 1
+    for model in models:
+        for row, group in enumerate(shapes_of(model)):
+            for name, size in group.items():
+                if name not in state.masters:
+                    names.setdefault(row, []).append(name)
+                    _add(state, path, name, size if is_whole else None, load)
+    file = os.path.join(path, _GROUPS)
+    fields = Fields(file, load(file))
+    state.groups = [named_group(file, group, names) for group in fields.list("param_groups")]
+    state.beside = beside(fields)
+    if fields.has("optimizer_state_dict"):
+        _add_steps(state, fields.fields("optimizer_state_dict"), names)
+    return state
+
+
+def _add(state: ZeroState, path: str, name: str, size: Size | None, load: Load) -> None:
+    """Adds a parameter."""
+    if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+        raise corrupt(path, f"parameter `{name[:200]}` has no name of a directory")
+    directory = os.path.join(path, name)
+    files = os.listdir(directory) if os.path.isdir(directory) else []
+    if _WEIGHTS + _END not in files:
+        raise corrupt(path, f"parameter `{name[:200]}` has no {_WEIGHTS}{_END}. Copy the whole directory")
+    for file in sorted(files):
+        slot, end = os.path.splitext(file)
+        if end != _END:
+            continue
+        where = os.path.join(directory, file)
+        value = plain(load(where))
+        if isinstance(value, dict):
+            value = plain(value.get("param"))
+        if isinstance(value, Tensor) and value.shape:
+            value = _shaped(where, value, size)
+        if slot == _WEIGHTS:
+            state.masters[name] = value
+        else:
+            state.slots.setdefault(name, {})[slot] = value
+    if not isinstance(state.masters[name], Tensor):
+        raise corrupt(os.path.join(directory, _WEIGHTS + _END), "a tensor was expected")
+
+
+def _shaped(file: str, tensor: Tensor, size: Size | None) -> Tensor:
+    """A tensor of that shape, which may be stored as a row. ``None``: its own shape."""
+    if size is None or tensor.shape == size:
+        return tensor
+    is_row = len(tensor.shape) == 1 and all(one.strides is None for one in tensor.chunks)
+    if not is_row or tensor.shape[0] != math.prod(size):
+        raise corrupt(file, f"a tensor of shape {list(size)} was expected, not of {list(tensor.shape)}")
+    return replace(tensor, shape=size, chunks=tuple(map(_as_run, tensor.chunks)))
+
+
+def _as_run(chunk: Chunk) -> Chunk:
+    """A chunk with all elements of a row as one of a tensor of any shape."""
+    return replace(chunk, start=(0,), extent=(chunk.extent[0],))
+
+
+def _add_steps(state: ZeroState, base: Fields, names: dict[int, list[str]]) -> None:
+    """Adds the steps of ZeRO-3, which are in the state of the first rank."""
+    states = base.fields("state").entries
+    for row, own in names.items():
+        slots = states.get(row)
+        step = slots.get("step") if isinstance(slots, dict) else None
+        for name in own if step is not None else ():
+            slot = replace(step) if isinstance(step, Tensor) else step
+            state.slots.setdefault(name, {}).setdefault("step", slot)
