@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SAFETENSORS, TORCH, DCP, DCP_OF_RANKS, STEPWELL = (
+SAFETENSORS, TORCH, DCP, DCP_OF_RANKS, ORBAX_2, ORBAX_3, STEPWELL = (
     "safetensors",
     "torch.save",
     "DCP",
     "DCP of 4 ranks",
+    "Orbax, Zarr 2",
+    "Orbax, Zarr 3",
     "stepwell",
 )
 PLACES = {
@@ -22,6 +24,8 @@ PLACES = {
     TORCH: "torch/model.pt",
     DCP: "dcp",
     DCP_OF_RANKS: "dcp-of-ranks",
+    ORBAX_2: "orbax-zarr2",
+    ORBAX_3: "orbax-zarr3",
     STEPWELL: "stepwell",
 }
 LAYERS_PER_GIB = 5
@@ -43,6 +47,7 @@ def _write(folder: Path, sizes: dict[str, int], layers: int) -> int:
     """Writes a Llama in each format. Returns the bytes of its tensors."""
     config, state = llama("float32", **sizes, num_hidden_layers=layers, num_attention_heads=16)
     write_all(folder, state)
+    write_orbax(folder, state)
     text = json.dumps({**config.to_dict(), "dtype": "float32"}, default=str)
     (folder / PLACES[SAFETENSORS] / "config.json").write_text(text)
     nbytes = sum(one.nbytes for one in state.values())
@@ -89,6 +94,16 @@ def write_all(folder: Path, state: dict[str, Any]) -> None:
     with contextlib.redirect_stderr(io.StringIO()):
         dcp.save(state, checkpoint_id=folder / PLACES[DCP], no_dist=True)
     sw.save(folder / PLACES[STEPWELL], state)
+
+
+def write_orbax(folder: Path, state: dict[str, Any]) -> None:
+    """Writes tensors with Orbax, in its database."""
+    import orbax.checkpoint as ocp
+
+    arrays = {name: one.numpy() for name, one in state.items()}
+    for kind in (ORBAX_2, ORBAX_3):
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=kind == ORBAX_3)) as checkpointer:
+            checkpointer.save((folder / PLACES[kind]).absolute(), args=ocp.args.PyTreeSave(arrays))
 
 
 def write_shards(folder: Path, rank: int) -> None:

@@ -3,12 +3,12 @@
     python tests/bench/foreign_loads.py                       # 4 GiB, four rounds: about 25 minutes
     python tests/bench/foreign_loads.py --gib 0.5 --rounds 2
 
-The model is written as sharded safetensors, as one file of torch.save, and as DCP of one rank and
-of four. Each contestant loads it into host memory, in a process of its own in every round, in
-shuffled order, from a cold and from a warm page cache. Loaders that map the file are measured
-twice: as they are, with every page touched, and with a copy into memory of the process, as the
-others give it. The ratio is the time of stepwell over that of the contestant, in the same round.
-Then come reads of one tensor, and the opening: see :mod:`foreign_parts`.
+The model is written as sharded safetensors, as one file of torch.save, as DCP of one rank and of
+four, and by Orbax in Zarr 2 and 3. Each contestant loads it into host memory, in a process of its
+own in every round, in shuffled order, from a cold and from a warm page cache. Loaders that map the
+file are measured twice: as they are, with every page touched, and with a copy into memory of the
+process, as the others give it. The ratio is the time of stepwell over that of the contestant, in
+the same round. Then come reads of one tensor, and the opening: see :mod:`foreign_parts`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import foreign_parts
 from children import answer, in_child
-from foreign_files import DCP, DCP_OF_RANKS, PLACES, SAFETENSORS, TINY, TORCH, write_models
+from foreign_files import (
+    DCP,
+    DCP_OF_RANKS,
+    ORBAX_2,
+    ORBAX_3,
+    PLACES,
+    SAFETENSORS,
+    TINY,
+    TORCH,
+    write_models,
+)
 from measure import Spare, disk_bytes, drop_caches, huge_buffer, settle, warm_cache
 from tables import progress, spread, table, verdict
 
@@ -41,7 +51,7 @@ Contestant = Callable[[Path], Callable[[], Any]]
 #: The newest safetensors, release or not: see the target `bench-tools` of the Makefile.
 NEWEST_SAFETENSORS = Path(sys.prefix) / "newest-safetensors"
 #: The most time of stepwell over that of a loader, by format, and the most bytes over those needed.
-MOST_TIME = {SAFETENSORS: 0.9, TORCH: 0.5, DCP: 0.5, DCP_OF_RANKS: 0.5}
+MOST_TIME = {SAFETENSORS: 0.9, TORCH: 0.5, DCP: 0.5, DCP_OF_RANKS: 0.5, ORBAX_2: 0.5, ORBAX_3: 0.5}
 MOST_BYTES = 1.05
 WINDOW = 16 << 20
 READS = 8
@@ -154,6 +164,13 @@ def dcp_load(path: Path) -> Callable[[], Any]:
     return load
 
 
+def orbax(path: Path) -> Callable[[], Any]:
+    import orbax.checkpoint as ocp
+
+    checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    return lambda: checkpointer.restore(path.absolute())
+
+
 def copied(load: Contestant) -> Contestant:
     """A loader that maps the file, with a copy of each tensor."""
 
@@ -183,6 +200,8 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
     },
     DCP: {OURS: ours, "dcp.load": dcp_load},
     DCP_OF_RANKS: {OURS: ours, "dcp.load": dcp_load},
+    ORBAX_2: {OURS: ours, "Orbax": orbax},
+    ORBAX_3: {OURS: ours, "Orbax": orbax},
 }
 if NEWEST_SAFETENSORS.is_dir():
     CONTESTANTS[SAFETENSORS]["safetensors, pread"] = safetensors_pread

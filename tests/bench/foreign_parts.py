@@ -19,7 +19,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from children import answer, in_child
-from foreign_files import DCP, DCP_OF_RANKS, PLACES, SAFETENSORS, STEPWELL, TINY, TORCH, write_all
+from foreign_files import (
+    DCP,
+    DCP_OF_RANKS,
+    ORBAX_2,
+    ORBAX_3,
+    PLACES,
+    SAFETENSORS,
+    STEPWELL,
+    TINY,
+    TORCH,
+    write_all,
+    write_orbax,
+)
 from measure import disk_bytes, settle
 from tables import spread, table, verdict
 
@@ -91,6 +103,8 @@ READERS: dict[str, dict[str, Reader]] = {
     TORCH: {OURS: ours, "torch.load, mapped": torch_mmap},
     DCP: {OURS: ours, "dcp.load": dcp_load},
     DCP_OF_RANKS: {OURS: ours, "dcp.load": dcp_load},
+    ORBAX_2: {OURS: ours},
+    ORBAX_3: {OURS: ours},
     STEPWELL: {OURS: ours},
 }
 
@@ -117,6 +131,7 @@ def measure(folder: Path, rounds: int) -> None:
     rounds = min(rounds, ROUNDS)
     state = {f"layers.{number}.weight": torch.full((16, 8), float(number)) for number in range(COUNT)}
     write_all(folder / MANY, state)
+    write_orbax(folder / MANY, state)
     rows = [HEAD]
     for kind, readers in READERS.items():
         for reader in readers:
