@@ -583,7 +583,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         Args:
             other: a checkpoint, a step's directory, a root, files of another library, or an open
                 checkpoint.
-            map: a :class:`stepwell.maps.Map`, its TOML file or its rules. This checkpoint is
+            map: a :class:`stepwell.maps.Map`, a TOML file, a recipe or rules. This checkpoint is
                 compared under the names and in the shapes of that map, without its containers.
             include: leaves to compare, by glob over the paths of this checkpoint, or of the other
                 one for leaves that only it has; default: all.

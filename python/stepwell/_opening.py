@@ -52,8 +52,8 @@ def open(
     Args:
         path: a checkpoint, a step's directory, or a root.
         step: the step of a root. ``None``: its newest one.
-        map: a :class:`stepwell.maps.Map`, its TOML file or its rules. The checkpoint then has the
-            names and shapes of another model.
+        map: a :class:`stepwell.maps.Map`, a TOML file, a recipe or rules. The checkpoint then has
+            the names and shapes of another model.
         engine: the I/O engine, as in :class:`stepwell.Options`."""
     lifecycle.notifier.start()  # for log lines of the engine
     where, number = readable(path), None if step is None else step_number(step)

@@ -22,7 +22,9 @@ PROJECT = Path(__file__).resolve().parents[2]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(python|console|diff)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_FRAMEWORK = re.compile(r"^[ +-]?(?:import|from) (?:torch|jax|flax|optax|equinox|orbax)\b", re.MULTILINE)
+_FRAMEWORK = re.compile(
+    r"^[ +-]?(?:import|from) (?:torch|transformers|jax|flax|optax|equinox|orbax)\b", re.MULTILINE
+)
 
 
 def examples(page: Path) -> list[tuple[str, str]]:

@@ -53,14 +53,14 @@ Index = tuple[int | slice | EllipsisType, ...]
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE.npy", help="Write the array to a file."
 )
 def cat(
-    out: Output, path: Target, leaf: str, map_file: str | None, everything: bool, output: str | None
+    out: Output, path: Target, leaf: str, map: sw.maps.Map | None, everything: bool, output: str | None
 ) -> int:
     """Print the value of LEAF in the checkpoint PATH (or ROOT@STEP). A container is listed.
 
     LEAF is a path as `show` prints it, or `.` for the whole state. It may end in a slice with
     numpy's syntax: 'params/blocks[3]/w[0:2, :, -1]'. Only the blocks that it needs are read.
     """
-    with path.open(map_file) as checkpoint:
+    with path.open(map) as checkpoint:
         nodes = checkpoint.contents()
         number, index = _find([node.path for node in nodes], leaf)
         node = nodes[number]

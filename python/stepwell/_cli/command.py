@@ -19,14 +19,14 @@ from .output import FINE, INTERRUPTED, MISUSE, PROBLEMS, Output, safe
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def command(name: str) -> Callable[[Callable[..., int]], click.Command]:
+def command(name: str, of: str = "") -> Callable[[Callable[..., int]], click.Command]:
     """Makes a command of a function that takes an :class:`Output` and the options, and returns the
-    exit code."""
+    exit code. ``of`` is the command that it is a part of."""
 
     def made(function: Callable[..., int]) -> click.Command:
         @functools.wraps(function)
         def run(as_json: bool, traceback: bool, **arguments: object) -> NoReturn:
-            out = Output(name, as_json)
+            out = Output(f"{of} {name}".strip(), as_json)
             _print_warnings()
             try:
                 code = function(out, **arguments)

@@ -61,7 +61,7 @@ def chosen(function: Callable[..., int]) -> Callable[..., int]:
 class Chosen(TypedDict):
     """The part of a checkpoint that is written, and its form."""
 
-    map_file: str | None
+    map: sw.maps.Map | None
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     subtree: str
@@ -111,7 +111,7 @@ def write(
                 destination,
                 to=to,  # type: ignore[arg-type]  # checked there
                 step=source.step,
-                map=choice["map_file"],
+                map=choice["map"],
                 include=choice["include"] or None,
                 exclude=choice["exclude"],
                 subtree=choice["subtree"],

@@ -11,7 +11,7 @@ import stepwell as sw
 from .command import command
 from .output import FINE, PROBLEMS, Output, count, cut, safe, size
 from .progress import progress
-from .targets import TARGET, Target, format_of
+from .targets import TARGET, Target, format_of, mapped
 
 #: Characters of an object's value that are shown in a line.
 _VALUE = 40
@@ -22,9 +22,7 @@ _SHOWN = 4
 @command("diff")
 @click.argument("a", type=TARGET)
 @click.argument("b", type=TARGET)
-@click.option(
-    "--map", "map_file", metavar="FILE", help="Give the leaves of A the names and shapes of this map (TOML)."
-)
+@mapped("Give the leaves of A the names and shapes of this map.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Compare only these leaves. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these leaves out. Repeatable.")
 @click.option("--values/--no-values", default=True, help="Read and compare values (default).")
@@ -32,7 +30,7 @@ def diff(
     out: Output,
     a: Target,
     b: Target,
-    map_file: str | None,
+    map: sw.maps.Map | None,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     values: bool,
@@ -45,7 +43,7 @@ def diff(
     with a.open() as one, b.open() as other, progress("comparing") as tell:
         found = one.diff(
             other,
-            map=map_file,
+            map=map,
             include=include or None,
             exclude=exclude,
             values=values,

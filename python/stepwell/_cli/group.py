@@ -20,6 +20,7 @@ COMMANDS = {
     "cp": ("cp", "Copy a checkpoint to another path or root, and verify the copy."),
     "convert": ("convert", "Write a checkpoint in another format."),
     "export": ("export", "Write a checkpoint for another library, and verify it."),
+    "recipe": ("recipe", "List, print and check the maps that come with stepwell."),
     "prune": ("prune", "Apply retention to a root, once."),
     "rm": ("rm", "Delete steps or a branch."),
     "rewind": ("rewind", "Move the steps after STEP into a branch."),

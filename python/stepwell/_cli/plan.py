@@ -56,7 +56,7 @@ _PARTS = (
     help="Refuse stored leaves that are not wanted (default), or ignore them.",
 )
 @click.option("--resize", type=click.Choice(["pad", "truncate", "both"]), help="Allow changes of shape.")
-def plan(out: Output, path: Target, map_file: str | None, like: Target | None, **options: object) -> int:
+def plan(out: Output, path: Target, map: sw.maps.Map | None, like: Target | None, **options: object) -> int:
     """Show what a restore of PATH (or ROOT@STEP) with these options would read and do. Reads no
     array.
 
@@ -75,7 +75,7 @@ def plan(out: Output, path: Target, map_file: str | None, like: Target | None, *
         if whole and len(casts) > 1:
             raise click.UsageError("pass --cast HOW once for all leaves, or --cast GLOB=HOW for each glob")
         keywords["cast"] = whole[0] if whole else dict(_pair(one, "") for one in casts)
-    with path.open(map_file) as checkpoint:
+    with path.open(map) as checkpoint:
         if like is not None:
             with like.open() as other:
                 keywords["like"] = other.metadata().tree

@@ -32,9 +32,9 @@ _SMALL_OBJECTS = 1 << 20
     "--depth", type=click.IntRange(min=0), metavar="N", help="Show containers down to level N only."
 )
 @MAPPED
-def show(out: Output, path: Target, form: str, depth: int | None, map_file: str | None) -> int:
+def show(out: Output, path: Target, form: str, depth: int | None, map: sw.maps.Map | None) -> int:
     """Show the content of the checkpoint PATH (or ROOT@STEP). Reads no array."""
-    with path.open(map_file) as checkpoint:
+    with path.open(map) as checkpoint:
         nodes = checkpoint.contents()
         values = small_objects(checkpoint, nodes)
         head = head_of(checkpoint, nodes)

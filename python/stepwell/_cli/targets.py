@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import click
 
 import stepwell as sw
 
 from ..errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+#: The most digits of a parameter.
+_MAX_DIGITS = 19
 
 
 @final
@@ -25,9 +32,9 @@ class Target:
     def __str__(self) -> str:
         return self.path if self.step is None else f"{self.path}@{self.step}"
 
-    def open(self, map_file: str | None = None) -> sw.Checkpoint:
+    def open(self, map: sw.maps.MapLike | None = None) -> sw.Checkpoint:
         """Opens it for reading, under a lease; with the names and shapes of a map."""
-        return sw.open(self.path, self.step, map=map_file)
+        return sw.open(self.path, self.step, map=map)
 
 
 class _TargetType(click.ParamType["Target"]):
@@ -49,10 +56,64 @@ class _TargetType(click.ParamType["Target"]):
 
 TARGET = _TargetType()
 
-#: The map of the checkpoint that a command opens.
-MAPPED = click.option(
-    "--map", "map_file", metavar="FILE", help="Give the leaves the names and shapes of this map (TOML)."
-)
+
+def with_numbers(function: _Function) -> _Function:
+    """Gives a command the options of :func:`map_of`, beside its name."""
+    for option in (
+        click.option(
+            "--param", multiple=True, metavar="NAME=N", help="A number of the map's model. Repeatable."
+        ),
+        click.option(
+            "--config", metavar="PATH", help="The config.json that has the numbers of the map's model."
+        ),
+        click.option("--inverse", is_flag=True, help="Use the way back of the map."),
+    ):
+        function = option(function)
+    return function
+
+
+def map_of(name: str, inverse: bool, config: str | None, param: Sequence[str]) -> sw.maps.Map:
+    """The map of a recipe's name or of a TOML file, with the numbers of its model."""
+    found = sw.maps.recipe(name, inverse=inverse, config=config)
+    numbers: dict[str, int] = {}
+    for one in param:
+        key, _, number = one.partition("=")
+        if not (number.isascii() and number.isdigit()) or len(number) > _MAX_DIGITS:
+            raise click.UsageError(f"--param takes NAME=N, such as heads=32, not {one!r}")
+        if key not in found.parameters:
+            known = ", ".join(found.parameters) or "none"
+            raise click.UsageError(f"--param: {name} has no parameter {key!r}; it has {known}")
+        if numbers.setdefault(key, int(number)) != int(number):
+            raise click.UsageError(f"--param gives {key} two values, {numbers[key]} and {number}")
+    return found.with_parameters(None, **numbers)
+
+
+def mapped(help: str) -> Callable[[_Function], _Function]:
+    """Gives a command the options of a map. Its parameter ``map`` is the map, or ``None``."""
+
+    def made(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def run(
+            *given: object,
+            map: str | None,
+            inverse: bool,
+            config: str | None,
+            param: tuple[str, ...],
+            **options: object,
+        ) -> object:
+            if map is None and (inverse or config or param):
+                raise click.UsageError("--inverse, --config and --param are for a map: pass --map too")
+            chosen = None if map is None else map_of(map, inverse, config, param)
+            return function(*given, map=chosen, **options)
+
+        text = f"{help} MAP is a TOML file, or the name of a recipe."
+        return click.option("--map", metavar="MAP", help=text)(with_numbers(run))  # type: ignore[return-value]
+
+    return made
+
+
+#: For a command that opens one checkpoint.
+MAPPED = mapped("Give the leaves the names and shapes of this map.")
 
 
 def format_of(checkpoint: sw.Checkpoint) -> str:

@@ -66,8 +66,8 @@ def convert(
             Orbax. ``"stepwell"`` makes a checkpoint of this library, and begins again after an
             interrupt.
         step: the step of a root; ``None``: its newest.
-        map: a :class:`stepwell.maps.Map`, its TOML file or its rules: names and shapes of another
-            model for what is written. The other arguments see the mapped leaves.
+        map: a :class:`stepwell.maps.Map`, a TOML file, a recipe or rules: names and shapes of
+            another model for what is written. The other arguments see the mapped leaves.
         include: leaves to write, by glob over their paths; default: all.
         exclude: leaves to leave out.
         subtree: path of a container. Only what is below it is written, with names relative to it.

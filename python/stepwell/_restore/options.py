@@ -53,8 +53,8 @@ class ResumeKeywords(TypedDict, total=False):
             wanted: ``"error"`` or ``"ignore"``; also by glob.
         cast: which changes of dtype are allowed: ``"exact"`` (none), ``"lossless"`` (the default:
             widening within a kind), ``"lossy"``; or ``{glob: one of these or a dtype}``.
-        map: a :class:`stepwell.maps.Map`, its TOML file or its rules: what is stored, under the
-            names and in the shapes of another model. The other keywords see the mapped leaves.
+        map: a :class:`stepwell.maps.Map`, a TOML file, a recipe or rules: what is stored, under
+            the names and in the shapes of another model. The other keywords see the mapped leaves.
         resize: which changes of shape are allowed: ``"pad"`` with zeros, ``"keep"`` (the rest keeps
             the caller's values), ``"truncate"``, or ``"both"`` (pads, truncates); also by glob.
         shardings: the places of JAX arrays: one sharding or device for all, a tree of them (one

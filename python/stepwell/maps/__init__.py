@@ -13,28 +13,41 @@
 Rules apply in their order, to all leaves that their patterns match. Most only say which stored
 element is where, so a mapped checkpoint costs no more to read than the stored one. Others compute,
 region by region, when a leaf is read.
+
+Recipes are maps between two families of models that are part of this package::
+
+    state = sw.restore("llama", map="hf-llama-to-megatron")
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, final
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, TypeAlias, final
 
 from .. import _core
-from .._checks import shown
+from .._checks import meant
+from .._locations import Path
+from .._paths import named
 from ..errors import MisuseError
-from ..formats.files import read_whole
-from . import layout, parsing
-from .rules import Concat, Rule
+from . import parameters, shipped
+from .coverage import Coverage, Observer
+from .layout import StoredLeaves
+from .parameters import Config
+from .rules import Concat
+from .shipped import recipe_toml, recipes
+from .tables import Tables, naming
+from .values import Values
 
-#: A map, the path of its TOML file, or a list of its rules.
+if TYPE_CHECKING:
+    from .._checkpoint import Checkpoint
+
+#: A map, the path of its TOML file, the name of a recipe, or a list of rules.
 MapLike: TypeAlias = "Map | str | os.PathLike[str] | Iterable[Mapping[str, object]]"
 
-#: The longest file of a map.
-_MAX_FILE_BYTES = 16 << 20
+#: Leaves that an error lists.
+_LISTED = 3
 
 
 @final
@@ -45,30 +58,65 @@ class Map:
         rules: one table for each rule: ``[{"rename": "a.{i}", "to": "b.{i}"}]``.
     """
 
-    __slots__ = ("_name", "_rules")
+    __slots__ = ("_config", "_given", "_is_inverse", "_tables")
 
     def __init__(self, rules: Iterable[Mapping[str, object]]) -> None:
-        if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
-            raise MisuseError(f"a map is a list of rules, not {shown(rules)}")
-        self._name = "the map"
-        #: With their numbers, for messages.
-        self._rules: Sequence[tuple[int, Rule]] = tuple(
-            (number, parsing.rule(number, one)) for number, one in enumerate(rules, start=1)
-        )
+        self._tables = Tables.of_rules(rules)
+        self._given: Mapping[str, int] = {}
+        self._config: Config | None = None
+        self._is_inverse = False
 
     @classmethod
     def of(cls, given: MapLike) -> Map:
-        """A map from a TOML file, or from rules."""
+        """A map from a TOML file, from the name of a recipe, or from rules."""
         if isinstance(given, Map):
             return given
-        if isinstance(given, (str, os.PathLike)):
-            path = os.fspath(given)
-            rules = _read(path)
-            with _naming(path):
-                found = cls(rules)
-            found._name = f"the map {path}"
-            return found
-        return cls(given)
+        if not isinstance(given, (str, os.PathLike)):
+            return cls(given)
+        path = os.fspath(given)
+        is_inverse = False
+        if (recipe := shipped.find(path)) is not None:
+            tables, is_inverse = recipe
+        elif os.path.isfile(path):
+            tables = Tables.of_file(path, f"the map {path}", f"the inverse of the map {path}")
+        else:
+            raise MisuseError(
+                f"the map {path} is no file and no recipe{meant(path, shipped.words())}; pass a TOML file, the name of a "
+                "recipe, rules or a sw.maps.Map"
+            )
+        return cls._made(tables, {}, None, is_inverse)
+
+    @classmethod
+    def _made(cls, tables: Tables, given: Mapping[str, int], config: Config | None, is_inverse: bool) -> Map:
+        found = object.__new__(cls)
+        found._tables, found._given = tables, given
+        found._config, found._is_inverse = config, is_inverse
+        return found
+
+    @property
+    def about(self) -> str:
+        """The description in its TOML file."""
+        return self._tables.about
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters."""
+        return tuple(self._tables.parameters)
+
+    def with_parameters(self, config: Path | None = None, /, **numbers: int) -> Map:
+        """Returns this map with numbers of a model.
+
+        Args:
+            config: the model's ``config.json``, or the directory of one. Default: the one beside
+                the checkpoint, if there is one.
+            numbers: parameters by name, such as ``heads=32``.
+
+        Raises:
+            MisuseError: the map has no such parameter, or the configuration is invalid.
+        """
+        given = parameters.checked(numbers, self.parameters, self._name)
+        read = self._config if config is None else parameters.read_config(os.fspath(config))
+        return Map._made(self._tables, {**self._given, **given}, read, self._is_inverse)
 
     def inverse(self) -> Map:
         """The map that takes this one back.
@@ -76,58 +124,85 @@ class Map:
         Raises:
             MisuseError: a rule has no way back; the message names it.
         """
-        back = object.__new__(Map)
-        back._name = f"the inverse of {self._name}"
-        back._rules = tuple((number, one.inverse()) for number, one in reversed(self._rules))
-        return back
+        self._tables.check(is_inverse=not self._is_inverse)
+        return Map._made(self._tables, self._given, self._config, not self._is_inverse)
+
+    def check(self, source: Path | Checkpoint, step: int | None = None) -> Coverage:
+        """Applies this map to a checkpoint, and returns what does not fit. Reads no array.
+
+        Args:
+            source: a checkpoint, a step's directory, a root, or an open checkpoint.
+            step: the step of a root. ``None``: its newest one.
+        """
+        from .._opening import opened
+
+        with opened(source, step, None) as checkpoint:
+            observer = Observer()
+            self._applied(checkpoint._open(), observer)
+            return observer.coverage()
 
     def __repr__(self) -> str:
-        return f"<Map of {len(self._rules)} rules>"
+        return f"<Map of {len(self._tables.entries)} rules>"
+
+    @property
+    def _name(self) -> str:
+        return self._tables.inverse_name if self._is_inverse else self._tables.name
 
     def _apply(self, core: _core.Checkpoint) -> _core.Checkpoint:
         """The same checkpoint with its leaves by this map."""
-        stored = layout.StoredLeaves(core)
+        stored, values = self._applied(core, None)
+        return core.mapped(*stored.rows(values))
+
+    def _applied(self, core: _core.Checkpoint, observer: Observer | None) -> tuple[StoredLeaves, Values]:
+        """The leaves of a checkpoint after the rules. An observer sees the errors, which are raised
+        without one."""
+        config = self._config
+        if config is None and self._tables.parameters:
+            config = parameters.find_config(core.path())
+        numbers = self._tables.numbers(self._given, config, self._name)
+        told = "".join(f", {name} = {number}" for name, number in numbers.items())
+        stored = StoredLeaves(core)
         values = stored.values
-        for number, one in self._rules:
-            with _naming(f"rule {number} of {self._name}"):
+        for number, one in self._tables.rules(numbers, is_inverse=self._is_inverse):
+            with contextlib.ExitStack() as stack:
+                if observer is not None:
+                    stack.enter_context(observer.watching(one, values))
+                stack.enter_context(naming(f"rule {number} of {self._name}{told}"))
                 if isinstance(one, Concat):
                     after, alike = one.joined(values)
                     stored.check_alike(alike, values)
                     values = after
                 else:
                     values = one.apply(values)
-        return core.mapped(*stored.rows(values))
+        covered = self._tables.target if self._is_inverse else self._tables.source
+        left = [path for path in values if any(pattern.match(path) for pattern in covered)]
+        if observer is not None:
+            observer.end(stored.values, left if covered else None)
+        elif left:
+            more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+            raise MisuseError(
+                f"{self._name} has no rule for {', '.join(map(named, left[:_LISTED]))}{more}. Use the recipe of this "
+                "model, or a copy of this one with rules for them. `stepwell recipe check` lists them"
+            )
+        return stored, values
 
 
-@contextlib.contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Adds to an error where it is."""
-    try:
-        yield
-    except MisuseError as error:
-        error.args = (f"{error} ({where})",)
-        raise
+def recipe(
+    name: str | os.PathLike[str], *, inverse: bool = False, config: Path | None = None, **numbers: int
+) -> Map:
+    """A recipe, or the map of a TOML file, with numbers of a model.
+
+    Args:
+        name: a name of :func:`recipes`, or a path.
+        inverse: the way back.
+        config: as of :meth:`Map.with_parameters`.
+        numbers: as of :meth:`Map.with_parameters`.
+    """
+    found = Map.of(name)
+    return (found.inverse() if inverse else found).with_parameters(config, **numbers)
 
 
-def _read(path: str) -> Iterable[Mapping[str, object]]:
-    if not os.path.isfile(path):
-        raise MisuseError(f"the map {path} is no file; pass a TOML file, rules or a sw.maps.Map")
-    text = read_whole(
-        path,
-        _MAX_FILE_BYTES,
-        lambda length: MisuseError(f"the map {path} has {length} bytes; a map has at most {_MAX_FILE_BYTES}"),
-    )
-    try:
-        content = tomllib.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise MisuseError(f"the map {path} is no valid TOML: {error}") from error
-    rules = content.pop("rule", [])
-    if content or not isinstance(rules, list):
-        unknown = ", ".join(content) or "rule"
-        raise MisuseError(f"the map {path}: [[rule]] tables were expected, not {unknown}")
-    return rules
+for _public in (Map, Coverage, recipe, recipes, recipe_toml):
+    _public.__module__ = __name__
 
-
-Map.__module__ = __name__
-
-__all__ = ["Map", "MapLike"]
+__all__ = ["Coverage", "Map", "MapLike", "recipe", "recipe_toml", "recipes"]

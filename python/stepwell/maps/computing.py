@@ -148,13 +148,14 @@ class Pad(_Elementwise):
     def inverse(self) -> Rule:
         if self.source is None:
             _no_way_back("pad", self.pattern, "give `from`, the number of elements before it")
-        return Crop(self.pattern, self.source, self.axis, optional=self.optional)
+        return Crop(self.pattern, self.source, self.axis, self.size, optional=self.optional)
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantise(Rule):
     """Weights of 8-bit floats times the scales of their blocks, which are a tensor of their own."""
 
+    _takes: ClassVar[tuple[str, ...]] = ("pattern", "scale")
     pattern: Pattern
     scale: Pattern
     #: Elements of a block along each axis; 0: the whole axis.
@@ -207,6 +208,7 @@ class Dequantise(Rule):
 class Merge(Rule):
     """Weights with their low-rank adapters: ``W + scale * B @ A``."""
 
+    _takes: ClassVar[tuple[str, ...]] = ("pattern", "a", "b")
     pattern: Pattern
     a: Pattern
     b: Pattern

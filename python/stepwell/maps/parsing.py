@@ -6,16 +6,19 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Literal, NoReturn, TypeGuard, TypeVar
+from typing import Literal, NoReturn, TypeAlias, TypeGuard, TypeVar
 
-from .._checks import shown
+from .._checks import meant, shown
 from ..errors import MisuseError
 from ..formats.description import MAX_SIZE
 from .computing import FLOATS, READ, Add, Cast, Dequantise, Merge, Pad, Scale
+from .parameters import evaluated, names
 from .patterns import Pattern
 from .rules import Concat, Crop, Drop, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
 
 _T = TypeVar("_T")
+#: The parameters of a map. ``None``: not known yet.
+Numbers: TypeAlias = Mapping[str, int | None]
 
 #: A capture without its closing brace.
 _UNCLOSED = re.compile(r"\{[A-Za-z_]\w*(?:\.\.\.)?(?!\w|\.\.\.|\})")
@@ -26,9 +29,10 @@ _LIKENESS = 0.8
 class _Table:
     """The entries of a rule, each of which is used once."""
 
-    def __init__(self, number: int, entries: Mapping[str, object]) -> None:
+    def __init__(self, number: int, entries: Mapping[str, object], numbers: Numbers) -> None:
         self._number = number
         self._entries = dict(entries)
+        self._numbers = numbers
 
     def wrong(self, what: str) -> NoReturn:
         raise MisuseError(f"rule {self._number} of the map: {what}")
@@ -41,9 +45,28 @@ class _Table:
         if value is default:
             return value  # type: ignore[return-value]  # a default is of the kind
         try:
-            return kind(value)
+            return kind(self._filled(value) if kind in _OF_NUMBERS and self._numbers else value)
         except (TypeError, ValueError, OverflowError) as error:
             self.wrong(f"`{name}` cannot be {shown(value)}: {error}")
+
+    def _filled(self, value: object) -> object:
+        """A number, or a list of numbers, with the values of its expressions."""
+        if isinstance(value, list):
+            return [self._filled(one) for one in value]
+        return self.value(value) if isinstance(value, str) else value
+
+    def value(self, expression: str) -> int:
+        """The value of an expression over the parameters of the map. It is 1 if one of them is not
+        known. Raises ``ValueError``."""
+        known: dict[str, int] = {}
+        for name in names(expression):
+            if name not in self._numbers:
+                raise ValueError(f"the map has no parameter {name}{meant(name, self._numbers)}")
+            number = self._numbers[name]
+            if number is None:
+                return 1
+            known[name] = number
+        return evaluated(expression, known)
 
     def end(self) -> None:
         """Raises if an entry is left."""
@@ -51,10 +74,8 @@ class _Table:
             self.wrong(f"`{next(iter(self._entries))}` is not known here")
 
 
-def rule(number: int, entries: Mapping[str, object]) -> Rule:
-    """A rule; ``number`` is for messages."""
-    if not isinstance(entries, Mapping):
-        raise MisuseError(f"rule {number} of the map is a table, not {shown(entries)}")
+def rule(number: int, entries: Mapping[str, object], numbers: Numbers) -> Rule:
+    """A rule. ``number`` is for messages, ``numbers`` are the parameters of the map."""
     operations = [name for name in entries if name in _OPERATIONS]
     if len(operations) > 1 and "scale" in operations:
         # It is also a key of others.
@@ -72,13 +93,23 @@ def rule(number: int, entries: Mapping[str, object]) -> Rule:
         raise MisuseError(
             f"rule {number} of the map has {len(operations)} operations ({', '.join(_OPERATIONS)}); one is expected{hint}"
         )
-    table = _Table(number, entries)
+    table = _Table(number, entries, numbers)
     made = _OPERATIONS[operations[0]](table)
     table.end()
     return made
 
 
-def _pattern(value: object) -> Pattern:
+def condition(number: int, expression: str, numbers: Numbers) -> bool:
+    """True if the condition of a rule holds: its expression is not zero."""
+    table = _Table(number, {}, numbers)
+    try:
+        return table.value(expression) != 0
+    except ValueError as error:
+        table.wrong(f"`when` cannot be {shown(expression)}: {error}")
+
+
+def pattern_of(value: object) -> Pattern:
+    """A pattern. Raises ``TypeError`` or ``ValueError``."""
     if not isinstance(value, str):
         raise TypeError("it is a leaf path with captures such as {i}")
     if found := _UNCLOSED.search(value):
@@ -89,7 +120,7 @@ def _pattern(value: object) -> Pattern:
 def _patterns(value: object) -> tuple[Pattern, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise TypeError("it is a list of leaf paths")
-    return tuple(_pattern(one) for one in value)
+    return tuple(pattern_of(one) for one in value)
 
 
 def _is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
@@ -197,7 +228,7 @@ def _optional(table: _Table) -> bool:
 
 
 def _rename(table: _Table) -> Rule:
-    found = Rename(table.take("rename", _pattern), table.take("to", _pattern), optional=_optional(table))
+    found = Rename(table.take("rename", pattern_of), table.take("to", pattern_of), optional=_optional(table))
     _check_captures(table, (found.pattern,), (found.to,))
     return found
 
@@ -205,35 +236,37 @@ def _rename(table: _Table) -> Rule:
 def _concat(table: _Table) -> Rule:
     found = Concat(
         table.take("concat", _patterns),
-        table.take("to", _pattern),
+        table.take("to", pattern_of),
         table.take("axis", _integer, 0),
         table.take("groups", _positive, 1),
         table.take("sizes", _sizes, None),
+        table.take("unit", _positive, None),
         optional=_optional(table),
     )
     _check_captures(table, found.patterns, (found.to,))
-    _check_sizes(table, found.sizes, found.patterns)
+    _check_sizes(table, found, found.patterns)
     return found
 
 
 def _split(table: _Table) -> Rule:
     found = Split(
-        table.take("split", _pattern),
+        table.take("split", pattern_of),
         table.take("to", _patterns),
         table.take("axis", _integer, 0),
         table.take("groups", _positive, 1),
         table.take("sizes", _sizes, None),
+        table.take("unit", _positive, None),
         optional=_optional(table),
     )
     _check_captures(table, (found.pattern,), found.to)
-    _check_sizes(table, found.sizes, found.to)
+    _check_sizes(table, found, found.to)
     return found
 
 
 def _stack(table: _Table) -> Rule:
     found = Stack(
-        table.take("stack", _pattern),
-        table.take("to", _pattern),
+        table.take("stack", pattern_of),
+        table.take("to", pattern_of),
         table.take("over", _text),
         table.take("axis", _not_negative, 0),
         optional=_optional(table),
@@ -246,8 +279,8 @@ def _stack(table: _Table) -> Rule:
 
 def _unstack(table: _Table) -> Rule:
     found = Unstack(
-        table.take("unstack", _pattern),
-        table.take("to", _pattern),
+        table.take("unstack", pattern_of),
+        table.take("to", pattern_of),
         table.take("over", _text),
         table.take("axis", _not_negative, 0),
         optional=_optional(table),
@@ -261,12 +294,12 @@ def _unstack(table: _Table) -> Rule:
 
 
 def _permute(table: _Table) -> Rule:
-    return Permute(table.take("permute", _pattern), table.take("axes", _order), optional=_optional(table))
+    return Permute(table.take("permute", pattern_of), table.take("axes", _order), optional=_optional(table))
 
 
 def _crop(table: _Table) -> Rule:
     return Crop(
-        table.take("crop", _pattern),
+        table.take("crop", pattern_of),
         table.take("size", _positive),
         table.take("axis", _not_negative, 0),
         optional=_optional(table),
@@ -274,37 +307,37 @@ def _crop(table: _Table) -> Rule:
 
 
 def _rotary(table: _Table) -> Rule:
-    pattern, heads = table.take("rotary", _pattern), table.take("heads", _positive)
+    pattern, heads = table.take("rotary", pattern_of), table.take("heads", _positive)
     to, axis = table.take("to", _rotated), table.take("axis", _not_negative, 0)
     return Rotary(pattern, heads, to, axis, optional=_optional(table))
 
 
 def _tie(table: _Table) -> Rule:
-    found = Tie(table.take("tie", _pattern), table.take("to", _pattern), optional=_optional(table))
+    found = Tie(table.take("tie", pattern_of), table.take("to", pattern_of), optional=_optional(table))
     _check_captures(table, (found.pattern,), (found.to,))
     return found
 
 
 def _drop(table: _Table) -> Rule:
-    return Drop(table.take("drop", _pattern), optional=_optional(table))
+    return Drop(table.take("drop", pattern_of), optional=_optional(table))
 
 
 def _cast(table: _Table) -> Rule:
-    pattern, to = table.take("cast", _pattern), table.take("to", _dtype)
+    pattern, to = table.take("cast", pattern_of), table.take("to", _dtype)
     return Cast(pattern, to, table.take("from", _read_dtype, None), optional=_optional(table))
 
 
 def _scale(table: _Table) -> Rule:
-    return Scale(table.take("scale", _pattern), table.take("by", _factor), optional=_optional(table))
+    return Scale(table.take("scale", pattern_of), table.take("by", _factor), optional=_optional(table))
 
 
 def _add(table: _Table) -> Rule:
-    return Add(table.take("add", _pattern), table.take("value", _finite), optional=_optional(table))
+    return Add(table.take("add", pattern_of), table.take("value", _finite), optional=_optional(table))
 
 
 def _pad(table: _Table) -> Rule:
     found = Pad(
-        table.take("pad", _pattern),
+        table.take("pad", pattern_of),
         table.take("size", _positive),
         table.take("axis", _not_negative, 0),
         table.take("value", _number, 0.0),
@@ -318,8 +351,8 @@ def _pad(table: _Table) -> Rule:
 
 def _dequantise(table: _Table) -> Rule:
     found = Dequantise(
-        table.take("dequantise", _pattern),
-        table.take("scale", _pattern),
+        table.take("dequantise", pattern_of),
+        table.take("scale", pattern_of),
         table.take("block", _blocks, (128, 128)),
         table.take("to", _dtype, "bfloat16"),
         optional=_optional(table),
@@ -329,7 +362,7 @@ def _dequantise(table: _Table) -> Rule:
 
 
 def _merge(table: _Table) -> Rule:
-    pattern, a, b = (table.take(name, _pattern) for name in ("merge", "a", "b"))
+    pattern, a, b = (table.take(name, pattern_of) for name in ("merge", "a", "b"))
     alpha, scale = table.take("alpha", _finite, None), table.take("scale", _finite, None)
     is_root = table.take("rslora", _flag, False)
     if (alpha is None) == (scale is None) or (is_root and alpha is None):
@@ -339,6 +372,10 @@ def _merge(table: _Table) -> Rule:
     if alpha is None:
         return Merge(pattern, a, b, scale or 0.0, optional=optional)
     return Merge(pattern, a, b, alpha, "root" if is_root else "rank", optional=optional)
+
+
+#: The kinds of entries that may have expressions.
+_OF_NUMBERS = (_integer, _positive, _not_negative, _sizes, _blocks)
 
 
 def _check_captures(table: _Table, sources: tuple[Pattern, ...], targets: tuple[Pattern, ...]) -> None:
@@ -352,9 +389,11 @@ def _check_captures(table: _Table, sources: tuple[Pattern, ...], targets: tuple[
                 )
 
 
-def _check_sizes(table: _Table, sizes: tuple[int, ...] | None, parts: tuple[Pattern, ...]) -> None:
-    if sizes is not None and len(sizes) != len(parts):
-        table.wrong(f"{len(sizes)} sizes for {len(parts)} parts")
+def _check_sizes(table: _Table, found: Concat | Split, parts: tuple[Pattern, ...]) -> None:
+    if found.sizes is not None and len(found.sizes) != len(parts):
+        table.wrong(f"{len(found.sizes)} sizes for {len(parts)} parts")
+    if found.sizes is None and found.unit is not None:
+        table.wrong("`unit` needs `sizes`, the shares that have so many elements")
 
 
 _OPERATIONS: Mapping[str, Callable[[_Table], Rule]] = {

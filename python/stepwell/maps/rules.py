@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 from ..errors import MisuseError
 from .arrangement import Arrangement, concat
@@ -25,12 +25,22 @@ _MAX_DIGITS, _LISTED = 9, 8
 _MAX_COMPARED = 1 << 12
 
 
+class NoMatch(MisuseError):
+    """A pattern matches no leaf."""
+
+    def __init__(self, message: str, pattern: str) -> None:
+        super().__init__(message)
+        self.pattern = pattern
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """One operation of a map."""
 
     #: True if it may match nothing.
     optional: bool = False
+    #: The attributes with the patterns of the leaves that it takes.
+    _takes: ClassVar[tuple[str, ...]] = ("pattern",)
 
     def apply(self, values: Values) -> Values:
         """The leaves after it."""
@@ -39,6 +49,10 @@ class Rule:
     def inverse(self) -> Rule:
         """Returns the operation that undoes this one. Raises if nothing can undo it."""
         raise NotImplementedError
+
+    def taken(self) -> tuple[Pattern, ...]:
+        """The patterns of the leaves that it takes."""
+        return tuple(getattr(self, name) for name in self._takes)
 
     def _found(self, pattern: Pattern, values: Values) -> Iterator[tuple[str, Match]]:
         """The paths that a pattern matches. Raises if it matches none and has to."""
@@ -51,8 +65,9 @@ class Rule:
             compared = itertools.islice(values, _MAX_COMPARED)
             near = difflib.get_close_matches(pattern.text, compared, 3, 0.4)
             hint = f"; near it are {', '.join(near)}" if near else ""
-            raise MisuseError(
-                f"the map's pattern `{pattern.text}` matches no leaf{hint}; correct it, or set optional = true"
+            raise NoMatch(
+                f"the map's pattern `{pattern.text}` matches no leaf{hint}; correct it, or set optional = true",
+                pattern.text,
             )
 
     def _along(self, axis: int, pattern: Pattern, values: Values) -> list[tuple[str, Match]]:
@@ -90,6 +105,11 @@ class Concat(Rule):
     groups: int = 1
     #: Shares of the parts, for the way back.
     sizes: tuple[int, ...] | None = None
+    #: Elements of a share in a group, if they are known.
+    unit: int | None = None
+
+    def taken(self) -> tuple[Pattern, ...]:
+        return self.patterns
 
     def apply(self, values: Values) -> Values:
         return self.joined(values)[0]
@@ -144,14 +164,31 @@ class Concat(Rule):
                 if rest:
                     refuse(whole, f"{one.shape[axis]} elements are not {self.groups} groups")
                 pieces.append(one.take(axis, group * count, count))
+        self._check_sizes(whole, [one.shape[axis] for one in tensors])
         return concat(pieces, axis)
+
+    def _check_sizes(self, whole: str, counts: Sequence[int]) -> None:
+        """Raises for parts that do not have their shares. The way back would cut elsewhere."""
+        if self.sizes is None:
+            return
+        unit = self.unit or counts[0] // (self.sizes[0] * self.groups)
+        expected = [size * unit * self.groups for size in self.sizes]
+        if list(counts) != expected:
+            of_unit = "" if self.unit is None else f" of {unit}"
+            refuse(
+                whole,
+                f"its parts have {', '.join(map(str, counts))} elements, which are not {self.groups} groups of "
+                f"shares {list(self.sizes)}{of_unit}",
+            )
 
     def inverse(self) -> Rule:
         if self.sizes is None:
             raise MisuseError(
                 f"the map's concat to `{self.to.text}` has no way back: give sizes, the parts' shares of its axis"
             )
-        return Split(self.to, self.patterns, self.axis, self.groups, self.sizes, optional=self.optional)
+        return Split(
+            self.to, self.patterns, self.axis, self.groups, self.sizes, self.unit, optional=self.optional
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +201,8 @@ class Split(Rule):
     groups: int = 1
     #: Shares of the parts; default: equal ones.
     sizes: tuple[int, ...] | None = None
+    #: Elements of a share in a group, if they are known.
+    unit: int | None = None
 
     def apply(self, values: Values) -> Values:
         sizes = self.sizes or (1,) * len(self.to)
@@ -186,8 +225,9 @@ class Split(Rule):
         axis = _axis(self.axis, len(whole.shape))
         n = whole.shape[axis]
         unit, rest = divmod(n, sum(sizes) * self.groups)
-        if rest:
-            refuse(path, f"{n} elements are not {self.groups} groups of shares {list(sizes)}")
+        if rest or self.unit not in (None, unit):
+            of_unit = "" if self.unit is None else f" of {self.unit}"
+            refuse(path, f"{n} elements are not {self.groups} groups of shares {list(sizes)}{of_unit}")
         pieces: list[list[Arrangement]] = [[] for _ in sizes]
         at = 0
         for _ in range(self.groups):
@@ -203,6 +243,7 @@ class Split(Rule):
             self.axis,
             self.groups,
             self.sizes or (1,) * len(self.to),
+            self.unit,
             optional=self.optional,
         )
 
@@ -314,16 +355,24 @@ class Crop(Rule):
     pattern: Pattern
     size: int
     axis: int = 0
+    #: The number of elements before it, if it is known. Slots of an optimizer with another number
+    #: stay as they are.
+    source: int | None = None
 
     def apply(self, values: Values) -> Values:
+        found = self._along(self.axis, self.pattern, values)
+        slots = {path: slot_name(match) for path, match in found}
+
         def cropped(path: str, tensor: Arrangement) -> Arrangement:
-            if tensor.shape[self.axis] < self.size:
-                refuse(
-                    path, f"it has {tensor.shape[self.axis]} elements along axis {self.axis}, not {self.size}"
-                )
+            count = tensor.shape[self.axis]
+            if self.source not in (None, count) and slots[path] in SLOTS:
+                return tensor
+            if count < self.size or self.source not in (None, count):
+                wanted = self.size if self.source is None else self.source
+                refuse(path, f"it has {count} elements along axis {self.axis}, not {wanted}")
             return tensor.take(self.axis, 0, self.size)
 
-        return changed(values, self._along(self.axis, self.pattern, values), cropped)
+        return changed(values, found, cropped)
 
     def inverse(self) -> Rule:
         raise MisuseError(
@@ -397,6 +446,7 @@ class Untie(Rule):
     """One leaf of two with the same value: the inverse of :class:`Tie`. A file of another library
     may hold only one of the two, under either name."""
 
+    _takes: ClassVar[tuple[str, ...]] = ("pattern", "to")
     pattern: Pattern
     to: Pattern
 

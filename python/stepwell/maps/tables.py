@@ -1,0 +1,187 @@
+"""A map as it is written: its rules, its parameters, and the leaves that it covers.
+
+::
+
+    about = "Weights of mine, and of theirs."
+    model_types = ["mine"]
+    from = ["model.{rest...}"]
+    to = ["decoder.{rest...}"]
+
+    [parameters]
+    heads = { config = ["num_attention_heads"] }
+
+    [[rule]]
+    rename = "model.layers.{i}.norm"
+    to = "decoder.{i}.norm"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from .._checks import shown
+from .._paths import printable
+from ..errors import MisuseError
+from ..formats.files import read_whole
+from . import parameters, parsing
+from .parameters import Config, Parameter
+from .patterns import Pattern
+from .rules import Rule
+
+#: The longest file of a map.
+_MAX_FILE_BYTES = 16 << 20
+_DIRECTIONS = ("forward", "inverse")
+
+#: Rules with their numbers, for messages.
+Numbered: TypeAlias = Sequence[tuple[int, Rule]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A rule as it is written."""
+
+    number: int
+    table: Mapping[str, object]
+    #: An expression. The rule is left out if it is zero.
+    when: str | None
+    #: The only direction that it applies in. It is written as it applies there.
+    direction: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """A map as it is written."""
+
+    #: The map, and its inverse, in messages.
+    name: str
+    inverse_name: str
+    entries: tuple[_Entry, ...]
+    parameters: Mapping[str, Parameter]
+    #: The values of ``model_type`` in ``config.json`` that it is for; empty: any.
+    model_types: tuple[str, ...]
+    #: The leaves that it takes, and those that it makes. After it, none of the first are left.
+    source: tuple[Pattern, ...]
+    target: tuple[Pattern, ...]
+    about: str
+
+    @classmethod
+    def of_rules(cls, rules: object) -> Tables:
+        """A map of rules without parameters."""
+        if isinstance(rules, (str, Mapping)) or not isinstance(rules, Iterable):
+            raise MisuseError(f"a map is a list of rules, not {shown(rules)}")
+        return cls._of("the map", "the inverse of the map", list(rules), {})
+
+    @classmethod
+    def of_file(cls, path: str, name: str, inverse_name: str) -> Tables:
+        """A map of a TOML file."""
+        try:
+            content = tomllib.loads(read_text(path, name))
+        except (ValueError, RecursionError) as error:
+            raise MisuseError(f"{name} is no valid TOML: {error}") from error
+        rules = content.pop("rule", [])
+        if not isinstance(rules, list) or set(content) - _HEAD:
+            unknown = ", ".join(sorted(set(content) - _HEAD)) or "rule"
+            raise MisuseError(f"{name}: [[rule]] tables were expected, not {unknown}")
+        with naming(path):
+            return cls._of(name, inverse_name, rules, content)
+
+    @classmethod
+    def _of(cls, name: str, inverse_name: str, rules: list[object], head: Mapping[str, object]) -> Tables:
+        known = parameters.declared(head.get("parameters", {}))
+        model_types = _texts(head, "model_types")
+        source, target = (_patterns(head, key) for key in ("from", "to"))
+        about = head.get("about", "")
+        if not isinstance(about, str):
+            raise MisuseError(f"`about` of the map is text, not {shown(about)}")
+        entries = tuple(_entry(number, one) for number, one in enumerate(rules, start=1))
+        found = cls(name, inverse_name, entries, known, model_types, source, target, about)
+        found.check()
+        # The caller may change its tables.
+        return replace(found, entries=copy.deepcopy(entries))
+
+    def check(self, *, is_inverse: bool = False) -> None:
+        """Raises for rules that are invalid with any numbers, or have no way back."""
+        self.rules(dict.fromkeys(self.parameters), is_inverse=is_inverse)
+
+    def numbers(self, given: Mapping[str, int], config: Config | None, name: str) -> dict[str, int]:
+        """The values of its parameters; see :func:`parameters.resolved`."""
+        kind = None if config is None else config.entries.get("model_type")
+        if config is not None and self.model_types and kind is not None and kind not in self.model_types:
+            raise MisuseError(
+                f"{name} is for models of type {' or '.join(self.model_types)}, and {printable(config.path)} is of type "
+                f"{printable(str(kind))[:60]}. Use the recipe of that type, or a copy of this one with it in `model_types`"
+            )
+        return parameters.resolved(self.parameters, given, config, name)
+
+    def rules(self, numbers: parsing.Numbers, *, is_inverse: bool) -> Numbered:
+        """The rules of a direction, in the order in which they apply."""
+        found: list[tuple[int, Rule]] = []
+        for entry in reversed(self.entries) if is_inverse else self.entries:
+            rule = parsing.rule(entry.number, entry.table, numbers)
+            if entry.when is not None and not parsing.condition(entry.number, entry.when, numbers):
+                continue
+            if entry.direction is None:
+                found.append((entry.number, rule.inverse() if is_inverse else rule))
+            elif entry.direction == _DIRECTIONS[is_inverse]:
+                found.append((entry.number, rule))
+        return found
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Adds to an error where it is."""
+    try:
+        yield
+    except MisuseError as error:
+        error.args = (f"{error} ({where})",)
+        raise
+
+
+def read_text(path: str, name: str) -> str:
+    """The text of a map's file."""
+    text = read_whole(
+        path,
+        _MAX_FILE_BYTES,
+        lambda length: MisuseError(f"{name} has {length} bytes; a map has at most {_MAX_FILE_BYTES}"),
+    )
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise MisuseError(f"{name} is no valid TOML: {error}") from error
+
+
+#: The keys of a file beside its rules.
+_HEAD = {"about", "model_types", "from", "to", "parameters"}
+
+
+def _texts(head: Mapping[str, object], key: str) -> tuple[str, ...]:
+    found = head.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise MisuseError(f"`{key}` of the map is a list of texts, not {shown(found)}")
+    return tuple(found)
+
+
+def _patterns(head: Mapping[str, object], key: str) -> tuple[Pattern, ...]:
+    try:
+        return tuple(map(parsing.pattern_of, _texts(head, key)))
+    except ValueError as error:
+        raise MisuseError(f"`{key}` of the map: {error}") from error
+
+
+def _entry(number: int, given: object) -> _Entry:
+    if not isinstance(given, Mapping):
+        raise MisuseError(f"rule {number} of the map is a table, not {shown(given)}")
+    table = dict(given)
+    when, direction = table.pop("when", None), table.pop("direction", None)
+    if when is not None and not isinstance(when, str):
+        raise MisuseError(f"rule {number} of the map: `when` is an expression, not {shown(when)}")
+    if direction not in (None, *_DIRECTIONS):
+        raise MisuseError(
+            f"rule {number} of the map: `direction` is {' or '.join(_DIRECTIONS)}, not {shown(direction)}"
+        )
+    return _Entry(number, table, when, direction)

@@ -1,0 +1,103 @@
+"""Models of Megatron-Core on the CPU, in one process: built, saved, loaded and run with its real
+code. Four functions that need a GPU or another process are replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("megatron.core.dist_checkpointing.mapping")
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+#: Settings of Llama that others also have.
+DEFAULTS: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "params_dtype": torch.float32,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "layernorm_epsilon": 1e-6,
+}
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Megatron's groups of one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+        patch.setattr(filesystem_async, "_results_queue", queue.Queue())
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        try:
+            parallel_state.initialize_model_parallel()
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+
+
+def gpt(
+    vocab: int, model: dict[str, Any] | None = None, spec: dict[str, Any] | None = None, **config: Any
+) -> Any:
+    """A GPTModel with parameters of its own."""
+    cls = MLATransformerConfig if (spec or {}).get("multi_latent_attention") else TransformerConfig
+    settings = cls(**{**DEFAULTS, **config})
+    layers = get_gpt_layer_local_spec(normalization=settings.normalization, **(spec or {}))
+    options = {
+        "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False,
+        **(model or {}),
+    }
+    torch.manual_seed(1)
+    return GPTModel(settings, layers, vocab_size=vocab, max_sequence_length=64, **options).eval()
+
+
+def logits(model: Any, ids: Any) -> Any:
+    """The output for tokens, each of which sees those before it."""
+    length = ids.shape[1]
+    hidden = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
+    return model(ids, torch.arange(length)[None], hidden)
+
+
+def tensors(model: Any) -> dict[str, Any]:
+    """Its sharded state dict without the states of FP8, which these models do not have."""
+    return {name: one for name, one in model.sharded_state_dict().items() if "_extra_state" not in name}
+
+
+def save(model: Any, path: Path) -> None:
+    """Saves all of its sharded state dict."""
+    path.mkdir()
+    dist_checkpointing.save(model.sharded_state_dict(), str(path))
+
+
+def load(model: Any, path: Path, saved: Path) -> None:
+    """Fills a model from a DCP directory. The two files beside the tensors come from a checkpoint
+    that Megatron has saved."""
+    for name in ("metadata.json", "common.pt"):
+        if not os.path.exists(path / name):
+            shutil.copy(saved / name, path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.load_state_dict(dist_checkpointing.load(tensors(model), str(path)), strict=False)

@@ -1,0 +1,430 @@
+"""Recipes: maps that come with the package, the numbers that they need, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stepwell as sw
+from command_line import DOCUMENT, documented, keys, run
+from safetensors.numpy import save_file
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, VOCAB = 2, 4, 2, 8, 16, 24, 10
+NUMBERS = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab": VOCAB}
+CONFIG = {
+    "model_type": "llama",
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "hidden_size": HIDDEN,
+    "vocab_size": VOCAB,
+}
+THERE, BACK = "hf-llama-to-megatron", "megatron-to-hf-llama"
+#: The folder of the recipes.
+FOLDER = Path(sw.maps.__file__).parent / "recipes"
+
+
+def llama() -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors of a small Llama, each with values of its own."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        shapes |= {
+            f"model.layers.{i}.{name}.weight": shape
+            for name, shape in {
+                "input_layernorm": (HIDDEN,),
+                "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+                "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+                "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+                "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+                "post_attention_layernorm": (HIDDEN,),
+                "mlp.gate_proj": (FFN, HIDDEN),
+                "mlp.up_proj": (FFN, HIDDEN),
+                "mlp.down_proj": (HIDDEN, FFN),
+            }.items()
+        }
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory of Hugging Face without a configuration."""
+    (tmp_path / "hf").mkdir()
+    save_file(llama(), tmp_path / "hf" / "model.safetensors")
+    return tmp_path / "hf"
+
+
+def configured(model: Path, **changes: object) -> Path:
+    """The same directory with a configuration. ``None`` takes a key away."""
+    entries = {key: one for key, one in {**CONFIG, **changes}.items() if one is not None}
+    (model / "config.json").write_text(json.dumps(entries))
+    return model
+
+
+@pytest.mark.parametrize("name", sw.maps.recipes())
+def test_a_recipe_is_short_and_has_a_way_back(name: str) -> None:
+    text = sw.maps.recipe_toml(name)
+    assert len(text.splitlines()) <= 80
+    assert sw.maps.recipe(name).about
+    first, to, second = name.partition("-to-")
+    assert to
+    back = f"{second}-to-{first}"
+    assert sw.maps.recipe_toml(back) == text
+    assert repr(sw.maps.recipe(back).inverse()) == repr(sw.maps.recipe(name))
+    assert sw.maps.recipe(name).parameters == sw.maps.recipe(back).parameters
+    page = DOCUMENT.parent / "guide" / "recipes.md"
+    assert f"| `{name}` |" in page.read_text()
+
+
+def test_every_file_of_the_folder_is_a_recipe() -> None:
+    assert sw.maps.recipes() == sorted(file.stem for file in FOLDER.iterdir())
+    assert all(file.suffix == ".toml" for file in FOLDER.iterdir())
+
+
+def test_a_name_is_a_map_and_its_swapped_name_the_way_back(model: Path, tmp_path: Path) -> None:
+    configured(model)
+    sw.save(tmp_path / "there", sw.restore(model, map=THERE))
+    there = sw.restore(tmp_path / "there")
+    assert there["decoder.layers.mlp.linear_fc1.weight"].shape == (LAYERS, 2 * FFN, HIDDEN)
+    plain = llama()
+    q, k, v = (plain[f"model.layers.1.self_attn.{one}_proj.weight"] for one in "qkv")
+    groups = zip(np.split(q, KV_HEADS), np.split(k, KV_HEADS), np.split(v, KV_HEADS), strict=True)
+    expected = np.concatenate([part for group in groups for part in group])
+    np.testing.assert_array_equal(there["decoder.layers.self_attention.linear_qkv.weight"][1], expected)
+    back = sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, config=model))
+    assert sorted(back) == sorted(plain)
+    for name, value in plain.items():
+        np.testing.assert_array_equal(back[name], value, err_msg=name)
+
+
+def test_the_numbers_may_come_from_the_caller(model: Path) -> None:
+    by_numbers = sw.restore(model, map=sw.maps.recipe(THERE, **NUMBERS))
+    by_config = sw.restore(configured(model), map=THERE)
+    assert sorted(by_numbers) == sorted(by_config)
+    for name, value in by_config.items():
+        np.testing.assert_array_equal(by_numbers[name], value)
+
+
+def test_a_configuration_without_optional_keys_is_enough(tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    folder.mkdir()
+    state = {name: value for name, value in llama().items() if "k_proj" not in name and "v_proj" not in name}
+    for i in range(LAYERS):
+        for one in "kv":
+            name = f"model.layers.{i}.self_attn.{one}_proj.weight"
+            state[name] = state[name.replace(f"{one}_proj", "q_proj")] + 1
+        state[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = np.ones(HEAD_DIM // 2, np.float32)
+    save_file(state, folder / "model.safetensors")
+    # Llama 2 has neither the number of key heads nor the size of a head, and it had a buffer.
+    configured(folder, num_key_value_heads=None, head_dim=None, hidden_size=HEADS * HEAD_DIM)
+    there = sw.restore(folder, map=THERE)
+    assert there["decoder.layers.self_attention.linear_qkv.weight"].shape == (
+        LAYERS,
+        3 * HEADS * HEAD_DIM,
+        HIDDEN,
+    )
+    assert not [name for name in there if "inv_freq" in name]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        ({}, "needs heads, kv_heads, head_dim, vocab. Pass config="),
+        ({**NUMBERS, "kv_heads": 4}, r"shares \[1, 1, 1\] of 8 .*kv_heads = 4"),
+        ({**NUMBERS, "kv_heads": 1}, r"1 groups of shares \[4, 1, 1\] of 8"),
+        ({**NUMBERS, "heads": 8}, r"2 groups of shares \[4, 1, 1\] of 8"),
+        ({**NUMBERS, "heads": 5}, "`sizes` cannot be .*: 5 cannot be divided by 2"),
+        ({**NUMBERS, "kv_heads": 0}, "cannot be"),
+        ({**NUMBERS, "heads": 8, "head_dim": 4}, r"2 groups of shares \[4, 1, 1\] of 4"),
+        ({**NUMBERS, "vocab": 12}, "has 10 elements along axis 0, not 12"),
+        ({**NUMBERS, "padded_vocab": 8}, "`from` is 10, more than `size`, 8"),
+        ({**NUMBERS, "head": 8}, "has no parameter 'head'; did you mean 'heads'"),
+        ({**NUMBERS, "heads": -1}, "the parameter heads is an integer"),
+        ({**NUMBERS, "heads": 4.0}, "the parameter heads is an integer"),
+    ],
+)
+def test_a_wrong_number_is_refused_by_name(model: Path, numbers: Any, says: str) -> None:
+    with pytest.raises(sw.MisuseError, match=says):
+        sw.restore(model, map=sw.maps.recipe(THERE, **numbers))
+
+
+@pytest.mark.parametrize("wrong", [{"kv_heads": 1}, {"heads": 2, "kv_heads": 1}, {"head_dim": 4}])
+def test_the_way_back_refuses_a_wrong_number(model: Path, tmp_path: Path, wrong: dict[str, int]) -> None:
+    sw.save(tmp_path / "there", sw.restore(configured(model), map=THERE))
+    with pytest.raises(sw.MisuseError, match=r"groups of shares.*linear_qkv|linear_qkv.*groups of shares"):
+        sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, **{**NUMBERS, **wrong}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model_type": "qwen2"},
+            r"is for models of type llama or mistral, and .*config.json is of type qwen2",
+        ),
+        ({"vocab_size": None}, "needs vocab. .*config.json does not have them"),
+        ({"num_attention_heads": "four"}, "num_attention_heads in .*config.json is an integer"),
+        ({"num_attention_heads": -4}, "num_attention_heads in .*config.json is an integer"),
+        ({"head_dim": None, "hidden_size": 17}, "hidden_size / num_attention_heads in .* cannot be divided"),
+        ({"head_dim": None, "num_attention_heads": 0}, "cannot be divided by 0"),
+        ({"vocab_size": 10**30}, "vocab_size in .*config.json"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_key(model: Path, changes: Any, says: str) -> None:
+    configured(model, **changes)
+    with pytest.raises(sw.MisuseError, match=says):
+        sw.restore(model, map=THERE)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"text"', "[" * 100_000, '{"a": NaN'])
+def test_a_damaged_configuration_is_refused_by_path(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text)
+    with pytest.raises(sw.MisuseError, match=r"config.json is not"):
+        sw.restore(model, map=THERE)
+
+
+def test_a_number_that_the_configuration_denies_is_refused(model: Path) -> None:
+    configured(model)
+    with pytest.raises(sw.MisuseError, match=r"heads is 8, and num_attention_heads in .*config.json is 4"):
+        sw.restore(model, map=sw.maps.recipe(THERE, heads=8))
+    assert sw.restore(model, map=sw.maps.recipe(THERE, heads=4, padded_vocab=16))
+
+
+def test_a_passed_configuration_counts_and_not_the_one_there(model: Path, tmp_path: Path) -> None:
+    configured(model, num_key_value_heads=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    configured(other)
+    for config in (other, other / "config.json"):
+        assert sw.restore(model, map=sw.maps.recipe(THERE, config=config))
+    with pytest.raises(sw.MisuseError, match=r"nothing.json does not exist"):
+        sw.maps.recipe(THERE, config=tmp_path / "nothing.json")
+
+
+def test_a_vocabulary_is_padded_and_cropped(model: Path, tmp_path: Path) -> None:
+    padded = sw.maps.recipe(THERE, config=configured(model), padded_vocab=16)
+    sw.save(tmp_path / "there", sw.restore(model, map=padded))
+    there = sw.restore(tmp_path / "there")
+    for name, source in (
+        ("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+        ("output_layer.weight", "lm_head.weight"),
+    ):
+        np.testing.assert_array_equal(there[name][:VOCAB], llama()[source])
+        assert there[name].shape == (16, HIDDEN)
+        assert not there[name][VOCAB:].any()
+    back = sw.restore(tmp_path / "there", map=padded.inverse())
+    np.testing.assert_array_equal(back["lm_head.weight"], llama()["lm_head.weight"])
+    with pytest.raises(sw.MisuseError, match="has 16 elements along axis 0, not 10"):
+        # It is not said how many rows are padding, so none are cut off.
+        sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, config=model))
+
+
+def test_a_tied_model_has_no_head_on_either_side(model: Path, tmp_path: Path) -> None:
+    state = {name: value for name, value in llama().items() if name != "lm_head.weight"}
+    save_file(state, model / "model.safetensors")
+    sw.save(tmp_path / "there", sw.restore(configured(model), map=THERE))
+    assert "output_layer.weight" not in sw.restore(tmp_path / "there")
+    back = sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, config=model))
+    assert sorted(back) == sorted(state)
+
+
+def test_layers_may_have_names_of_their_own(model: Path, tmp_path: Path) -> None:
+    separate = sw.maps.recipe(THERE, config=configured(model), stacked=0)
+    sw.save(tmp_path / "there", sw.restore(model, map=separate))
+    there = sw.restore(tmp_path / "there")
+    assert there["decoder.layers.1.mlp.linear_fc1.weight"].shape == (2 * FFN, HIDDEN)
+    back = sw.restore(tmp_path / "there", map=separate.inverse())
+    assert sorted(back) == sorted(llama())
+
+
+def test_leaves_without_a_rule_are_refused(model: Path) -> None:
+    bias = {f"model.layers.{i}.self_attn.q_proj.bias": np.ones(4, np.float32) for i in range(LAYERS)}
+    save_file({**llama(), **bias}, model / "model.safetensors")
+    with pytest.raises(sw.MisuseError, match=r"no rule for leaf `model.layers.0.self_attn.q_proj.bias`"):
+        sw.restore(configured(model), map=THERE)
+    found = sw.maps.Map.of(THERE).check(model)
+    assert not found
+    assert sorted(found.uncovered) == sorted(bias)
+    assert found.covered == len(llama())
+    assert found.missing == found.problems == found.others == ()
+
+
+def test_other_items_of_a_state_keep_their_names(model: Path, tmp_path: Path) -> None:
+    sw.save(tmp_path / "run", {"model": llama(), "step": 7})
+    there = sw.maps.recipe(THERE, **NUMBERS)
+    state = sw.restore(tmp_path / "run", map=there)
+    assert state["step"] == 7
+    assert state["model"]["decoder.final_layernorm.weight"].shape == (HIDDEN,)
+    assert there.check(tmp_path / "run").others == ("step",)
+
+
+def test_what_is_not_there_is_reported(model: Path) -> None:
+    state = {name: value for name, value in llama().items() if "mlp.up_proj" not in name}
+    del state["model.norm.weight"], state["model.layers.0.self_attn.k_proj.weight"]
+    save_file(state, model / "model.safetensors")
+    found = sw.maps.Map.of(THERE).check(configured(model))
+    assert found.missing == ("model.norm.weight", "model.layers.{i}.mlp.up_proj.weight")
+    (problem,) = found.problems
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" in problem
+    assert found.uncovered == ()
+
+
+def test_a_map_of_ones_own_has_parameters_too(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(sw.maps.recipe_toml(THERE).replace("decoder.", "mine."))
+    state = sw.restore(model, map=sw.maps.recipe(file, **NUMBERS))
+    assert "mine.final_layernorm.weight" in state
+    with pytest.raises(sw.MisuseError, match=f"the map {file} needs heads"):
+        sw.restore(model, map=file)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("parameters = 3", r"\[parameters\] is a table"),
+        ("parameters.a = 3", "parameter a is a table of `config` and `default`"),
+        ("parameters.a = { config = 'x' }", "`config` of the map's parameter a is a list"),
+        ("parameters.a = { config = ['x +'] }", "`config` of the map's parameter a is a list"),
+        ("parameters.a = { default = 'b' }", "uses b, which is not declared before it"),
+        ("parameters.a = { default = '*' }", "`default` of the map's parameter a cannot be"),
+        ("parameters.config = {}", "parameter 'config' needs another name"),
+        ("parameters.'a b' = {}", "parameter 'a b' needs another name"),
+        ("about = 3", "`about` of the map is text"),
+        ("from = 'x'", "`from` of the map is a list of texts"),
+        ("to = ['{x']", "has no closing brace"),
+        ("parameters.a = {}\nrule = [{ crop = 'w', size = 'b' }]", "has no parameter b"),
+        ("parameters.a = {}\nrule = [{ crop = 'w', size = '2 + a' }]", "names and integers with"),
+        ("rule = [{ crop = 'w', size = '2' }]", "`size` cannot be str '2'"),
+        ("rule = [{ crop = 'w', size = 2, when = 3 }]", "`when` is an expression"),
+        (
+            "parameters.a = {}\nrule = [{ crop = 'w', size = 2, when = 'b' }]",
+            "`when` cannot be .* no parameter b",
+        ),
+        ("rule = [{ drop = 'w', direction = 'back' }]", "`direction` is forward or inverse"),
+        ("rule = [{ concat = ['w', 'v'], to = 'x', unit = 3 }]", "`unit` needs `sizes`"),
+    ],
+)
+def test_a_wrong_declaration_is_named(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "map.toml").write_text(text)
+    with pytest.raises(sw.MisuseError, match=says):
+        sw.maps.Map.of(tmp_path / "map.toml")
+
+
+def test_expressions_multiply_and_divide_in_order(tmp_path: Path) -> None:
+    (tmp_path / "map.toml").write_text(
+        "parameters.a = {}\nparameters.b = { default = 'a * 6 / 4' }\n"
+        "rule = [{ crop = 'w', size = '2 * b/3' }, { drop = 'v', when = 'a / 4' }]"
+    )
+    sw.save(tmp_path / "c", {"w": np.arange(20.0), "v": np.zeros(1)})
+    state = sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", a=4))
+    assert state["w"].shape == (4,)
+    assert list(state) == ["w"]
+    for wrong, says in ((5, "30 cannot be divided by 4"), (2**61, "below 2\\^62")):
+        with pytest.raises(sw.MisuseError, match=says):
+            sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", a=wrong))
+    state = sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", a=0, b=3))
+    assert list(state) == ["w", "v"]
+
+
+def test_rules_of_one_direction_apply_in_that_one_only(tmp_path: Path) -> None:
+    rules: list[dict[str, object]] = [
+        {"drop": "a", "direction": "forward"},
+        {"drop": "b", "direction": "inverse"},
+        {"rename": "c", "to": "d"},
+    ]
+    there = sw.maps.Map(rules)
+    sw.save(tmp_path / "c", {"a": np.ones(1), "b": np.ones(1), "c": np.ones(1)})
+    assert list(sw.restore(tmp_path / "c", map=there)) == ["b", "d"]
+    sw.save(tmp_path / "d", {"a": np.ones(1), "b": np.ones(1), "d": np.ones(1)})
+    assert list(sw.restore(tmp_path / "d", map=there.inverse())) == ["a", "c"]
+    assert list(sw.restore(tmp_path / "c", map=there.inverse().inverse())) == ["b", "d"]
+    rules[2]["to"] = "e"
+    assert list(sw.restore(tmp_path / "c", map=there)) == ["b", "d"]
+
+
+def test_the_parts_of_a_concat_have_their_shares(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"a": np.ones(4), "b": np.ones(2)})
+    for sizes in ([1, 1], [4, 1]):
+        with pytest.raises(sw.MisuseError, match=r"its parts have 4, 2 elements, which are not 1 groups"):
+            sw.restore(tmp_path / "c", map=[{"concat": ["a", "b"], "to": "x", "sizes": sizes}])
+
+
+def test_the_way_back_of_a_pad_takes_its_own_size_only(tmp_path: Path) -> None:
+    pad = sw.maps.Map([{"pad": "w", "size": 8, "from": 6}])
+    sw.save(tmp_path / "c", {"w": np.ones(8), "state": {"w": {"exp_avg_sq_row": np.ones(7)}}})
+    back = sw.restore(tmp_path / "c", map=pad.inverse())
+    assert back["w"].shape == (6,)
+    # As on the way there, known slots of another size stay as they are.
+    assert back["state"]["w"]["exp_avg_sq_row"].shape == (7,)
+    sw.save(tmp_path / "d", {"w": np.ones(7)})
+    with pytest.raises(sw.MisuseError, match="`w`: it has 7 elements along axis 0, not 8"):
+        sw.restore(tmp_path / "d", map=pad.inverse())
+
+
+def test_exports_of_a_run_take_a_recipe(model: Path, tmp_path: Path) -> None:
+    export = sw.Export(str(tmp_path / "hf-{step}"), map=sw.maps.recipe(THERE, **NUMBERS), include="model")
+    with sw.CheckpointManager(tmp_path / "run", exports=[export]) as manager:
+        manager.save(0, {"model": llama(), "step": 0})
+    with sw.open(tmp_path / "hf-0") as checkpoint:
+        assert "model.decoder.layers.mlp.linear_fc1.weight" in checkpoint
+
+
+def test_the_command_line_lists_shows_and_checks(model: Path, tmp_path: Path) -> None:
+    listed = run("recipe", "list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == sw.maps.recipes()
+    assert run("recipe", "show", BACK).stdout == sw.maps.recipe_toml(THERE)
+    assert run("recipe", "check", THERE, configured(model)).stdout == "it fits; 21 leaves covered\n"
+    for wrong in (["recipe", "show", "hf-lama-to-megatron"], ["show", model, "--map", "hf-lama-to-megatron"]):
+        found = run(*wrong)
+        assert found.exit_code == 2
+        assert "did you mean 'hf-llama-to-megatron'" in found.stderr
+    state = {name: value for name, value in llama().items() if name != "model.norm.weight"}
+    save_file({**state, "model.more": np.ones(1), "x": np.ones(1)}, model / "model.safetensors")
+    found = run("recipe", "check", THERE, model)
+    assert found.exit_code == 1
+    assert found.stdout.splitlines() == [
+        "not covered: model.more",
+        "not there: model.norm.weight",
+        "other leaves, which keep their names: x",
+        "it does not fit; 20 leaves covered",
+    ]
+
+
+def test_commands_with_a_map_take_its_numbers(model: Path, tmp_path: Path) -> None:
+    params = [text for name, number in NUMBERS.items() for text in ("--param", f"{name}={number}")]
+    there = tmp_path / "there.safetensors"
+    assert run("convert", model, there, "--to", "safetensors", "--map", THERE, *params).exit_code == 0
+    configured(model)
+    assert run("diff", model, there, "--map", THERE).exit_code == 0
+    for back in (["--map", BACK], ["--map", THERE, "--inverse"]):
+        assert run("diff", there, model, *back, "--config", model).exit_code == 0
+        assert run("plan", there, *back, *params).exit_code == 0
+    name = "decoder.final_layernorm.weight"
+    assert run("cat", model, name, "--map", THERE).exit_code == 0
+    for wrong, says in (
+        (["--map", THERE, "--param", "heads"], "--param takes NAME=N"),
+        (["--map", THERE, "--param", "heads=x"], "--param takes NAME=N"),
+        (["--map", THERE, "--param", "config=3"], "has no parameter 'config'"),
+        (["--map", THERE, "--param", "heads=4", "--param", "heads=5"], "two values, 4 and 5"),
+        (["--inverse"], "pass --map too"),
+    ):
+        found = run("show", model, *wrong)
+        assert found.exit_code == 2
+        assert says in found.stderr
+
+
+def test_the_documents_have_the_documented_keys(model: Path) -> None:
+    configured(model)
+    documents = [
+        json.loads(run("recipe", *arguments, "--json").stdout)
+        for arguments in (["list"], ["show", THERE], ["check", THERE, model])
+    ]
+    assert [one["command"] for one in documents] == ["recipe list", "recipe show", "recipe check"]
+    assert set().union(*map(keys, documents)) == documented("recipe")
