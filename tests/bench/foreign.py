@@ -43,6 +43,7 @@ SOURCES = {
     "safetensors": "model.safetensors",
     "DCP": "dcp",
     "torch.save": "model.pt",
+    "Megatron": "megatron",
 }
 LAYERS_PER_GIB = 2
 #: The layers of an 8B Llama.
@@ -53,15 +54,18 @@ SIZES = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
-#: Conversions of stepwell: source and target.
+#: The numbers of the model, for recipes.
+NUMBERS = {"heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 32000}
+#: Conversions of stepwell: source, target, and recipe.
 OURS = {
-    "safetensors → stepwell": ("safetensors", "stepwell"),
-    "stepwell → safetensors": ("stepwell", "safetensors"),
-    "DCP → safetensors": ("DCP", "safetensors"),
-    "torch.save → safetensors": ("torch.save", "safetensors"),
+    "safetensors → stepwell": ("safetensors", "stepwell", None),
+    "stepwell → safetensors": ("stepwell", "safetensors", None),
+    "DCP → safetensors": ("DCP", "safetensors", None),
+    "torch.save → safetensors": ("torch.save", "safetensors", None),
+    "Megatron → Hugging Face": ("Megatron", "safetensors", "megatron-to-hf-llama"),
 }
-#: The least rate, as a share of the raw copy's, and the most memory: the budget and 64 MiB.
-LEAST_RATE = 0.8
+#: The least rates, as a share of the raw copy's, and the most memory: the budget and 64 MiB.
+LEAST_RATE = dict.fromkeys(OURS, 0.8) | {"Megatron → Hugging Face": 0.7}
 MOST_MIB = 256 + 64
 
 #: An operation: its imports are made before it converts a source to a target.
@@ -116,12 +120,13 @@ def raw() -> Callable[[Path, Path], object]:
     return copy
 
 
-def conversion(to: Any) -> Operation:
+def conversion(to: Any, recipe: str | None) -> Operation:
     def prepared() -> Callable[[Path, Path], object]:
         import stepwell as sw
 
         convert = sw.convert  # imports what it needs
-        return lambda source, target: convert(source, target, to=to)
+        map = None if recipe is None else sw.maps.recipe(recipe, **NUMBERS)
+        return lambda source, target: convert(source, target, to=to, map=map)
 
     return prepared
 
@@ -142,7 +147,7 @@ def torch_to_safetensors() -> Callable[[Path, Path], object]:
 #: The source of each operation, and the operation.
 OPERATIONS: dict[str, tuple[str, Operation]] = {
     **{f"raw copy: {source}": (source, raw) for source in SOURCES},
-    **{name: (source, conversion(to)) for name, (source, to) in OURS.items()},
+    **{name: (source, conversion(to, recipe)) for name, (source, to, recipe) in OURS.items()},
     "dcp_to_torch_save": ("DCP", dcp_to_torch_save),
     "torch.load, save_file": ("torch.save", torch_to_safetensors),
 }
@@ -177,6 +182,8 @@ def write_all(folder: Path, gib: float) -> None:
     torch.save(state, folder / SOURCES["torch.save"])
     with contextlib.redirect_stderr(io.StringIO()):
         dcp.save(state, checkpoint_id=folder / SOURCES["DCP"], no_dist=True)
+    recipe = sw.maps.recipe("hf-llama-to-megatron", **NUMBERS)
+    sw.convert(folder / SOURCES["safetensors"], folder / SOURCES["Megatron"], to="dcp", map=recipe)
 
 
 def main() -> None:
@@ -216,16 +223,16 @@ def measure(folder: Path, rounds: int) -> None:
             seconds[name].append(took)
             memory[name].append(peak / 2**20)
             shutil.rmtree(target) if target.is_dir() else target.unlink()
-    rows = [["operation", "seconds", "GB/s", f"of the raw copy, at least {LEAST_RATE}", "",
+    rows = [["operation", "seconds", "GB/s", "of the raw copy", "at least", "",
              f"peak MiB, at most {MOST_MIB}", ""]]  # fmt: skip
     for name, times in seconds.items():
         row = [name, spread(times), f"{nbytes / 1e9 / statistics.median(times):.2f}"]
         copies = seconds[f"raw copy: {OPERATIONS[name][0]}"]
         ratios = [one / other for one, other in zip(copies, times, strict=True)]
         peak, is_ours = max(memory[name]), name in OURS
-        least, most = (LEAST_RATE, MOST_MIB) if is_ours else (None, None)
+        least, most = LEAST_RATE.get(name), MOST_MIB if is_ours else None
         rate = "" if copies is times else spread(ratios)
-        row += [rate, verdict(statistics.median(ratios), least, at_least=True)]
+        row += [rate, f"{least or ''}", verdict(statistics.median(ratios), least, at_least=True)]
         rows.append([*row, f"{peak:.0f}", verdict(peak, most)])
     print(f"Conversions of {nbytes / 2**30:.2f} GiB, {rounds} rounds; median (quartiles)\n\n{table(rows)}\n")
 
