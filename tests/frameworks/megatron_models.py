@@ -1,5 +1,5 @@
 """Models of Megatron-Core on the CPU, in one process: built, saved, loaded and run with its real
-code. Four functions that need a GPU or another process are replaced."""
+code. Functions that need a GPU, another process or Transformer Engine are replaced."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 #: Settings of Llama that others also have.
@@ -35,7 +36,6 @@ DEFAULTS: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
-    "layernorm_epsilon": 1e-6,
 }
 
 
@@ -46,6 +46,7 @@ def one_process() -> Iterator[None]:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+        patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         patch.setattr(filesystem_async, "_results_queue", queue.Queue())
         torch.distributed.init_process_group(
             "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1

@@ -3,7 +3,10 @@ have the same outputs from the same weights, and the weights come back with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,69 +19,158 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 VOCAB, PADDED = 120, 128
-SMALL = {
+#: The sizes of all models, as transformers and Megatron-Core name them.
+OURS = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
 }
-#: The same for Megatron.
-LARGE = {
-    "num_layers": 3,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 96,
-}
+GROUPS = {**OURS, "num_key_value_heads": 2, "intermediate_size": 96}
+THEIRS = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 96}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model on both sides."""
+    """A model on both sides: settings of transformers, of Megatron-Core, of its GPTModel and of its
+    layers, and the parameters of the recipe."""
 
     recipe: str
     model_type: str
     ours: dict[str, Any] = field(default_factory=dict)
+    base: dict[str, Any] = field(default_factory=lambda: GROUPS)
     theirs: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    spec: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
+    #: Called with the model of Megatron-Core.
+    changed: Callable[[Any], None] = lambda _: None
 
     def of_hugging_face(self) -> Any:
-        """The model of transformers, with weights of its own."""
-        config = transformers.AutoConfig.for_model(self.model_type, **{**SMALL, **self.ours})
+        """The model of transformers. Norms and biases have values of their own."""
+        config = transformers.AutoConfig.for_model(self.model_type, **{**self.base, **self.ours})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for name, one in model.named_parameters():
-            # Ones and zeros would hide which norm or bias is which.
-            if one.ndim == 1:
-                torch.nn.init.normal_(one, float("norm" in name or ".ln_" in name), 0.1)
+        with torch.no_grad():
+            for one in model.parameters():
+                if one.ndim == 1:
+                    one += torch.randn(one.shape) / 10
         return model
 
-    def of_megatron(self) -> Any:
-        """The model of Megatron-Core."""
-        return megatron.gpt(PADDED, self.model, self.spec, **{**LARGE, **self.theirs})
+    def of_megatron(self, ours: Any) -> Any:
+        """The model of Megatron-Core, with weights of its own."""
+        config = ours.config
+        rotary = getattr(config, "rope_parameters", None) or {}
+        epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        groups = self.base.get("num_key_value_heads")
+        model = megatron.gpt(
+            PADDED,
+            {"rotary_base": rotary.get("rope_theta", 10000), **self.model},
+            self.layers,
+            **{**THEIRS, "num_query_groups": groups, "layernorm_epsilon": epsilon, **self.theirs},
+        )
+        self.changed(model)
+        return model
 
 
+TIED = {"share_embeddings_and_output_weights": True}
+GELU = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+OF_EXPERTS = {"num_experts": 4, "moe_grouped_gemm": False}
+CHOSEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"local_layers": 1}
+
+
+def as_gemma(model: Any) -> None:
+    """Gemma multiplies the embedding and stores norms minus 1. Megatron-Core leaves the first to
+    its users, and the second to Transformer Engine."""
+    model.embedding.register_forward_hook(lambda _module, _given, found: found * 8.0)
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.RMSNorm):
+            norm.forward = functools.partial(zero_centered, norm)
+
+
+def zero_centered(norm: Any, given: Any) -> Any:
+    """A norm whose weights are stored minus 1."""
+    return torch.nn.functional.rms_norm(given, norm.normalized_shape, 1 + norm.weight, norm.eps)
+
+
+#: Models on both sides.
 FAMILIES = {
-    "llama": Family("hf-llama-to-megatron", "llama"),
+    "llama": Family(recipe="hf-llama-to-megatron", model_type="llama"),
     "llama-tied": Family(
-        "hf-llama-to-megatron",
-        "llama",
-        {"tie_word_embeddings": True},
-        model={"share_embeddings_and_output_weights": True},
+        recipe="hf-llama-to-megatron", model_type="llama", ours={"tie_word_embeddings": True}, model=TIED
     ),
-    "mistral": Family("hf-llama-to-megatron", "mistral", {"head_dim": 32}, {"kv_channels": 32}),
-    "qwen2": Family("hf-qwen2-to-megatron", "qwen2", {}, {"add_qkv_bias": True}),
+    "llama-layers": Family(
+        recipe="hf-llama-to-megatron",
+        model_type="llama",
+        theirs={"hetereogenous_dist_checkpoint": True},
+        parameters={"stacked": 0},
+    ),
+    "mistral": Family(
+        recipe="hf-llama-to-megatron",
+        model_type="mistral",
+        ours={"head_dim": 32},
+        theirs={"kv_channels": 32},
+    ),
+    "qwen2": Family(recipe="hf-qwen2-to-megatron", model_type="qwen2", theirs={"add_qkv_bias": True}),
     "qwen3": Family(
-        "hf-qwen3-to-megatron",
-        "qwen3",
-        {"head_dim": 32},
-        {"kv_channels": 32, "qk_layernorm": True},
-        spec={"qk_layernorm": True},
+        recipe="hf-qwen3-to-megatron",
+        model_type="qwen3",
+        ours={"head_dim": 32},
+        theirs={"kv_channels": 32, "qk_layernorm": True},
+        layers={"qk_layernorm": True},
+    ),
+    "mixtral": Family(
+        recipe="hf-mixtral-to-megatron",
+        model_type="mixtral",
+        ours={"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+        theirs=EXPERTS,
+        layers=OF_EXPERTS,
+        parameters=LOCAL,
+    ),
+    "qwen2-moe": Family(
+        recipe="hf-qwen2-moe-to-megatron",
+        model_type="qwen2_moe",
+        ours={**CHOSEN, "shared_expert_intermediate_size": 48},
+        theirs={
+            **EXPERTS,
+            "add_qkv_bias": True,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_shared_expert_gate": True,
+            "moe_router_pre_softmax": True,
+        },
+        layers=OF_EXPERTS,
+        parameters=LOCAL,
+    ),
+    "qwen3-moe": Family(
+        recipe="hf-qwen3-moe-to-megatron",
+        model_type="qwen3_moe",
+        ours={**CHOSEN, "head_dim": 32, "norm_topk_prob": True},
+        theirs={**EXPERTS, "kv_channels": 32, "qk_layernorm": True},
+        layers={**OF_EXPERTS, "qk_layernorm": True},
+        parameters=LOCAL,
+    ),
+    "gpt2": Family(
+        recipe="hf-gpt2-to-megatron",
+        model_type="gpt2",
+        base={**OURS, "n_inner": 96},
+        theirs={
+            "add_bias_linear": True,
+            "normalization": "LayerNorm",
+            "gated_linear_unit": False,
+            "activation_func": GELU,
+        },
+        model={**TIED, "position_embedding_type": "learned_absolute"},
+    ),
+    "gemma": Family(
+        recipe="hf-gemma-to-megatron",
+        model_type="gemma",
+        ours={"head_dim": 32},
+        theirs={"kv_channels": 32, "activation_func": GELU},
+        model=TIED,
+        changed=as_gemma,
     ),
 }
 
@@ -93,7 +185,8 @@ def _megatron() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_model_gives_equal_outputs_and_comes_back(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
-    ours, theirs = family.of_hugging_face(), family.of_megatron()
+    ours = family.of_hugging_face()
+    theirs = family.of_megatron(ours)
     ours.save_pretrained(tmp_path / "hf")
     megatron.save(theirs, tmp_path / "saved")
 
@@ -119,3 +212,52 @@ def test_a_model_gives_equal_outputs_and_comes_back(name: str, tmp_path: Path) -
     with torch.no_grad():
         again = type(ours).from_pretrained(tmp_path / "back").eval()(ids).logits
     assert torch.equal(again, expected)
+
+
+#: Models of transformers only, and other names on the side of Megatron.
+NAMES = {
+    "gemma2": Family(recipe="hf-gemma2-to-megatron", model_type="gemma2", ours={"head_dim": 32}),
+    "gemma3": Family(recipe="hf-gemma3-to-megatron", model_type="gemma3_text", ours={"head_dim": 32}),
+    **{
+        f"{name}-{names}": dataclasses.replace(FAMILIES[name], parameters=parameters)
+        for name in ("mixtral", "qwen2-moe", "qwen3-moe")
+        for names, parameters in {
+            "transformer-engine": {},
+            "layers": {"stacked": 0},
+            "sequential": {"stacked": 0, "stacked_experts": 0},
+            "grouped": {"stacked": 0, "stacked_experts": 0, "grouped_experts": 1},
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bits_come_back_from_other_names(name: str, tmp_path: Path) -> None:
+    family = NAMES[name]
+    family.of_hugging_face().save_pretrained(tmp_path / "hf")
+    there = sw.maps.recipe(family.recipe, config=tmp_path / "hf", **family.parameters)
+    sw.convert(tmp_path / "hf", tmp_path / "there", to="stepwell", map=there)
+    assert there.inverse().check(tmp_path / "there")
+    sw.export(tmp_path / "there", tmp_path / "back", map=there.inverse())
+    with sw.open(tmp_path / "hf") as checkpoint:
+        difference = checkpoint.diff(tmp_path / "back")
+    assert not difference
+    assert difference.common > 10
+
+
+@pytest.mark.parametrize("grouped", [0, 1])
+def test_experts_have_the_names_of_modules(grouped: int, tmp_path: Path) -> None:
+    family = FAMILIES["mixtral"]
+    ours = family.of_hugging_face()
+    ours.save_pretrained(tmp_path / "hf")
+    apart = {"stacked": 0, "stacked_experts": 0, "grouped_experts": grouped}
+    state = sw.restore(tmp_path / "hf", map=sw.maps.recipe(family.recipe, **apart))
+    theirs = {name for name in family.of_megatron(ours).state_dict() if "_extra_state" not in name}
+    for i in range(3):
+        # These are the names without Transformer Engine.
+        theirs.remove(f"decoder.layers.{i}.input_layernorm.weight")
+        theirs.add(f"decoder.layers.{i}.self_attention.linear_qkv.layer_norm_weight")
+    if grouped:
+        sequential = re.compile(r"local_experts\.(\d+)\.(linear_fc\d)\.weight")
+        theirs = {sequential.sub(r"\2.weight\1", name) for name in theirs}
+    assert set(state) == theirs
