@@ -21,9 +21,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import ds_to_universal
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed_model import Model, groups_of
+from transformers import LlamaConfig, LlamaForCausalLM
 
 # It is compiled when it is first used, which needs more than Python packages.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
@@ -33,24 +37,125 @@ get_accelerator().is_fp16_supported = lambda: True
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def trained(setting: dict[str, Any]) -> Any:
-    torch.manual_seed(7)
-    model = Model()
-    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    config = {
+def settings_of(setting: dict[str, Any]) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": 1000,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": setting["stage"], **setting.get("zero", {})},
         **setting.get("config", {}),
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+
+
+def trained(setting: dict[str, Any]) -> Any:
+    torch.manual_seed(7)
+    model = Model()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings_of(setting)
+    )
     for step in range(setting.get("steps", 3)):
         torch.manual_seed(100 * step + dist.get_rank())
         engine.backward(engine(torch.randint(0, 13, (2,))))
         engine.step()
     return engine
+
+
+class Embedding(torch.nn.Module):
+    """The first and the last layer of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = torch.nn.Embedding(13, 7)
+        self.register_buffer("mean", torch.arange(7.0))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.word.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.word(x)
+
+
+def pipeline(setting: dict[str, Any]) -> Any:
+    """Two stages with a tied layer."""
+
+    def head(layer: Embedding, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.weight)
+
+    torch.manual_seed(7)
+    layers = [
+        TiedLayerSpec("embed", Embedding, tied_weight_attr="weight"),
+        LayerSpec(torch.nn.Linear, 7, 5),
+        torch.relu,
+        LayerSpec(torch.nn.Linear, 5, 7),
+        TiedLayerSpec("embed", Embedding, forward_fn=head, tied_weight_attr="weight"),
+    ]
+    model = PipelineModule(
+        layers,
+        num_stages=2,
+        partition_method="uniform",
+        loss_fn=lambda x, y: torch.nn.functional.cross_entropy(x.float(), y),
+    )
+    config = settings_of(setting) | {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    batches = ((torch.randint(0, 13, (2,)), torch.randint(0, 13, (2,))) for _ in range(9))
+    for _ in range(2):
+        engine.train_batch(batches)
+    return engine
+
+
+class Sparse(torch.nn.Module):
+    """Four experts, two on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(7, 7)
+        self.moe = MoE(7, torch.nn.Linear(7, 7), num_experts=4, ep_size=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(self.a(x))[0].float().square().mean()
+
+
+def experts(setting: dict[str, Any]) -> Any:
+    torch.manual_seed(7)
+    model = Sparse()
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "parameters"}
+    )
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings_of(setting))
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 4, 7).bfloat16()))
+        engine.step()
+    return engine
+
+
+def tensor_parallel(setting: dict[str, Any]) -> Any:
+    """A Llama on two tensor-parallel ranks."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "max_position_embeddings": 16}
+    model = LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    )
+    config = settings_of(setting) | {"tensor_parallel": {"autotp_size": 2}}
+    config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for step in range(2):
+        torch.manual_seed(step + 10 * (dist.get_rank() // 2))
+        tokens = torch.randint(0, 32, (2, 6))
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    return engine
+
+
+KINDS = {
+    "data": trained,
+    "pipeline": pipeline,
+    "experts": experts,
+    "tensor": tensor_parallel,
+}
 
 
 def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
@@ -81,15 +186,17 @@ def main() -> None:
     directory, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     for name, setting in settings.items():
-        engine = trained(setting)
+        kind = setting.get("kind", "data")
+        engine = KINDS[kind](setting)
         engine.save_checkpoint(
             directory / name, client_state={"epoch": 3, "notes": {"a": [1, 2]}}, **setting.get("save", {})
         )
         dist.barrier()
-        values = live(engine) if setting["stage"] and setting.get("steps", 3) else {}
+        is_live = kind == "data" and setting["stage"] and setting.get("steps", 3)
+        values = live(engine) if is_live else {}
         if dist.get_rank() == 0:
             torch.save(values, directory / f"{name}.live")
-            if setting["stage"]:
+            if setting["stage"] and kind == "data":
                 fp32 = get_fp32_state_dict_from_zero_checkpoint(directory / name)
                 torch.save(fp32, directory / f"{name}.fp32")
             if setting.get("universal"):

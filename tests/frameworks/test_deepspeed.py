@@ -47,6 +47,15 @@ SETTINGS: dict[int, dict[str, Any]] = {
         "four_z3": {"stage": 3, "config": BF16},
     },
 }
+#: Jobs that divide the model too, with their ranks. Each needs processes of its own.
+DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline_z1": (2, {"kind": "pipeline", "stage": 1, "config": BF16}),
+    "pipeline_bf16": (4, {"kind": "pipeline", "stage": 0, "config": BF16}),
+    "experts_none": (2, {"kind": "experts", "stage": 0, "config": BF16}),
+    "experts_z2": (4, {"kind": "experts", "stage": 2, "config": BF16}),
+    "tensor_z1": (2, {"kind": "tensor", "stage": 1, "config": BF16, "universal": True}),
+    "tensor_z3": (4, {"kind": "tensor", "stage": 3, "config": BF16, "universal": True}),
+}
 ZERO = [name for some in SETTINGS.values() for name, setting in some.items() if setting["stage"]]
 STEPPED = [name for name in ZERO if name != "two_unstepped"]
 
@@ -57,22 +66,26 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+def run_job(directory: Path, world: int, settings: dict[str, Any]) -> None:
+    """Runs a job with so many ranks, which writes these saves."""
+    name, port, ranks = next(iter(settings)), str(free_port()), []
+    for rank in range(world):
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
+        environment = os.environ | {name: str(value) for name, value in names.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        with (directory / f"{name}.{rank}.log").open("w") as log:
+            command = [sys.executable, str(JOB), str(directory), json.dumps(settings)]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    for rank, process in enumerate(ranks):
+        assert process.wait(300) == 0, (directory / f"{name}.{rank}.log").read_text()[-4000:]
+
+
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All saves, by name."""
+    """All saves of data-parallel ranks, by name."""
     directory = tmp_path_factory.mktemp("deepspeed")
     for world, settings in SETTINGS.items():
-        port = str(free_port())
-        ranks = []
-        for rank in range(world):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
-            environment = os.environ | {name: str(value) for name, value in names.items()}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            with (directory / f"{world}.{rank}.log").open("w") as log:
-                command = [sys.executable, str(JOB), str(directory), json.dumps(settings)]
-                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        for rank, process in enumerate(ranks):
-            assert process.wait(300) == 0, (directory / f"{world}.{rank}.log").read_text()[-4000:]
+        run_job(directory, world, settings)
     return directory
 
 
@@ -190,6 +203,36 @@ def test_universal_checkpoints_have_the_same_state(saves: Path, name: str) -> No
     assert not difference.only_a
     assert not difference.only_b
     assert sw.verify(saves / f"{name}_universal")
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_parts_of_all_ranks_are_one_model(tmp_path: Path, name: str) -> None:
+    world, setting = DIVIDED[name]
+    run_job(tmp_path, world, {name: setting})
+    found = sw.restore(tmp_path / name)
+    assert sw.verify(tmp_path / name)
+    if name == "experts_none":
+        assert found["optimizer"].keys() == {"mp_rank_00", "expp_rank_0", "expp_rank_1"}
+    else:
+        # The optimizer has rounded its weights to those of the model, which are in other files.
+        for key, weight in found.get("module", {}).items():
+            assert weight.tobytes() == found["model"][key].astype(weight.dtype).tobytes(), key
+        trained = {key for group in found["optimizer"]["groups"] for key in group["params"]}
+        assert trained == found["optimizer"]["state"].keys()
+        for key in trained:
+            assert found["model"][key].dtype == np.float32
+            assert found["optimizer"]["state"][key]["exp_avg"].shape == found["model"][key].shape
+    if setting["kind"] == "pipeline":
+        names = {"tied_modules.embed.word.weight", "1.weight", "1.bias", "3.weight", "3.bias"}
+        assert found["model"].keys() == names | {"tied_modules.embed.mean"}
+    if setting["kind"] == "experts":
+        assert sum("deepspeed_experts" in key for key in found["model"]) == 8
+    if setting["kind"] == "tensor":
+        with sw.open(tmp_path / f"{name}_universal") as universal, sw.open(tmp_path / name) as original:
+            difference = universal.diff(original)
+        assert not difference.changes
+        assert not difference.only_a
+        assert not difference.only_b
 
 
 def test_before_the_first_step_there_are_no_slots(saves: Path) -> None:

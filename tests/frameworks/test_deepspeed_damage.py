@@ -488,3 +488,91 @@ def test_damage_of_universal_files_is_refused_by_name(tmp_path: Path, name: str)
     with pytest.raises((sw.CorruptCheckpoint, sw.StorageError), match=message) as caught:
         sw.open(path)
     assert str(path) in str(caught.value)
+
+
+def of_slices(**info: Any) -> Content:
+    """Two tensor-parallel ranks without ZeRO."""
+    rules = {
+        "tp_replicated_parameter_patterns": ["^norm$"],
+        "parameter_with_row_parallelism_patterns": [r"\d+\.down"],
+        "vocabulary_parameter_patterns": ["^head$"],
+        "original_vocab_size": 7,
+    }
+    modules = [
+        {
+            "norm": torch.ones(3),
+            "1.up": torch.ones(2, 4),
+            "1.down": torch.ones(4, 2),
+            "head": torch.ones(4, 3),
+        }
+        for _ in range(2)
+    ]
+    return {
+        f"mp_rank_{rank:02d}_model_states.pt": model_state(
+            module={name: value * (rank + 1) for name, value in module.items()},
+            param_shapes=None,
+            mp_world_size=2,
+            universal_checkpoint_info=rules | info,
+        )
+        for rank, module in enumerate(modules)
+    }
+
+
+def test_slices_without_zero_are_whole(tmp_path: Path) -> None:
+    found = sw.restore(write(tmp_path / "c", of_slices()))["model"]
+    shapes = {name: value.shape for name, value in found.items()}
+    assert shapes == {"norm": (3,), "1.up": (4, 4), "1.down": (4, 4), "head": (7, 3)}
+    assert found["1.down"].tolist() == [[1, 1, 2, 2]] * 4
+    assert found["1.up"][:, 0].tolist() == [1, 1, 2, 2]
+    assert found["head"][:, 0].tolist() == [1, 1, 1, 1, 2, 2, 2]
+
+
+def test_parameters_that_are_no_slices_are_opaque(tmp_path: Path) -> None:
+    files = of_slices(parameter_to_average_patterns=["norm"])
+    with sw.open(write(tmp_path / "c", files)) as checkpoint:
+        kinds = {node.path: node.kind for node in checkpoint.contents()}
+    assert kinds["model/norm"] == "object"
+    assert kinds["model/head"] == "array"
+
+
+SLICE_DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "no rules": ({"universal_checkpoint_info": None}, r"says how they cut each parameter"),
+    "text as rules": ({"universal_checkpoint_info": "x"}, r"`universal_checkpoint_info` is no dict"),
+    "text as patterns": (
+        {"universal_checkpoint_info": {"tp_replicated_parameter_patterns": "x"}},
+        r"is no list of patterns",
+    ),
+    "a pattern that takes for ever": (
+        {"universal_checkpoint_info": {"tp_replicated_parameter_patterns": ["(a+)+$"]}},
+        r"not understood",
+    ),
+    "no size of the vocabulary": (
+        {"universal_checkpoint_info": {"vocabulary_parameter_patterns": ["head"]}},
+        r"`original_vocab_size` is no number",
+    ),
+    "a huge number of slices": ({"checkpoint_parallel_dimensions": {"tp_degree": 1 << 60}}, r"no stages of"),
+    "no slices": ({"checkpoint_parallel_dimensions": {"tp_degree": 0}}, r"no stages of"),
+    "an axis that is not there": (
+        {"universal_checkpoint_info": {"parameter_with_row_parallelism_patterns": ["norm"]}},
+        r"`norm`: a slice of shape \[3\] is not cut along axis 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLICE_DAMAGE)
+def test_damage_of_slices_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    change, message = SLICE_DAMAGE[name]
+    files = of_slices()
+    for content in files.values():
+        content.update(change)
+    path = write(tmp_path / "c", files)
+    with pytest.raises((sw.CorruptCheckpoint, sw.errors.FormatError), match=message) as caught:
+        sw.open(path)
+    assert str(path) in str(caught.value)
+
+
+def test_slices_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    files = of_slices()
+    files["mp_rank_01_model_states.pt"]["module"]["1.up"] = torch.ones(2, 5)
+    with pytest.raises(sw.CorruptCheckpoint, match=r"`1.up`: its slices have the shapes"):
+        sw.open(write(tmp_path / "c", files))

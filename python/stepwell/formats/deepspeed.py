@@ -13,15 +13,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import FormatError
 from . import torch_save
-from .deepspeed_files import Files, check_ranks, files_of, is_save
-from .description import Description, Guarded, Tensor
+from .deepspeed_files import Files, Grid, check_ranks, files_of, is_save
+from .description import Description, Guarded, Opaque, Tensor
 from .flat_partitions import of_one_share
 from .pickle_values import Malformed
+from .pipeline_layers import named_layers
+from .slicing_rules import KEY, SlicingRules
+from .tensor_slices import Cut, whole
 from .typed_fields import Fields, is_count
 from .universal_parameters import DIRECTORY, universal_state
-from .zero_partitions import ZeroState, zero_state
+from .zero_partitions import ZeroState, names_of, zero_state
 
 FAMILY = "DeepSpeed"
 #: Values of a model's file that describe how it was cut, or that have another place in the state.
@@ -48,16 +50,21 @@ def describe(path: str) -> Description | None:
 
 
 @dataclass(slots=True)
-class _Stage:
-    """The state of one model-parallel rank."""
+class _Part:
+    """The state of a model-parallel rank, or of several ones together."""
 
-    model: dict[str, object]
+    #: The first file of its model.
+    first: Fields
+    #: Weights of the optimizer, and frozen parameters.
+    masters: dict[str, object]
+    #: Weights and buffers of the model itself.
     module: dict[str, object]
+    #: Names of tied parameters, with the names of those that are stored.
+    shared: dict[str, object]
+    #: The state of the optimizer with ZeRO.
     zero: ZeroState | None
-    #: The optimizer without ZeRO.
-    optimizer: object
-    scheduler: object
-    rest: dict[str, object] = field(default_factory=dict)
+    #: That without ZeRO, by model-parallel rank.
+    optimizers: dict[str, object] = field(default_factory=dict)
 
 
 class _Save:
@@ -71,17 +78,38 @@ class _Save:
         self._universal = parameters if os.path.isdir(parameters) and not files.optimizers else None
         #: The version of DeepSpeed, and the first file that names one.
         self._version: tuple[object, str] | None = None
+        #: The states of the model and of the optimizer of each model-parallel rank.
+        self._models = [self._of_rank(files.models, mp_rank) for mp_rank in files.mp_ranks]
+        self._optimizers = [self._of_rank(files.optimizers, mp_rank) for mp_rank in files.mp_ranks]
+        firsts = [models[0] for models in self._models]
+        #: The names of the buffers.
+        self._buffers = {
+            name for one in firsts if one.has("buffer_names") for name in one.list("buffer_names")
+        }
 
     def description(self) -> Description:
-        stages = [self._stage(mp_rank) for mp_rank in self._files.mp_ranks]
-        state = self._state(stages)
+        pieces = self._tensor_ranks()
+        layers = [self._layers(piece) for piece in range(pieces)]
+        parts = [self._part(mp_rank, layers[mp_rank % pieces]) for mp_rank in self._files.mp_ranks]
+        slices = [self._pipeline(parts[piece::pieces], layers[piece]) for piece in range(pieces)]
+        whole = slices[0] if pieces == 1 else self._whole(slices)
+        if self._universal is not None:
+            whole.zero = universal_state(self._universal, [part.first for part in parts], self._load)
+            whole.masters |= whole.zero.masters
+        whole.module |= self._experts()
         metadata = {}
-        if any(stage.zero is not None and stage.zero.is_reordered for stage in stages):
+        if whole.zero is not None and whole.zero.is_reordered:
             metadata["param_slice_mappings"] = "not used: their order is not that of param_shapes"
-        return Description(FAMILY, self._path, state, metadata, files=list(self._read), guarded=self._guarded)
+        return Description(
+            FAMILY, self._path, self._state(whole), metadata, files=list(self._read), guarded=self._guarded
+        )
 
     def _guarded(self) -> Mapping[str, Sequence[Guarded]]:
         return {name: file.guarded() for name, file in self._read.items()}
+
+    def _load(self, file: str) -> object:
+        self._read[file] = torch_save.required(file)
+        return self._read[file].state
 
     def _fields(self, file: str) -> Fields:
         """The content of a file."""
@@ -96,36 +124,33 @@ class _Save:
                 )
         return fields
 
-    def _load(self, file: str) -> object:
-        self._read[file] = torch_save.required(file)
-        return self._read[file].state
+    def _of_rank(self, grid: Grid, mp_rank: int) -> list[Fields]:
+        """The content of the files of a model-parallel rank."""
+        return [self._fields(file) for file in self._files.ranks(grid, mp_rank)]
 
-    def _stage(self, mp_rank: int) -> _Stage:
-        models = [self._fields(file) for file in self._files.ranks(self._files.models, mp_rank)]
-        optimizers = [self._fields(file) for file in self._files.ranks(self._files.optimizers, mp_rank)]
+    def _part(self, mp_rank: int, layers: Mapping[str, object]) -> _Part:
+        models, optimizers = self._models[mp_rank], self._optimizers[mp_rank]
         first = models[0]
         self._check_models(models)
         zero = None
-        if self._universal is not None:
-            zero = universal_state(self._universal, [first], self._load)
-        elif first.has("param_shapes"):
-            if not optimizers:
-                first.wrong(
-                    "the files *_optim_states.pt are missing, which have its weights. Copy the files of all ranks, "
-                    "or pass this file to read what is in it"
-                )
-            zero = zero_state(first, optimizers)
-        elif optimizers:
-            first.wrong("it has no `param_shapes`, which name the parameters in *_optim_states.pt")
+        if first.has("param_shapes") and self._universal is None and not optimizers:
+            first.wrong(
+                "the files *_optim_states.pt are missing, which have its weights. Copy the files of all ranks, "
+                "or pass this file to read what is in it"
+            )
+        if optimizers:
+            zero = zero_state(first, optimizers, {**layers, **first.named("module")})
         module = first.named("module")
-        return _Stage(
-            self._weights(models, module, zero),
-            module,
-            zero,
-            first.entries.get("optimizer"),
-            first.entries.get("lr_scheduler"),
-            {name: value for name, value in first.named_entries() if name not in _CONSUMED},
-        )
+        masters = {} if zero is None else dict(zero.masters)
+        masters |= self._frozen(models, module)
+        if self._files.is_partitioned:
+            module = {name: value for name, value in module.items() if not _is_placeholder(value)}
+        part = _Part(first, masters, module, first.named("shared_params"), zero)
+        if first.has("optimizer"):
+            part.optimizers[f"mp_rank_{mp_rank:02d}"] = first.entries["optimizer"]
+        for rank, file in enumerate(self._files.ranks(self._files.of_experts, mp_rank)):
+            part.optimizers[f"expp_rank_{rank}"] = self._fields(file).entries.get("optimizer")
+        return part
 
     def _check_models(self, models: Sequence[Fields]) -> None:
         """Compares the files of the data-parallel ranks of ZeRO-3."""
@@ -137,31 +162,12 @@ class _Save:
                 )
         worlds = first.get("mp_world_size")
         if is_count(worlds):
-            check_ranks(self._path, "of mp_rank_*_model_states.pt", self._files.mp_ranks, max(1, int(worlds)))  # type: ignore[call-overload]
+            what = "mp_rank_*_model_states.pt"
+            check_ranks(self._path, what, self._files.mp_ranks, max(1, int(str(worlds))))
         for model in models[1:]:
             for key in ("global_steps", "param_shapes", "frozen_param_shapes"):
                 if model.get(key) != first.get(key):
                     model.wrong(f"`{key}` differs from that of rank 0. Keep the files of one save")
-
-    def _weights(
-        self, models: Sequence[Fields], module: Mapping[str, object], zero: ZeroState | None
-    ) -> dict[str, object]:
-        """The weights in the highest precision, in the order of the model."""
-        first = models[0]
-        masters: dict[str, object] = {} if zero is None else dict(zero.masters)
-        masters |= self._frozen(models, module)
-        found: dict[str, object] = {}
-        shared = first.named("shared_params")
-        for name in dict.fromkeys([*module, *masters, *shared]):
-            source = shared.get(name, name)
-            value = masters.get(name, masters.get(source)) if isinstance(source, str) else None
-            if value is None:
-                value = module.get(name)
-                if zero is not None and self._files.is_partitioned and _is_placeholder(value):
-                    continue
-            if value is not None:
-                found[name] = value
-        return found
 
     def _frozen(self, models: Sequence[Fields], module: Mapping[str, object]) -> dict[str, object]:
         """The parameters that the optimizer does not have. Those of ZeRO-3 are in shares."""
@@ -185,25 +191,114 @@ class _Save:
                 first.wrong(f"{what}: {error}")
         return found
 
-    def _state(self, stages: Sequence[_Stage]) -> dict[str, object]:
-        if len(stages) > 1:
-            raise FormatError(f"{self._path}: several model-parallel ranks are not read")
-        (stage,) = stages
-        state: dict[str, object] = {"model": stage.model}
-        if stage.zero is not None:
+    def _tensor_ranks(self) -> int:
+        """The number of tensor-parallel ranks. Each has all stages of the pipeline."""
+        first, count = self._models[0][0], len(self._models)
+        found = len({piece for _, piece in self._files.layers}) if self._files.layers else count
+        if first.has("checkpoint_parallel_dimensions"):
+            known = first.fields("checkpoint_parallel_dimensions").get("tp_degree")
+            found = int(str(known)) if is_count(known) else found
+        if not 0 < found <= count or count % found:
+            first.wrong(f"{count} model-parallel ranks are no stages of {found} tensor-parallel ranks")
+        return found
+
+    def _layers(self, piece: int) -> dict[str, object]:
+        """The layers of a pipeline that a tensor-parallel rank has, by name."""
+        known = {str(name) for name in self._buffers}
+        for models, optimizers in zip(self._models, self._optimizers, strict=True):
+            known |= names_of(models[0], optimizers)
+        layers = {number: file for (number, own), file in self._files.layers.items() if own == piece}
+        return named_layers({number: self._fields(layers[number]) for number in sorted(layers)}, known)
+
+    def _pipeline(self, stages: Sequence[_Part], layers: Mapping[str, object]) -> _Part:
+        """The stages of a pipeline as one part. A tied parameter is that of the first stage."""
+        whole = stages[0]
+        whole.module |= layers
+        for stage in stages[1:]:
+            for own, more in ((whole.masters, stage.masters), (whole.module, stage.module)):
+                for name, value in more.items():
+                    known = own.setdefault(name, value)
+                    if isinstance(known, Tensor) and isinstance(value, Tensor) and known.shape != value.shape:
+                        stage.first.wrong(
+                            f"`{name[:200]}` has another shape in {os.path.basename(whole.first.file)}"
+                        )
+            whole.shared = {**stage.shared, **whole.shared}
+            whole.optimizers |= stage.optimizers
+            if whole.zero is not None and stage.zero is not None:
+                whole.zero.add_stage(stage.zero)
+        return whole
+
+    def _whole(self, slices: Sequence[_Part]) -> _Part:
+        """The slices of all tensor-parallel ranks as whole tensors."""
+        first = slices[0]
+        is_known = self._universal is None or first.first.has(KEY)
+        rules = SlicingRules(first.first) if is_known else None
+
+        def joined(name: str, values: Sequence[object]) -> object:
+            if not all(isinstance(value, Tensor) for value in values):
+                return values[0]
+            cut = Cut(None) if name in self._buffers or rules is None else rules.cut(name)
+            if isinstance(cut, str):
+                return Opaque(cut)
+            try:
+                return whole(values, cut)  # type: ignore[arg-type]
+            except Malformed as error:
+                first.first.wrong(f"`{name[:200]}`: {error}")
+
+        for key in ("masters", "module"):
+            own = getattr(first, key)
+            for name in own if rules is not None else ():
+                own[name] = joined(name, [getattr(one, key).get(name) for one in slices])
+        if rules is None:
+            first.module = {name: value for name, value in first.module.items() if name in self._buffers}
+        for name, slots in first.zero.slots.items() if first.zero is not None else ():
+            others = [one.zero.slots.get(name, {}) if one.zero is not None else {} for one in slices]
+            for slot in slots:
+                slots[slot] = joined(name, [one.get(slot) for one in others])
+        for one in slices[1:]:
+            first.optimizers |= one.optimizers
+        return first
+
+    def _experts(self) -> dict[str, object]:
+        """The weights of experts, which have files of their own."""
+        found: dict[str, object] = {}
+        for file in self._files.experts.values():
+            fields = Fields(file, self._load(file))
+            if fields.has("folding"):
+                fields.unread("tensor-parallel experts (AutoEP with AutoTP) are not read")
+            found.update(fields.named_entries())
+        return found
+
+    def _weights(self, part: _Part) -> dict[str, object]:
+        """The weights in the highest precision, in the order of the model."""
+        found: dict[str, object] = {}
+        for name in dict.fromkeys([*part.module, *part.masters, *part.shared]):
+            source = part.shared.get(name)
+            values = (part.masters.get(name), part.masters.get(str(source)), part.module.get(name))
+            value = next((one for one in values if one is not None), None)
+            if value is not None:
+                found[name] = value
+        return found
+
+    def _state(self, part: _Part) -> dict[str, object]:
+        state: dict[str, object] = {"model": self._weights(part)}
+        if part.zero is not None:
             if not self._files.is_partitioned:
-                state["module"] = stage.module
+                state["module"] = part.module
             state["optimizer"] = {
-                "state": stage.zero.slots,
-                "groups": stage.zero.groups,
-                **stage.zero.beside,
+                "state": part.zero.slots,
+                "groups": part.zero.groups,
+                **part.zero.beside,
             }
-        elif stage.optimizer is not None:
-            state["optimizer"] = stage.optimizer
-        if stage.scheduler is not None:
-            state["scheduler"] = stage.scheduler
-        own = {name: value for name, value in stage.rest.items() if name in state}
-        state |= {name: value for name, value in stage.rest.items() if name not in state}
+        elif part.optimizers:
+            several = len(part.optimizers) > 1
+            state["optimizer"] = part.optimizers if several else next(iter(part.optimizers.values()))
+        entries = dict(part.first.named_entries())
+        if part.first.has("lr_scheduler"):
+            state["scheduler"] = entries["lr_scheduler"]
+        rest = {name: value for name, value in entries.items() if name not in _CONSUMED}
+        own = {name: value for name, value in rest.items() if name in state}
+        state |= {name: value for name, value in rest.items() if name not in state}
         if own:
             # The user saved values under names of this state.
             state["client_state"] = own

@@ -8,6 +8,7 @@ another order than the values.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +38,8 @@ _CONSUMED = frozenset(
     }
 )
 _STATE = "optimizer_state_dict"
+#: The name of an expert's parameter. The number is that among the experts of its rank.
+_EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -54,10 +57,28 @@ class ZeroState:
     #: True if ``param_slice_mappings`` have another order of parameters.
     is_reordered: bool = False
 
+    def add_stage(self, other: ZeroState) -> None:
+        """Adds the state of another stage of a pipeline. What both have is that of this one."""
+        self.masters = {**other.masters, **self.masters}
+        self.slots = {**other.slots, **self.slots}
+        self.beside = {**other.beside, **self.beside}
+        self.is_reordered = self.is_reordered or other.is_reordered
+        for number, group in enumerate(other.groups):
+            own = self.groups[number] if number < len(self.groups) else None
+            if isinstance(own, dict) and isinstance(group, dict) and _without(own) == _without(group):
+                own["params"] = list(dict.fromkeys([*own["params"], *group["params"]]))
+            else:
+                self.groups.append(group)
 
-def zero_state(model: Fields, files: Sequence[Fields]) -> ZeroState:
+
+def _without(group: Mapping[object, object]) -> dict[object, object]:
+    """The hyperparameters of a group."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def zero_state(model: Fields, files: Sequence[Fields], module: Mapping[str, object]) -> ZeroState:
     """Returns the state that these files of all data-parallel ranks have. ``model`` has the names
-    of the parameters."""
+    of the parameters. ``module`` are the weights of the model itself."""
     ranks = [file.fields(_STATE) for file in files]
     first = ranks[0]
     for file, rank in zip(files, ranks, strict=True):
@@ -68,7 +89,10 @@ def zero_state(model: Fields, files: Sequence[Fields]) -> ZeroState:
     for rank, own in zip(ranks, partitions, strict=True):
         if len(own) != len(partitions[0]):
             rank.wrong(f"`{key}` has {len(own)} groups, that of rank 0 has {len(partitions[0])}")
-    shapes = shapes_of(model)
+    if model.has("param_shapes"):
+        shapes = shapes_of(model)
+    else:
+        shapes = _mapped_shapes(model, ranks, module)
     _check_counts(ranks, len(partitions[0]))
     cut = _Cut(model.file, ranks, partitions)
     if len(shapes) != len(partitions[0]):
@@ -79,10 +103,15 @@ def zero_state(model: Fields, files: Sequence[Fields]) -> ZeroState:
         if is_3:
             cut.add(partial(of_shares, row, lengths, group))
         elif isinstance(counts, list) and counts[row] != len(ranks):
-            cut.state.beside["experts"] = Opaque("state of experts, by expert-parallel rank")
+            cut.add_experts(model, row, lengths, group, counts[row], paddings[row])
         else:
             cut.add(partial(of_group, row, lengths, group, paddings[row]))
-    cut.state.is_reordered = not is_3 and _is_reordered(ranks, shapes)
+    if not is_3:
+        cut.state.is_reordered = any(
+            _is_reordered(ranks, row, group)
+            for row, group in enumerate(shapes)
+            if not isinstance(counts, list) or counts[row] == len(ranks)
+        )
     cut.add_slots("optimizer_state_dict" if is_3 else "base_optimizer_state")
     cut.state.beside |= beside(first)
     return cut.state
@@ -97,6 +126,50 @@ def shapes_of(model: Fields) -> list[dict[str, Size]]:
     if len(set(names)) != len(names):
         model.wrong("`param_shapes` names a parameter twice")
     return shapes
+
+
+def names_of(model: Fields, files: Sequence[Fields]) -> set[str]:
+    """Returns the names of the parameters."""
+    if model.has("param_shapes"):
+        return {name for group in shapes_of(model) for name in group}
+    ranks = [file.fields(_STATE) for file in files]
+    return {str(name) for row in range(_mapped_groups(ranks)) for name in _mapped(ranks, row)}
+
+
+def _mapped_groups(ranks: Sequence[Fields]) -> int:
+    """The number of groups in ``param_slice_mappings``."""
+    mappings = ranks[0].get("param_slice_mappings") if ranks else None
+    return len(mappings) if isinstance(mappings, list) else 0
+
+
+def _mapped(ranks: Sequence[Fields], row: int) -> list[object]:
+    """The names of a group's parameters in the order of ``param_slice_mappings``."""
+    order: list[object] = []
+    for rank in ranks:
+        mappings = rank.get("param_slice_mappings")
+        own = plain(mappings[row]) if isinstance(mappings, list) and row < len(mappings) else None
+        if not isinstance(own, dict):
+            return []
+        order.extend(name for name in own if not order or name != order[-1])
+    return order
+
+
+def _mapped_shapes(
+    model: Fields, ranks: Sequence[Fields], module: Mapping[str, object]
+) -> list[dict[str, Size]]:
+    """The shapes of the parameters of the optimizer for bfloat16 without ZeRO, which does not
+    reorder them. They are those of the weights of the model itself."""
+    if ranks[0].has("zero_stage") or not _mapped_groups(ranks):
+        model.wrong("it has no `param_shapes`, which name the parameters in *_optim_states.pt")
+    found: list[dict[str, Size]] = []
+    for row in range(_mapped_groups(ranks)):
+        found.append({})
+        for name in _mapped(ranks, row):
+            weight = module.get(str(name))
+            if not isinstance(weight, Tensor) or any(name in group for group in found):
+                model.wrong(f"`{name!s:.200}` of `param_slice_mappings` is twice, or has no weight")
+            found[-1][str(name)] = weight.shape
+    return found
 
 
 def _refuse(file: Fields, rank: Fields) -> None:
@@ -146,19 +219,31 @@ def _paddings(first: Fields, shapes: Sequence[Mapping[str, object]]) -> list[lis
     return found  # type: ignore[return-value]
 
 
-def _is_reordered(ranks: Sequence[Fields], shapes: Sequence[Mapping[str, object]]) -> bool:
-    """True if ``param_slice_mappings`` contradict the order of the parameters."""
-    for row, group in enumerate(shapes):
-        order: list[object] = []
-        for rank in ranks:
-            mappings = rank.get("param_slice_mappings")
-            own = plain(mappings[row]) if isinstance(mappings, list) and row < len(mappings) else None
-            if not isinstance(own, dict):
-                return False
-            order.extend(name for name in own if not order or name != order[-1])
-        if order != list(group):
-            return True
-    return False
+def _is_reordered(ranks: Sequence[Fields], row: int, group: Mapping[str, object]) -> bool:
+    """True if ``param_slice_mappings`` contradict the order of a group's parameters."""
+    order = _mapped(ranks, row)
+    return bool(order) and order != list(group)
+
+
+def _of_ranks(
+    ranks: Sequence[int],
+    row: int,
+    lengths: Sequence[int],
+    shapes: Mapping[str, Size],
+    paddings: Sequence[int],
+) -> dict[str, Parameter]:
+    """The parameters of a group that these ranks have."""
+    found = of_group(row, [lengths[rank] for rank in ranks], shapes, paddings)
+    return {
+        name: one._replace(runs=tuple(run._replace(rank=ranks[run.rank]) for run in one.runs))
+        for name, one in found.items()
+    }
+
+
+def _is_transposed(model: Fields) -> bool:
+    """True if ranks with the same experts are neighbours. By default, those of one set are."""
+    config = model.get("ds_config")
+    return isinstance(config, dict) and bool(plain(config.get("use_data_before_expert_parallelism")))
 
 
 class _Cut:
@@ -178,6 +263,32 @@ class _Cut:
             self._parameters.update(parameters)
         except Malformed as error:
             self._ranks[0].wrong(f"{error}. Copy the files of all ranks, and keep those of one save")
+
+    def add_experts(
+        self,
+        model: Fields,
+        row: int,
+        lengths: Sequence[int],
+        shapes: Mapping[str, Size],
+        count: int,
+        paddings: Sequence[int],
+    ) -> None:
+        """Adds the parameters of a group of experts. ``shapes`` are those of the experts of rank 0;
+        each of ``count`` partitions is that of as many ranks as there are expert-parallel ones."""
+        names = [_EXPERT.fullmatch(name) for name in shapes]
+        if not count or len(lengths) % count or not all(names) or _is_transposed(model):
+            self.state.beside["experts"] = Opaque("state of experts, by expert-parallel rank")
+            return
+        experts = len({one[2] for one in names if one is not None})
+        size = len(lengths) // count
+        for expert_rank in range(size):
+            ranks = range(expert_rank, len(lengths), size)
+            own = {
+                f"{one[1]}{int(one[2]) + expert_rank * experts}{one[3]}": shapes[one[0]]
+                for one in names
+                if one is not None
+            }
+            self.add(partial(_of_ranks, ranks, row, lengths, own, paddings))
 
     def add_slots(self, key: str) -> None:
         """Adds the slots of the parameters, and the groups."""
