@@ -8,7 +8,7 @@ import os
 import queue
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("megatron.core.dist_checkpointing.mapping")
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing, distributed, optimizer, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -47,6 +47,7 @@ def one_process() -> Iterator[None]:
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+        patch.setattr("megatron.core.optimizer.optimizer.torch", _TensorsOnTheHost())
         patch.setattr(filesystem_async, "_results_queue", queue.Queue())
         torch.distributed.init_process_group(
             "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -82,6 +83,54 @@ def logits(model: Any, ids: Any) -> Any:
     return model(ids, torch.arange(length)[None], hidden)
 
 
+class Training:
+    """A model with Megatron's optimizer, Adam on its own parameters."""
+
+    def __init__(self, model: Any, rate: float) -> None:
+        self.model = distributed.DistributedDataParallel(
+            model.config, distributed.DistributedDataParallelConfig(), model
+        )
+        settings = optimizer.OptimizerConfig(optimizer="adam", lr=rate, weight_decay=0.0, clip_grad=0.0)
+        self.optimizer = optimizer.get_megatron_optimizer(settings, [self.model])
+
+    def step(self, loss: Callable[[Any], Any], ids: Any) -> None:
+        """Trains one step with a loss of the logits."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss(logits(self.model, ids)).backward()
+        self.model.finish_grad_sync()
+        # The norm of all gradients needs a GPU.
+        (only,) = self.optimizer.chained_optimizers
+        only.prepare_grads()
+        assert only.step_with_ready_grads()
+
+    def _state(self, loading: bool) -> dict[str, Any]:
+        # It takes the keys of the parameters from the state of the model.
+        model = tensors(self.model.module)
+        return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading)}
+
+    def save(self, path: Path) -> None:
+        """Saves the model and the optimizer."""
+        path.mkdir()
+        dist_checkpointing.save(self._state(False), str(path))
+
+    def load(self, path: Path, saved: Path) -> None:
+        """Fills both from a DCP directory; see :func:`load`."""
+        state = _loaded(self._state(True), path, saved)
+        self.optimizer.load_state_dict(state.pop("optimizer"))
+        self.model.module.load_state_dict(state, strict=False)
+
+
+class _TensorsOnTheHost:
+    """The module torch, whose ``tensor`` ignores the device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *given: Any, **options: Any) -> Any:
+        return torch.tensor(*given, **{**options, "device": "cpu"})
+
+
 def tensors(model: Any) -> dict[str, Any]:
     """Its sharded state dict without the states of FP8, which these models do not have."""
     return {name: one for name, one in model.sharded_state_dict().items() if "_extra_state" not in name}
@@ -96,9 +145,13 @@ def save(model: Any, path: Path) -> None:
 def load(model: Any, path: Path, saved: Path) -> None:
     """Fills a model from a DCP directory. The two files beside the tensors come from a checkpoint
     that Megatron has saved."""
+    model.load_state_dict(_loaded(tensors(model), path, saved), strict=False)
+
+
+def _loaded(state: dict[str, Any], path: Path, saved: Path) -> Any:
     for name in ("metadata.json", "common.pt"):
         if not os.path.exists(path / name):
             shutil.copy(saved / name, path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model.load_state_dict(dist_checkpointing.load(tensors(model), str(path)), strict=False)
+        return dist_checkpointing.load(state, str(path))

@@ -265,6 +265,35 @@ def test_other_items_of_a_state_keep_their_names(model: Path, tmp_path: Path) ->
     assert there.check(tmp_path / "run").others == ("step",)
 
 
+def test_a_state_of_training_has_its_slots_by_name(model: Path, tmp_path: Path) -> None:
+    weights = llama()
+    slots = {
+        name: {"exp_avg": one * 2, "exp_avg_sq": one * 3, "step": np.array(5.0)}
+        for name, one in weights.items()
+    }
+    run_state = {"model": weights, "optimizer": {"state": slots, "lr": 0.1}, "iteration": 5}
+    sw.save(tmp_path / "run", run_state)
+    there = sw.maps.recipe(THERE, **NUMBERS, padded_vocab=16, training=1)
+    assert there.check(tmp_path / "run").others == ("optimizer/lr", "iteration")
+    sw.save(tmp_path / "there", sw.restore(tmp_path / "run", map=there))
+    state = sw.restore(tmp_path / "there")
+    plain = sw.restore(model, map=sw.maps.recipe(THERE, **NUMBERS, padded_vocab=16))
+    for name, one in plain.items():
+        np.testing.assert_array_equal(state[name], one)
+        np.testing.assert_array_equal(state[f"optimizer.state.exp_avg.{name}"], one * 2)
+        np.testing.assert_array_equal(state[f"optimizer.state.exp_avg_sq.{name}"], one * 3)
+    back = sw.restore(tmp_path / "there", map=there.inverse())
+    assert back["iteration"] == 5
+    assert back["optimizer"]["lr"] == 0.1
+    for name, one in weights.items():
+        np.testing.assert_array_equal(back["model"][name], one)
+        for slot, value in slots[name].items():
+            np.testing.assert_array_equal(back["optimizer"]["state"][name][slot], value)
+    # Without the parameter the way back has the weights only.
+    only = sw.restore(tmp_path / "there", map=there.inverse().with_parameters(training=0))
+    assert sorted(only) == sorted(weights)
+
+
 def test_what_is_not_there_is_reported(model: Path) -> None:
     state = {name: value for name, value in llama().items() if "mlp.up_proj" not in name}
     del state["model.norm.weight"], state["model.layers.0.self_attn.k_proj.weight"]
@@ -307,6 +336,11 @@ def test_a_map_of_ones_own_has_parameters_too(model: Path, tmp_path: Path) -> No
             "parameters.a = {}\nrule = [{ crop = 'w', size = 2, when = 'b' }]",
             "`when` cannot be .* no parameter b",
         ),
+        (
+            "parameters.a = {}\nrule = [{ crop = 'w', size = 2, when = 'not' }]",
+            "`when` cannot be .* no parameter not",
+        ),
+        ("rule = [{ keep = 'w' }]", "`keep` cannot be .* a list of leaf paths"),
         ("rule = [{ drop = 'w', direction = 'back' }]", "`direction` is forward or inverse"),
         ("rule = [{ concat = ['w', 'v'], to = 'x', unit = 3 }]", "`unit` needs `sizes`"),
     ],
@@ -331,6 +365,30 @@ def test_expressions_multiply_and_divide_in_order(tmp_path: Path) -> None:
             sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", a=wrong))
     state = sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", a=0, b=3))
     assert list(state) == ["w", "v"]
+
+
+def test_a_rule_may_apply_where_a_number_is_zero(tmp_path: Path) -> None:
+    (tmp_path / "map.toml").write_text("parameters.a = {}\nrule = [{ drop = 'v', when = 'not a' }]")
+    sw.save(tmp_path / "c", {"w": np.ones(1), "v": np.ones(1)})
+    for number, left in ((0, ["w"]), (1, ["w", "v"]), (2, ["w", "v"])):
+        assert list(sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", a=number))) == left
+
+
+def test_keep_leaves_all_others_out(tmp_path: Path) -> None:
+    w = np.ones(2)
+    state = {"a": {"x.w": w, "y.w": np.zeros(1)}, "b": {"tied": w, "n": 3}, "x.w": np.zeros(3)}
+    sw.save(tmp_path / "c", state)
+    found = sw.restore(tmp_path / "c", map=[{"keep": ["x.{rest...}", "b/tied"]}])
+    assert list(found) == ["a", "b", "x.w"]
+    assert list(found["a"]) == ["x.w"]
+    assert list(found["b"]) == ["tied"]
+    np.testing.assert_array_equal(found["b"]["tied"], w)
+    found = sw.restore(tmp_path / "c", map=[{"keep": ["b/tied"]}])
+    np.testing.assert_array_equal(found["b"]["tied"], w)
+    with pytest.raises(sw.MisuseError, match="`nothing` matches no leaf"):
+        sw.restore(tmp_path / "c", map=[{"keep": ["x.{rest...}", "nothing"]}])
+    with pytest.raises(sw.MisuseError, match="keep of `b/tied` has no way back"):
+        sw.maps.Map([{"keep": ["b/tied"]}]).inverse()
 
 
 def test_rules_of_one_direction_apply_in_that_one_only(tmp_path: Path) -> None:

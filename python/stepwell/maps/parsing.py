@@ -14,7 +14,7 @@ from ..formats.description import MAX_SIZE
 from .computing import FLOATS, READ, Add, Cast, Dequantise, Merge, Pad, Scale
 from .parameters import evaluated, names
 from .patterns import Pattern
-from .rules import Concat, Crop, Drop, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
+from .rules import Concat, Crop, Drop, Keep, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
 
 _T = TypeVar("_T")
 #: The parameters of a map. ``None``: not known yet.
@@ -22,6 +22,8 @@ Numbers: TypeAlias = Mapping[str, int | None]
 
 #: A capture without its closing brace.
 _UNCLOSED = re.compile(r"\{[A-Za-z_]\w*(?:\.\.\.)?(?!\w|\.\.\.|\})")
+#: Negates the condition of a rule.
+_NOT = "not "
 #: How much a name resembles an operation that is meant.
 _LIKENESS = 0.8
 
@@ -100,10 +102,12 @@ def rule(number: int, entries: Mapping[str, object], numbers: Numbers) -> Rule:
 
 
 def condition(number: int, expression: str, numbers: Numbers) -> bool:
-    """True if the condition of a rule holds: its expression is not zero."""
+    """True if the condition of a rule holds: its expression is not zero, or with ``not`` before it,
+    is zero."""
     table = _Table(number, {}, numbers)
+    plain = expression.removeprefix(_NOT)
     try:
-        return table.value(expression) != 0
+        return (table.value(plain) != 0) == (plain == expression)
     except ValueError as error:
         table.wrong(f"`when` cannot be {shown(expression)}: {error}")
 
@@ -322,6 +326,10 @@ def _drop(table: _Table) -> Rule:
     return Drop(table.take("drop", pattern_of), optional=_optional(table))
 
 
+def _keep(table: _Table) -> Rule:
+    return Keep(table.take("keep", _patterns), optional=_optional(table))
+
+
 def _cast(table: _Table) -> Rule:
     pattern, to = table.take("cast", pattern_of), table.take("to", _dtype)
     return Cast(pattern, to, table.take("from", _read_dtype, None), optional=_optional(table))
@@ -408,6 +416,7 @@ _OPERATIONS: Mapping[str, Callable[[_Table], Rule]] = {
     "rotary": _rotary,
     "tie": _tie,
     "drop": _drop,
+    "keep": _keep,
     "cast": _cast,
     "scale": _scale,
     "add": _add,

@@ -479,6 +479,23 @@ class Drop(Rule):
         raise MisuseError(f"the map's drop of `{self.pattern.text}` has no way back")
 
 
+@dataclass(frozen=True, slots=True)
+class Keep(Rule):
+    """The only leaves that are not left out."""
+
+    patterns: tuple[Pattern, ...]
+
+    def taken(self) -> tuple[Pattern, ...]:
+        return ()
+
+    def apply(self, values: Values) -> Values:
+        kept = {path for pattern in self.patterns for path, _ in self._found(pattern, values)}
+        return consumed(values, {}, {path for path in values if path not in kept})
+
+    def inverse(self) -> Rule:
+        raise MisuseError(f"the map's keep of `{self.patterns[0].text}` has no way back")
+
+
 class _Bound:
     """The count of what a rule makes, and its limit for the tensors so far."""
 

@@ -47,7 +47,7 @@ class _Entry:
 
     number: int
     table: Mapping[str, object]
-    #: An expression. The rule is left out if it is zero.
+    #: An expression, perhaps after ``not``. The rule is left out if it is zero.
     when: str | None
     #: The only direction that it applies in. It is written as it applies there.
     direction: str | None
