@@ -21,8 +21,12 @@ with warnings.catch_warnings():
     from megatron.core import dist_checkpointing, distributed, optimizer, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -46,6 +50,7 @@ def one_process() -> Iterator[None]:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
         patch.setattr(random.CudaRNGStatesTracker, "fork", lambda *_: contextlib.nullcontext())
+        patch.setattr(multi_latent_attention, "TELinear", LatentAttention)
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         patch.setattr("megatron.core.optimizer.optimizer.torch", _TensorsOnTheHost())
         patch.setattr(filesystem_async, "_results_queue", queue.Queue())
@@ -60,20 +65,46 @@ def one_process() -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
+class LatentAttention(torch.nn.Module):
+    """The core of latent attention, which Megatron-Core leaves to Transformer Engine."""
+
+    def __init__(self, config: Any, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, hidden: Any, **_: Any) -> Any:
+        query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        scores = (query @ key.transpose(2, 3) * self.scale).masked_fill(hidden, -torch.inf)
+        return (scores.softmax(-1) @ value).permute(2, 0, 1, 3).flatten(2)
+
+
+def latent_layers(config: Any) -> Any:
+    """The layers of a model with latent attention."""
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for one in layers.layer_specs:
+        one.submodules.self_attention.submodules.core_attention = LatentAttention
+    return layers
+
+
 def gpt(
-    vocab: int, model: dict[str, Any] | None = None, spec: dict[str, Any] | None = None, **config: Any
+    vocab: int,
+    model: dict[str, Any] | None = None,
+    layers: dict[str, Any] | Callable[[Any], Any] | None = None,
+    **config: Any,
 ) -> Any:
     """A GPTModel with parameters of its own."""
-    cls = MLATransformerConfig if (spec or {}).get("multi_latent_attention") else TransformerConfig
-    settings = cls(**{**DEFAULTS, **config})
-    layers = get_gpt_layer_local_spec(normalization=settings.normalization, **(spec or {}))
+    settings = (MLATransformerConfig if callable(layers) else TransformerConfig)(**{**DEFAULTS, **config})
+    if callable(layers):
+        spec = layers(settings)
+    else:
+        spec = get_gpt_layer_local_spec(normalization=settings.normalization, **(layers or {}))
     options = {
         "position_embedding_type": "rope",
         "share_embeddings_and_output_weights": False,
         **(model or {}),
     }
     torch.manual_seed(1)
-    return GPTModel(settings, layers, vocab_size=vocab, max_sequence_length=64, **options).eval()
+    return GPTModel(settings, spec, vocab_size=vocab, max_sequence_length=64, **options).eval()
 
 
 def logits(model: Any, ids: Any) -> Any:

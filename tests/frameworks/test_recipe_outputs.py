@@ -16,6 +16,7 @@ import pytest
 import stepwell as sw
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
 
 VOCAB, PADDED = 120, 128
@@ -42,7 +43,7 @@ class Family:
     base: dict[str, Any] = field(default_factory=lambda: GROUPS)
     theirs: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
-    layers: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Any] | Callable[[Any], Any] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     #: Called with the model of Megatron-Core.
     changed: Callable[[Any], None] = lambda _: None
@@ -52,8 +53,9 @@ class Family:
         config = transformers.AutoConfig.for_model(self.model_type, **{**self.base, **self.ours})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        router_biases = [one for name, one in model.named_buffers() if "correction_bias" in name]
         with torch.no_grad():
-            for one in model.parameters():
+            for one in [*model.parameters(), *router_biases]:
                 if one.ndim == 1:
                     one += torch.randn(one.shape) / 10
         return model
@@ -95,6 +97,50 @@ def zero_centered(norm: Any, given: Any) -> Any:
     """A norm whose weights are stored minus 1."""
     return torch.nn.functional.rms_norm(given, norm.normalized_shape, 1 + norm.weight, norm.eps)
 
+
+DEEPSEEK = Family(
+    recipe="hf-deepseek-to-megatron",
+    model_type="deepseek_v3",
+    ours={
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+    },
+    theirs={
+        **EXPERTS,
+        "num_query_groups": 4,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 16,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+        "num_moe_experts": 8,
+        "moe_layer_freq": [0, 1, 1],
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+    layers=megatron.latent_layers,
+    parameters=LOCAL,
+)
 
 #: Models on both sides.
 FAMILIES = {
@@ -151,6 +197,12 @@ FAMILIES = {
         theirs={**EXPERTS, "kv_channels": 32, "qk_layernorm": True},
         layers={**OF_EXPERTS, "qk_layernorm": True},
         parameters=LOCAL,
+    ),
+    "deepseek": DEEPSEEK,
+    "deepseek-dense-queries": dataclasses.replace(
+        DEEPSEEK,
+        ours={**DEEPSEEK.ours, "q_lora_rank": None},
+        theirs={**DEEPSEEK.theirs, "q_lora_rank": None},
     ),
     "gpt2": Family(
         recipe="hf-gpt2-to-megatron",
@@ -216,11 +268,12 @@ def test_a_model_gives_equal_outputs_and_comes_back(name: str, tmp_path: Path) -
 
 #: Models of transformers only, and other names on the side of Megatron.
 NAMES = {
+    "deepseek2": dataclasses.replace(DEEPSEEK, model_type="deepseek_v2", parameters={}),
     "gemma2": Family(recipe="hf-gemma2-to-megatron", model_type="gemma2", ours={"head_dim": 32}),
     "gemma3": Family(recipe="hf-gemma3-to-megatron", model_type="gemma3_text", ours={"head_dim": 32}),
     **{
         f"{name}-{names}": dataclasses.replace(FAMILIES[name], parameters=parameters)
-        for name in ("mixtral", "qwen2-moe", "qwen3-moe")
+        for name in ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
         for names, parameters in {
             "transformer-engine": {},
             "layers": {"stacked": 0},
@@ -261,3 +314,30 @@ def test_experts_have_the_names_of_modules(grouped: int, tmp_path: Path) -> None
         sequential = re.compile(r"local_experts\.(\d+)\.(linear_fc\d)\.weight")
         theirs = {sequential.sub(r"\2.weight\1", name) for name in theirs}
     assert set(state) == theirs
+
+
+def test_blocks_of_fp8_become_bfloat16(tmp_path: Path) -> None:
+    ours = DEEPSEEK.of_hugging_face()
+    ours.save_pretrained(tmp_path / "hf")
+    quantised, plain = {}, {}
+    for name, one in safetensors.load_file(tmp_path / "hf" / "model.safetensors").items():
+        if "proj" not in name or "layers" not in name:
+            quantised[name] = plain[name] = one.bfloat16()
+            continue
+        # All weights of this size are one block.
+        scale = (one.abs().max() / 448).reshape(1, 1)
+        quantised[name] = (one / scale).to(torch.float8_e4m3fn)
+        quantised[f"{name}_scale_inv"] = scale
+        plain[name] = (quantised[name].float() * scale).bfloat16()
+        # The layers behind the last one predict more tokens.
+        behind = re.sub(r"layers\.\d+", "layers.3", name)
+        quantised[behind], quantised[f"{behind}_scale_inv"] = quantised[name].clone(), scale.clone()
+    quantised["model.layers.3.enorm.weight"] = torch.ones(64)
+    for folder, state in (("fp8", quantised), ("bf16", plain)):
+        ours.config.save_pretrained(tmp_path / folder)
+        safetensors.save_file(state, tmp_path / folder / "model.safetensors")
+        sw.convert(tmp_path / folder, tmp_path / f"{folder}-dcp", to="dcp", map=DEEPSEEK.recipe)
+    with sw.open(tmp_path / "fp8-dcp") as checkpoint:
+        assert not checkpoint.diff(tmp_path / "bf16-dcp")
+        assert "decoder.layers.2.mlp.experts.experts.linear_fc1.weight" in checkpoint
+        assert not any(name.startswith("decoder.layers.3") for name in checkpoint)

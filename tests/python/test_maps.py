@@ -458,6 +458,33 @@ def test_slots_that_differ_are_not_lost(tmp_path: Path, layout: str, name: str, 
         restored(path, {"concat": ["a", "b"], "to": "c", "axis": 1})
 
 
+def test_a_capture_may_be_bounded_to_numbers(tmp_path: Path) -> None:
+    names = [f"layers.{i}.w" for i in (0, 1, 2, 10, "x", "1" * 30)]
+    sw.save(tmp_path / "c", {name: np.ones(1) for name in names})
+    there = sw.maps.Map(
+        [
+            {"rename": "layers.{i<2}.w", "to": "first.{i<2}.w"},
+            {"rename": "layers.{i>=3}.w", "to": "last.{i}.w"},
+        ]
+    )
+    found = sw.restore(tmp_path / "c", map=there)
+    assert sorted(found) == sorted(
+        ["first.0.w", "first.1.w", "layers.2.w", "last.10.w", "layers.x.w", f"layers.{'1' * 30}.w"]
+    )
+    sw.save(tmp_path / "d", found)
+    assert sorted(sw.restore(tmp_path / "d", map=there.inverse())) == sorted(names)
+    (tmp_path / "map.toml").write_text(
+        "parameters.n = {}\nrule = [{ keep = ['layers.{i<2 * n}.w', 'layers.{i>=n * 10}.{rest...}'] }]"
+    )
+    found = sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", n=1))
+    assert sorted(found) == ["layers.0.w", "layers.1.w", "layers.10.w"]
+    for wrong in ("{i<x}", "{i<}", "{i>=1.5}", "{i<-1}"):
+        with pytest.raises(sw.MisuseError, match="the bound of"):
+            sw.maps.Map([{"drop": f"layers.{wrong}.w"}])
+    with pytest.raises(sw.MisuseError, match="no closing brace"):
+        sw.maps.Map([{"drop": "layers.{i<2.w"}])
+
+
 def test_rules_without_a_way_back_say_so() -> None:
     for rule in (
         {"concat": ["a", "b"], "to": "c"},

@@ -24,6 +24,8 @@ Numbers: TypeAlias = Mapping[str, int | None]
 _UNCLOSED = re.compile(r"\{[A-Za-z_]\w*(?:\.\.\.)?(?!\w|\.\.\.|\})")
 #: Negates the condition of a rule.
 _NOT = "not "
+#: A capture with a bound: all before the bound, and the bound.
+_BOUND = re.compile(r"(\{[A-Za-z_]\w*(?:<|>=))([^{}]*)\}")
 #: How much a name resembles an operation that is meant.
 _LIKENESS = 0.8
 
@@ -47,7 +49,11 @@ class _Table:
         if value is default:
             return value  # type: ignore[return-value]  # a default is of the kind
         try:
-            return kind(self._filled(value) if kind in _OF_NUMBERS and self._numbers else value)
+            if self._numbers and kind in _OF_NUMBERS:
+                value = self._filled(value)
+            elif self._numbers and kind in _OF_PATTERNS:
+                value = self._bounded(value)
+            return kind(value)
         except (TypeError, ValueError, OverflowError) as error:
             self.wrong(f"`{name}` cannot be {shown(value)}: {error}")
 
@@ -56,6 +62,14 @@ class _Table:
         if isinstance(value, list):
             return [self._filled(one) for one in value]
         return self.value(value) if isinstance(value, str) else value
+
+    def _bounded(self, value: object) -> object:
+        """A pattern, or a list of patterns, with the values of the bounds of its captures."""
+        if isinstance(value, list):
+            return [self._bounded(one) for one in value]
+        if not isinstance(value, str):
+            return value
+        return _BOUND.sub(lambda found: f"{found[1]}{self.value(found[2])}}}", value)
 
     def value(self, expression: str) -> int:
         """The value of an expression over the parameters of the map. It is 1 if one of them is not
@@ -116,7 +130,9 @@ def pattern_of(value: object) -> Pattern:
     """A pattern. Raises ``TypeError`` or ``ValueError``."""
     if not isinstance(value, str):
         raise TypeError("it is a leaf path with captures such as {i}")
-    if found := _UNCLOSED.search(value):
+    if wrong := next((one for one in _BOUND.finditer(value) if not one[2].isdecimal()), None):
+        raise ValueError(f"the bound of {wrong[0]} is a number, or an expression over parameters")
+    if found := _UNCLOSED.search(_BOUND.sub("", value)):
         raise ValueError(f"{found[0]} has no closing brace")
     return Pattern(value)
 
@@ -382,8 +398,9 @@ def _merge(table: _Table) -> Rule:
     return Merge(pattern, a, b, alpha, "root" if is_root else "rank", optional=optional)
 
 
-#: The kinds of entries that may have expressions.
+#: The kinds of entries that may be expressions, or patterns with expressions.
 _OF_NUMBERS = (_integer, _positive, _not_negative, _sizes, _blocks)
+_OF_PATTERNS = (pattern_of, _patterns)
 
 
 def _check_captures(table: _Table, sources: tuple[Pattern, ...], targets: tuple[Pattern, ...]) -> None:

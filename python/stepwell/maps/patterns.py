@@ -1,4 +1,5 @@
-"""Patterns over leaf paths that capture parts of them: ``layers.{i}.weight``."""
+"""Patterns over leaf paths that capture parts of them: ``layers.{i}.weight``. A bound makes a
+capture take numbers only: ``{i<3}``, ``{i>=3}``."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field
 from .._checks import shown
 from ..errors import MisuseError
 
-_CAPTURE = re.compile(r"\{([^\W\d]\w*)(\.\.\.)?\}")
+_CAPTURE = re.compile(r"\{([^\W\d]\w*)(\.\.\.|(<|>=)([0-9]{1,18}))?\}")
 #: The text of a capture: one name between dots, or any text.
 _NAME, _REST = r"[^./\[\]]+", r".+"
+#: The most digits of a number in a path.
+_MAX_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +40,26 @@ class Pattern:
 
     text: str
     captures: tuple[str, ...] = field(init=False)
+    #: Captures that are numbers below a bound (true), or not below it (false).
+    _bounds: tuple[tuple[str, bool, int], ...] = field(init=False, repr=False)
     _expression: re.Pattern[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
             raise MisuseError(f"a pattern is a leaf path with captures such as {{i}}, not {shown(self.text)}")
         names: list[str] = []
+        bounds: list[tuple[str, bool, int]] = []
         expression, at = "", 0
         for found in _CAPTURE.finditer(self.text):
             expression += re.escape(self.text[at : found.start()])
-            name, rest = found.groups()
+            name, kind, operator, bound = found.groups()
             if not name.isascii():
                 raise MisuseError(f"the name of the capture {found[0]} is not ASCII")
-            expression += f"(?P={name})" if name in names else f"(?P<{name}>{_REST if rest else _NAME})"
+            expression += (
+                f"(?P={name})" if name in names else f"(?P<{name}>{_REST if kind == '...' else _NAME})"
+            )
+            if operator:
+                bounds.append((name, operator == "<", int(bound)))
             if name not in names:
                 names.append(name)
             at = found.end()
@@ -57,6 +67,7 @@ class Pattern:
         # Groups around the captures have no names: a capture may have any.
         whole = rf"((?:.*?/)??){expression}((?:[/\[].*)?)"
         object.__setattr__(self, "captures", tuple(names))
+        object.__setattr__(self, "_bounds", tuple(bounds))
         object.__setattr__(self, "_expression", re.compile(whole, re.DOTALL))
 
     def match(self, path: str) -> Match | None:
@@ -64,6 +75,10 @@ class Pattern:
         found = self._expression.fullmatch(path)
         if found is None:
             return None
+        for name, is_below, bound in self._bounds:
+            number = found[name]
+            if not (number.isdecimal() and len(number) <= _MAX_DIGITS) or (int(number) < bound) != is_below:
+                return None
         return Match(found.groupdict(), found[1], found[len(self.captures) + 2])
 
     def fill(self, captures: Mapping[str, str]) -> str:
