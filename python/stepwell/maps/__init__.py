@@ -157,7 +157,7 @@ class Map:
         """The leaves of a checkpoint after the rules. An observer sees the errors, which are raised
         without one."""
         config = self._config
-        if config is None and self._tables.parameters:
+        if config is None and (self._tables.parameters or self._tables.model_types):
             config = parameters.find_config(core.path())
         numbers = self._tables.numbers(self._given, config, self._name)
         told = "".join(f", {name} = {number}" for name, number in numbers.items())
