@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from .._restore import collector as collecting
 from ..errors import FormatError, StepwellError, from_system
-from . import dcp, deepspeed, flax, npz, orbax, roots, safetensors, torch_save
+from . import dcp, deepspeed, flax, megatron, npz, orbax, roots, safetensors, torch_save
 from .description import Description, Value, of_parts
 from .files import json_value
 from .refused import refuse
@@ -28,6 +28,7 @@ __all__ = ["Description", "find", "find_step", "list_steps", "roots"]
 Format: TypeAlias = Callable[[str], Description | None]
 
 _FORMATS: Sequence[Format] = (
+    megatron.describe,
     dcp.describe,
     orbax.describe,
     safetensors.describe,

@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from .. import _core
 from .._paths import named, printable
@@ -19,7 +20,7 @@ from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, FormatError
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
-from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated, fits
+from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated, fits, row_major
 from .files import check_present, corrupt, read
 from .safetensors import Header, read_header
 from .torch_archive import Archive, roots_of
@@ -55,17 +56,18 @@ def describe(path: str) -> Description | None:
         return None
     names = os.listdir(path)
     if _METADATA in names:
-        return _Checkpoint(path, [os.path.join(path, _METADATA)]).description()
+        return Checkpoint(path, [_METADATA]).description()
     of_ranks = sorted((name for name in names if _OF_RANK.fullmatch(name)), key=lambda name: int(name[2:-9]))
     if of_ranks:
-        return _Checkpoint(path, [os.path.join(path, name) for name in of_ranks]).description()
+        return Checkpoint(path, of_ranks).description()
     return None
 
 
-class _Checkpoint:
-    """The metadata of a directory, and the archives that they name."""
+class Checkpoint:
+    """The metadata files of a directory, and the archives that they name."""
 
-    def __init__(self, path: str, metadata: Sequence[str]) -> None:
+    def __init__(self, path: str, names: Sequence[str]) -> None:
+        metadata = [os.path.join(path, name) for name in names]
         self._path, self._metadata = path, metadata[0]
         self._saved = _merged([read_metadata(file) for file in metadata], metadata)
         objects = self._saved.objects
@@ -99,16 +101,31 @@ class _Checkpoint:
                 raise corrupt(where, f"the metadata name {end} bytes; the file has {length}")
 
     def description(self) -> Description:
-        """All of it. The archives of tensors are looked at when they are needed, unless they are
-        compressed."""
-        compressed = [place for _, place in self._places() if place.transforms]
+        """All of it."""
+        state = _nested(self._path, self.leaves(), self._saved.paths)
+        return Description(FAMILY, self._path, state, guarded=self.guarded)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its tensors and objects."""
+        return [*self._saved.tensors, *self._saved.objects]
+
+    def leaves(self, without: Mapping[str, object] | None = None) -> dict[str, object]:
+        """The leaves by name, those of ``without`` in place of its own. The archives of tensors are
+        looked at when they are needed, unless they are compressed."""
+        known = without or {}
+        read = [
+            place
+            for name, place in self._places()
+            if name not in known and (place.transforms or name in self._saved.objects)
+        ]
         copies = [place for _, *two in self._saved.copies for place in two]
-        archives = self._archives([*self._objects, *compressed, *copies])
+        archives = self._archives([*read, *copies])
         leaves: dict[str, object] = {}
         for name, tensor in self._saved.tensors.items():
-            leaves[name] = self._tensor(name, tensor, archives)
+            leaves[name] = known[name] if name in known else self._tensor(name, tensor, archives)
         for name, place in self._saved.objects.items():
-            leaves[name] = self._object(name, place, archives)
+            leaves[name] = known[name] if name in known else self._object(name, place, archives)
         for name, one, other in self._saved.copies:
             is_known = one in archives and other in archives
             is_copy = archives[one].is_copy_of(archives[other]) if is_known else None
@@ -116,20 +133,28 @@ class _Checkpoint:
                 leaves[name] = Opaque("value of several ranks, without checksums to compare")
             elif not is_copy:
                 leaves[name] = Opaque("value that differs between ranks")
-        state = _nested(self._path, leaves, self._saved.paths)
-        return Description(FAMILY, self._path, state, guarded=self._guarded)
+        return leaves
 
     def locate(self, chunks: Sequence[Chunk]) -> list[Chunk]:
         """Returns parts of tensors with their places and layouts."""
         parts = [self._part(chunk) for chunk in chunks]
         archives = self._archives([part.place for _, _, part in parts])
         found = []
-        for name, tensor, part in parts:
+        for wanted, (name, tensor, part) in zip(chunks, parts, strict=True):
             chunk = self._chunk(name, tensor, part, archives)
             if chunk is None:
                 raise self._wrong(name, f"its part at {list(part.offsets)} is a tensor of an unknown form")
-            found.append(chunk)
+            found.append(chunk if tensor.flattened is None else self._box_of(name, chunk, wanted))
         return found
+
+    def _box_of(self, name: str, part: Chunk, box: Chunk) -> Chunk:
+        """A box of a part that is a run of elements."""
+        if part.strides is not None:
+            raise self._wrong(
+                name, f"the elements of its part at {list(part.start)} do not follow each other"
+            )
+        place = (part.file, part.offset + box.offset)
+        return replace(box, file=place[0], offset=place[1], big_endian=part.big_endian, negated=part.negated)
 
     def _part(self, chunk: Chunk) -> tuple[str, SavedTensor, Part]:
         assert isinstance(chunk.file, Unlocated)
@@ -138,7 +163,7 @@ class _Checkpoint:
         tensor = self._saved.tensors[name]
         return name, tensor, tensor.parts[number]
 
-    def _guarded(self) -> Mapping[str, Sequence[Guarded]]:
+    def guarded(self) -> Mapping[str, Sequence[Guarded]]:
         """The ranges of the archives that have checksums, by file."""
         found: dict[str, list[Guarded]] = {}
         for archive in self._archives([place for _, place in self._places()]).values():
@@ -229,8 +254,9 @@ class _Checkpoint:
         if tensor.dtype is None:
             return Opaque(f"torch tensor of {tensor.stored_dtype}{list(tensor.shape)}")
         itemsize = to_dtype(tensor.dtype).itemsize
-        if not fits(tensor.shape, itemsize):
-            raise self._wrong(name, f"its shape is too large: {list(tensor.shape)}")
+        shape = tensor.shape if tensor.flattened is None else tensor.flattened
+        if not fits(tensor.shape, itemsize) or not fits(shape, itemsize):
+            raise self._wrong(name, f"its shape is too large: {list(shape)}")
         chunks = []
         for number, part in enumerate(tensor.parts):
             transforms = part.place.transforms
@@ -241,18 +267,22 @@ class _Checkpoint:
             if 0 in part.sizes:
                 continue
             file = Unlocated(os.path.join(self._path, part.place.file), (name, number), self)
-            chunk: Chunk | None = Chunk(file, 0, math.prod(part.sizes) * itemsize, part.offsets, part.sizes)
+            boxes = [Chunk(file, 0, math.prod(part.sizes) * itemsize, part.offsets, part.sizes)]
+            if tensor.flattened is not None:
+                boxes = _boxes_of_run(boxes[0], tensor.flattened, tensor.shape, itemsize)
             if transforms:
                 chunk = self._chunk(name, tensor, part, archives)
-            if chunk is None:
-                return Opaque(f"torch tensor of {tensor.dtype}{list(tensor.shape)}, of an unknown form")
-            chunks.append(chunk)
+                if chunk is None:
+                    return Opaque(f"torch tensor of {tensor.dtype}{list(shape)}, of an unknown form")
+                whole = tensor.flattened is None
+                boxes = [chunk] if whole else [self._box_of(name, chunk, box) for box in boxes]
+            chunks.extend(boxes)
         covered = sum(math.prod(part.sizes) for part in tensor.parts)
         if covered != math.prod(tensor.shape):
             raise self._wrong(
                 name, f"its parts have {covered} of {math.prod(tensor.shape)} elements; is a file missing?"
             )
-        return Tensor(tensor.dtype, tensor.shape, tuple(chunks))
+        return Tensor(tensor.dtype, shape, tuple(chunks))
 
     def _chunk(
         self, name: str, tensor: SavedTensor, part: Part, archives: Mapping[Place, Archive]
@@ -308,6 +338,32 @@ class _Checkpoint:
 
 def _zip_archives(where: str, places: Sequence[Place]) -> list[_core._Archive]:
     return _core.zip_archives(os.path.realpath(where), [(one.offset, one.length) for one in places], _RECORDS)
+
+
+def _boxes_of_run(run: Chunk, shape: tuple[int, ...], stored: tuple[int, ...], itemsize: int) -> list[Chunk]:
+    """The boxes of a tensor that a run of elements has. The tensor is stored as flattened boxes. A
+    run begins at the number of a box along each dimension, and at an element of that box."""
+    *numbers, begin = run.start
+    local = tuple(size // count for size, count in zip(shape, stored[:-1], strict=True))
+    first = tuple(number * size for number, size in zip(numbers, local, strict=True))
+    steps = row_major(local, 1)
+    found = _core.flat_pieces(local, [(first, local, 0, steps)], begin, run.extent[-1])
+    assert found is not None, "a run inside a box has boxes"
+    boxes = []
+    for start, extent, at, strides in found:
+        last = sum((size - 1) * step for size, step in zip(extent, strides, strict=True))
+        packed = tuple(strides) == row_major(tuple(extent), 1)
+        boxes.append(
+            Chunk(
+                run.file,
+                at * itemsize,
+                (last + 1) * itemsize,
+                tuple(start),
+                tuple(extent),
+                None if packed else tuple(step * itemsize for step in strides),
+            )
+        )
+    return boxes
 
 
 def _is_zstd(place: Place) -> bool:

@@ -6,6 +6,7 @@ directly. Attributes that are not known are passed over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import add, le
@@ -22,6 +23,8 @@ from .torch_symbols import DTYPES
 
 #: The longest metadata file that is read.
 _MAX_BYTES = 1 << 30
+#: The name under which Megatron stores the shape of a flattened tensor.
+_FLATTENED = "nd_reformulated_orig_global_shape"
 #: The most parts of a path in a state.
 _MAX_PATH = 64
 _MODULES = frozenset(
@@ -64,6 +67,9 @@ class SavedTensor:
     stored_dtype: str
     shape: tuple[int, ...]
     parts: list[Part]
+    #: The shape of a tensor that is stored as runs of flattened boxes. ``shape`` is the stored one
+    #: then: boxes along each dimension, and the elements of a box.
+    flattened: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +99,28 @@ def read_metadata(file: str) -> Saved:
     return _Reader(file).metadata(parsed[0])
 
 
+def _is_grid_of(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """True if flattened boxes of a tensor of that shape may be stored so."""
+    if len(stored) != len(shape) + 1 or 0 in stored[:-1]:
+        return False
+    boxes = list(zip(shape, stored[:-1], strict=True))
+    return all(size % count == 0 for size, count in boxes) and stored[-1] == math.prod(
+        size // count for size, count in boxes
+    )
+
+
+def _has_all_runs(tensor: SavedTensor) -> bool:
+    """True if the parts are runs of flattened boxes that have each element once."""
+    ends: dict[tuple[int, ...], int] = {}
+    for part in sorted(tensor.parts, key=lambda one: one.offsets):
+        *box, begin = part.offsets
+        if part.sizes[:-1] != (1,) * len(box) or ends.get(tuple(box), 0) != begin:
+            return False
+        ends[tuple(box)] = begin + part.sizes[-1]
+    *grid, length = tensor.shape
+    return len(ends) == math.prod(grid) and all(end == length for end in ends.values())
+
+
 class _Reader:
     """Reads the objects of a metadata pickle."""
 
@@ -113,11 +141,27 @@ class _Reader:
                 saved.tensors[name] = self._tensor(name, value, places)
             else:
                 self._wrong(f"`{printable(name)}` is a {kind}, neither a tensor nor an object")
+        self._add_flattened(saved, fields.get("mcore_data"))
         planner = fields.get("planner_data")
         if planner is not None:
             for key, path in self._pairs(planner):
                 saved.paths[self._text(key)] = self._path(path)
         return saved
+
+    def _add_flattened(self, saved: Saved, rows: object) -> None:
+        """Adds the shapes of tensors that Megatron has stored as flattened boxes."""
+        for key, value in () if rows is None else self._pairs(rows):
+            shape = self._named(value).get(_FLATTENED) if isinstance(value, Pairs) else None
+            if shape is None:
+                continue
+            name, whole = self._text(key), self._sizes(shape)
+            tensor = saved.tensors.get(name)
+            if tensor is None or not _is_grid_of(tensor.shape, whole):
+                stored = "" if tensor is None else f" of {list(tensor.shape)}"
+                self._wrong(f"`{printable(name)}`: flattened boxes{stored} do not form {list(whole)}")
+            if not _has_all_runs(tensor):
+                self._wrong(f"`{printable(name)}`: its runs leave elements out, or have some of them twice")
+            tensor.flattened = whole
 
     def _places(self, storage: object) -> dict[tuple[str, tuple[int, ...] | None], Place]:
         found: dict[tuple[str, tuple[int, ...] | None], Place] = {}

@@ -82,25 +82,6 @@ def _item(path: str, memory: bytearray) -> object:
     return Value(json_value(os.path.join(path, name)))
 
 
-class _Files:
-    """Values as files below a directory."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def place(self, key: str) -> zarr.Stored | None:
-        if any(part in ("", ".", "..") for part in key.split("/")):
-            return None
-        file = os.path.join(self.path, key)
-        try:
-            return zarr.Stored(file, 0, os.stat(file).st_size) if os.path.isfile(file) else None
-        except OSError:
-            return None
-
-    def content(self, place: zarr.Stored) -> bytes:
-        return read(place.file, place.offset, place.nbytes)[0]
-
-
 class _Database:
     """Values in an OCDBT database."""
 
@@ -147,7 +128,7 @@ class _Item:
         is_database = os.path.isfile(os.path.join(path, _MANIFEST))
         if metadata.get("use_ocdbt") is True and not is_database:
             raise corrupt(path, f"its {_MANIFEST} is missing")
-        self._store: zarr.Store = _Database(path, memory) if is_database else _Files(path)
+        self._store: zarr.Store = _Database(path, memory) if is_database else zarr.Files(path)
         aggregate = os.path.join(path, _AGGREGATE)
         self._aggregate = flax.tree(aggregate) if os.path.isfile(aggregate) else None
         strings = os.path.join(path, _STRINGS)

@@ -395,6 +395,13 @@ def mapping(flat: Sequence[Found], cls: Callable[..., dict[object, object]] = di
     )
 
 
+def placed(value: object) -> object:
+    """The part of a state for a value that is made of built-in values."""
+    if isinstance(value, dict) and all(_is_component(key) for key in value):
+        return {key: placed(one) for key, one in value.items()}
+    return Value(value) if isinstance(value, (dict, list, tuple)) and value else value
+
+
 def elements(values: Sequence[object], is_frozen: bool) -> Found:
     """A set."""
     odd = next((value for value in values if not _is_key(value)), None)

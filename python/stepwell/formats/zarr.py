@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from .. import _core
 from .._paths import printable
 from .._state.specs import to_dtype
 from .description import Chunk, Compressed, Opaque, Tensor, row_major
-from .files import corrupt
+from .files import corrupt, read
 
 #: The longest metadata of an array, and the longest index of a shard.
 _MAX_METADATA_BYTES, _MAX_INDEX_BYTES = 1 << 20, 64 << 20
@@ -72,6 +73,27 @@ class Store(Protocol):
 
     def content(self, place: Stored) -> bytes:
         """The bytes of a value."""
+
+
+class Files:
+    """Values as files below a directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def place(self, key: str) -> Stored | None:
+        """The file of a value."""
+        if any(part in ("", ".", "..") for part in key.split("/")):
+            return None
+        file = os.path.join(self.path, key)
+        try:
+            return Stored(file, 0, os.stat(file).st_size) if os.path.isfile(file) else None
+        except OSError:
+            return None
+
+    def content(self, place: Stored) -> bytes:
+        """The bytes of a value."""
+        return read(place.file, place.offset, place.nbytes)[0]
 
 
 class Zeros:

@@ -56,7 +56,10 @@ def _megatron_reason(place: str) -> str | None:
     inside = entries(place)
     if any(_OF_RANK.fullmatch(name) for name in inside):
         return None
-    return missing(inside, ".metadata", "metadata.json")
+    # Plain checkpoints of DCP have neither of the other files.
+    if ".metadata" in inside and "common.pt" not in inside:
+        return None
+    return missing(inside, "metadata.json")
 
 
 def verl(path: str, names: Sequence[str]) -> Listing | None:
