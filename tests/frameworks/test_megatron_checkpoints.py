@@ -270,6 +270,17 @@ def test_directories_of_ranks_are_joined_by_a_map(tmp_path: Path) -> None:
     assert found["stages.001.layers.0.weight"][:, 0].tolist() == [1, 1, 11, 11]
 
 
+def test_halves_of_a_gated_layer_are_joined_in_groups(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
+        gate, up = torch.full((2, 3), float(rank)), torch.full((2, 3), 10.0 + rank)
+        state = {"model": {"fc1": torch.cat([gate, up])}, "args": argparse.Namespace(lr=1)}
+        torch.save(state, tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
+    rules = [{"concat": [f"mp_rank_{rank:02d}/model/fc1" for rank in range(2)], "to": "fc1", "groups": 2}]
+    found = sw.restore(tmp_path, map=rules, include="fc1")
+    assert found["fc1"][:, 0].tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
+
+
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     first, second = rank_files(tmp_path, 2, 1)
     shutil.rmtree(second)

@@ -97,7 +97,9 @@ def test_a_root_with_zarr_checkpoints_opens(tmp_path: Path) -> None:
     assert digests(tmp_path) == digests(OLD / "zarr")
 
 
-@pytest.mark.parametrize("text", ["../elsewhere", "-1", "1e3", "9" * 100, "release/..", "\0", "½", "x" * 9000])
+@pytest.mark.parametrize(
+    "text", ["../elsewhere", "-1", "1e3", "9" * 100, "release/..", "\0", "½", "x" * 9000]
+)
 def test_a_tracker_without_a_number_is_refused(tmp_path: Path, text: str) -> None:
     shutil.copytree(NEW / "dense", tmp_path / "iter_0000100")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)

@@ -217,7 +217,7 @@ def _of_ranks(path: str, ranks: Sequence[str]) -> Description:
 def _ranks_of(state: object) -> int | None:
     """The number of ranks with a directory, if the arguments of the run say it."""
     args = state.get("args") if isinstance(state, dict) else None
-    if not isinstance(args, dict):
+    if not isinstance(args, dict) or _DIMENSIONS[0] not in args:
         return None
     count = 1
     for name in _DIMENSIONS:
