@@ -20,12 +20,15 @@ with warnings.catch_warnings():
     pytest.importorskip("megatron.core.dist_checkpointing.mapping")
     from megatron.core import dist_checkpointing, distributed, optimizer, parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
     )
     from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -86,6 +89,26 @@ def latent_layers(config: Any) -> Any:
     return layers
 
 
+class LinearWithNorm(RowParallelLinear):
+    """A linear layer with a norm behind it, as Megatron Bridge has it for Gemma."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.post_layernorm = torch.nn.RMSNorm(output_size, config.layernorm_epsilon)
+
+    def forward(self, given: Any) -> Any:
+        found, bias = super().forward(given)
+        return self.post_layernorm(found), bias
+
+
+def layers_with_norms(config: Any) -> Any:
+    """The layers of a model with norms behind attention and MLP."""
+    spec = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    spec.submodules.self_attention.submodules.linear_proj = LinearWithNorm
+    spec.submodules.mlp.submodules.linear_fc2 = LinearWithNorm
+    return spec
+
+
 def gpt(
     vocab: int,
     model: dict[str, Any] | None = None,
@@ -93,7 +116,8 @@ def gpt(
     **config: Any,
 ) -> Any:
     """A GPTModel with parameters of its own."""
-    settings = (MLATransformerConfig if callable(layers) else TransformerConfig)(**{**DEFAULTS, **config})
+    cls = MLATransformerConfig if config.get("multi_latent_attention") else TransformerConfig
+    settings = cls(**{**DEFAULTS, **config})
     if callable(layers):
         spec = layers(settings)
     else:
@@ -105,6 +129,14 @@ def gpt(
     }
     torch.manual_seed(1)
     return GPTModel(settings, spec, vocab_size=vocab, max_sequence_length=64, **options).eval()
+
+
+def bert(vocab: int, **config: Any) -> Any:
+    """A BertModel with parameters of its own, whose head is tied to the embedding."""
+    settings = TransformerConfig(**{**DEFAULTS, **config})
+    torch.manual_seed(1)
+    options = {"share_embeddings_and_output_weights": True, "parallel_output": False}
+    return BertModel(settings, 2, bert_layer_local_spec, vocab, max_sequence_length=64, **options).eval()
 
 
 def logits(model: Any, ids: Any) -> Any:

@@ -142,6 +142,21 @@ DEEPSEEK = Family(
     parameters=LOCAL,
 )
 
+GEMMA = Family(
+    recipe="hf-gemma-to-megatron",
+    model_type="gemma",
+    ours={"head_dim": 32},
+    theirs={"kv_channels": 32, "activation_func": GELU},
+    model=TIED,
+    changed=as_gemma,
+)
+#: What of Gemma 2 and 3 has no weights, and is not in Megatron-Core.
+PLAIN_SCORES = {
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+
 #: Models on both sides.
 FAMILIES = {
     "llama": Family(recipe="hf-llama-to-megatron", model_type="llama"),
@@ -216,13 +231,21 @@ FAMILIES = {
         },
         model={**TIED, "position_embedding_type": "learned_absolute"},
     ),
-    "gemma": Family(
-        recipe="hf-gemma-to-megatron",
-        model_type="gemma",
-        ours={"head_dim": 32},
-        theirs={"kv_channels": 32, "activation_func": GELU},
-        model=TIED,
-        changed=as_gemma,
+    "gemma": GEMMA,
+    "gemma2": dataclasses.replace(
+        GEMMA,
+        recipe="hf-gemma2-to-megatron",
+        model_type="gemma2",
+        ours={**GEMMA.ours, **PLAIN_SCORES},
+        layers=megatron.layers_with_norms,
+    ),
+    "gemma3": dataclasses.replace(
+        GEMMA,
+        recipe="hf-gemma3-to-megatron",
+        model_type="gemma3_text",
+        ours={**GEMMA.ours, **PLAIN_SCORES},
+        theirs={**GEMMA.theirs, "qk_layernorm": True},
+        layers=megatron.layers_with_norms,
     ),
 }
 
@@ -233,44 +256,95 @@ def _megatron() -> Iterator[None]:
         yield
 
 
+Outputs = Callable[[Any, Any], "tuple[Any, ...]"]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_a_model_gives_equal_outputs_and_comes_back(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     ours = family.of_hugging_face()
     theirs = family.of_megatron(ours)
-    ours.save_pretrained(tmp_path / "hf")
-    megatron.save(theirs, tmp_path / "saved")
+    there_and_back(
+        family.recipe,
+        (ours, lambda model, ids: (model(ids).logits,)),
+        (theirs, lambda model, ids: (megatron.logits(model, ids)[..., :VOCAB],)),
+        tmp_path,
+        **family.parameters,
+    )
 
-    there = sw.maps.recipe(family.recipe, padded_vocab=PADDED, **family.parameters)
-    assert there.check(tmp_path / "hf")
-    sw.convert(tmp_path / "hf", tmp_path / "dcp", to="dcp", map=there)
-    megatron.load(theirs, tmp_path / "dcp", tmp_path / "saved")
+
+def test_bert_with_norms_in_front_gives_equal_outputs(tmp_path: Path) -> None:
+    config = transformers.MegatronBertConfig(**{**OURS, "intermediate_size": 96})
+    torch.manual_seed(0)
+    ours = transformers.MegatronBertForPreTraining(config).eval()
+    with torch.no_grad():
+        for one in ours.parameters():
+            if one.ndim == 1:
+                one += torch.randn(one.shape) / 10
+    theirs = megatron.bert(
+        PADDED,
+        **THEIRS,
+        add_bias_linear=True,
+        normalization="LayerNorm",
+        gated_linear_unit=False,
+        activation_func=torch.nn.functional.gelu,
+        layernorm_epsilon=config.layer_norm_eps,
+    )
+
+    def of_ours(model: Any, ids: Any) -> tuple[Any, ...]:
+        found = model(ids, token_type_ids=ids % 2)
+        return found.prediction_logits, found.seq_relationship_logits
+
+    def of_theirs(model: Any, ids: Any) -> tuple[Any, ...]:
+        words, binary = model(ids, torch.ones_like(ids), tokentype_ids=ids % 2)
+        return words[..., :VOCAB], binary
+
+    there_and_back("hf-megatron-bert-to-megatron", (ours, of_ours), (theirs, of_theirs), tmp_path)
+
+
+def there_and_back(
+    recipe: str, ours: tuple[Any, Outputs], theirs: tuple[Any, Outputs], folder: Path, **parameters: int
+) -> None:
+    """Converts a model of transformers to Megatron-Core and back, and compares outputs and bits."""
+    (model, outputs), (other, of_other) = ours, theirs
+    model.save_pretrained(folder / "hf")
+    megatron.save(other, folder / "saved")
+
+    there = sw.maps.recipe(recipe, padded_vocab=PADDED, **parameters)
+    assert there.check(folder / "hf")
+    sw.convert(folder / "hf", folder / "dcp", to="dcp", map=there)
+    megatron.load(other, folder / "dcp", folder / "saved")
     ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        expected, found = ours(ids).logits, megatron.logits(theirs, ids)[..., :VOCAB]
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+        expected = outputs(model, ids)
+        for found, one in zip(of_other(other, ids), expected, strict=True):
+            assert (found - one).abs().max() <= 1e-5 * one.abs().max()
 
     # A checkpoint that Megatron has written.
-    megatron.save(theirs, tmp_path / "again")
-    back = there.inverse().with_parameters(tmp_path / "hf")
-    assert back.check(tmp_path / "again")
-    sw.export(tmp_path / "again", tmp_path / "back", map=back, files=tmp_path / "hf")
-    with sw.open(tmp_path / "hf") as checkpoint:
-        difference = checkpoint.diff(tmp_path / "back")
+    megatron.save(other, folder / "again")
+    back = there.inverse().with_parameters(folder / "hf")
+    assert back.check(folder / "again")
+    sw.export(folder / "again", folder / "back", map=back, files=folder / "hf")
+    with sw.open(folder / "hf") as checkpoint:
+        difference = checkpoint.diff(folder / "back")
         names = list(checkpoint)
     assert not difference
     assert difference.common == len(names)
     with torch.no_grad():
-        again = type(ours).from_pretrained(tmp_path / "back").eval()(ids).logits
-    assert torch.equal(again, expected)
+        again = outputs(type(model).from_pretrained(folder / "back").eval(), ids)
+    assert all(map(torch.equal, again, expected))
 
 
 #: Models of transformers only, and other names on the side of Megatron.
 NAMES = {
+    **{
+        f"{name}-tied": dataclasses.replace(
+            FAMILIES[name], ours={**FAMILIES[name].ours, "tie_word_embeddings": True}, parameters={}
+        )
+        for name in ("qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
+    },
     "deepseek2": dataclasses.replace(DEEPSEEK, model_type="deepseek_v2", parameters={}),
-    "gemma2": Family(recipe="hf-gemma2-to-megatron", model_type="gemma2", ours={"head_dim": 32}),
-    "gemma3": Family(recipe="hf-gemma3-to-megatron", model_type="gemma3_text", ours={"head_dim": 32}),
     **{
         f"{name}-{names}": dataclasses.replace(FAMILIES[name], parameters=parameters)
         for name in ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
@@ -294,8 +368,38 @@ def test_the_bits_come_back_from_other_names(name: str, tmp_path: Path) -> None:
     sw.export(tmp_path / "there", tmp_path / "back", map=there.inverse())
     with sw.open(tmp_path / "hf") as checkpoint:
         difference = checkpoint.diff(tmp_path / "back")
+        assert ("lm_head.weight" in checkpoint) is not name.endswith("-tied")
     assert not difference
     assert difference.common > 10
+
+
+def test_older_files_of_gpt2_have_masks_and_no_prefix(tmp_path: Path) -> None:
+    FAMILIES["gpt2"].of_hugging_face().save_pretrained(tmp_path / "hf")
+    whole = tmp_path / "hf" / "model.safetensors"
+    older = {name.removeprefix("transformer."): one for name, one in safetensors.load_file(whole).items()}
+    for i in range(3):
+        older[f"h.{i}.attn.bias"] = torch.ones(1, 1, 64, 64)
+        older[f"h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    compare_older(older, "hf-gpt2-to-megatron", tmp_path)
+
+
+def test_older_files_of_bert_have_positions(tmp_path: Path) -> None:
+    config = transformers.MegatronBertConfig(**{**OURS, "intermediate_size": 96})
+    transformers.MegatronBertForPreTraining(config).save_pretrained(tmp_path / "hf")
+    older = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    older["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    compare_older(older, "hf-megatron-bert-to-megatron", tmp_path)
+
+
+def compare_older(older: dict[str, Any], recipe: str, folder: Path) -> None:
+    """An older file of a model is converted as the newer one is."""
+    (folder / "older").mkdir()
+    (folder / "older" / "config.json").write_bytes((folder / "hf" / "config.json").read_bytes())
+    safetensors.save_file(older, folder / "older" / "model.safetensors")
+    for name in ("hf", "older"):
+        sw.convert(folder / name, folder / f"{name}-there", to="safetensors", map=recipe)
+    with sw.open(folder / "hf-there") as checkpoint:
+        assert not checkpoint.diff(folder / "older-there")
 
 
 @pytest.mark.parametrize("grouped", [0, 1])

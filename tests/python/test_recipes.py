@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,26 @@ def test_a_damaged_configuration_is_refused_by_path(model: Path, text: str) -> N
     (model / "config.json").write_text(text)
     with pytest.raises(sw.MisuseError, match=r"config.json is not"):
         sw.restore(model, map=THERE)
+
+
+@pytest.mark.parametrize("rows", [0, 1 << 40])
+def test_a_wild_number_of_a_configuration_costs_no_time(tmp_path: Path, rows: int) -> None:
+    (tmp_path / "map.toml").write_text(
+        "parameters.n = { config = ['n'] }\n"
+        "rule = [{ concat = ['a', 'b'], to = 'c', groups = 'n', sizes = [1, 1] }]"
+    )
+    (tmp_path / "there.toml").write_text(
+        "parameters.n = { config = ['n'] }\nrule = [{ split = 'a', to = ['d', 'e'], groups = 'n / 2' }]"
+    )
+    for name in "ab":
+        header = json.dumps({name: {"dtype": "F32", "shape": [rows, 0], "data_offsets": [0, 0]}}).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "config.json").write_text(json.dumps({"n": 1 << 40}))
+    before = time.monotonic()
+    for name in ("map", "there"):
+        with pytest.raises(sw.MisuseError, match="pieces up to this leaf"):
+            sw.restore(tmp_path, map=tmp_path / f"{name}.toml")
+    assert time.monotonic() - before < 10
 
 
 def test_a_number_that_the_configuration_denies_is_refused(model: Path) -> None:

@@ -27,7 +27,7 @@ from ..formats.files import read_whole
 #: The file of a Hugging Face model that has its numbers.
 CONFIG = "config.json"
 #: The longest one that is read.
-_MAX_CONFIG_BYTES = 16 << 20
+_MAX_CONFIG_BYTES = 4 << 20
 #: The longest expression.
 _MAX_EXPRESSION = 256
 

@@ -119,6 +119,7 @@ class Concat(Rule):
         by the path of the one that is kept."""
         made: Made = {}
         alike: dict[str, list[str]] = {}
+        bound = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
         sets, without = self._sets(values)
         for whole, parts in sets.items():
             found = [untied(values, path) for path in parts]
@@ -127,7 +128,7 @@ class Concat(Rule):
                 made[whole] = found[0], parts[0]
             else:
                 tensors = [one for one in found if isinstance(one, Arrangement)]
-                made[whole] = self._joined(whole, tensors), parts[0]
+                made[whole] = self._joined(whole, tensors, bound), parts[0]
         return consumed(values, made, {path for parts in sets.values() for path in parts}), alike
 
     def _sets(self, values: Values) -> tuple[dict[str, list[str]], Container[str]]:
@@ -151,20 +152,23 @@ class Concat(Rule):
                 _refuse_unfit(lacking[0], untied(values, lacking[0]), f"has no axis {self.axis}")
         return sets, without
 
-    def _joined(self, whole: str, tensors: Sequence[Arrangement]) -> Arrangement:
+    def _joined(self, whole: str, tensors: Sequence[Arrangement], bound: _Bound) -> Arrangement:
         axis = _axis(self.axis, len(tensors[0].shape))
         others = {(one.dtype, *one.shape[:axis], *one.shape[axis + 1 :]) for one in tensors}
         if len(others) > 1:
             shapes = ", ".join(f"{one.dtype} {list(one.shape)}" for one in tensors)
             refuse(whole, f"its parts differ beside axis {axis}: {shapes}")
-        pieces: list[Arrangement] = []
-        for group in range(self.groups):
-            for one in tensors:
-                count, rest = divmod(one.shape[axis], self.groups)
-                if rest:
-                    refuse(whole, f"{one.shape[axis]} elements are not {self.groups} groups")
-                pieces.append(one.take(axis, group * count, count))
+        for one in tensors:
+            if one.shape[axis] % self.groups:
+                refuse(whole, f"{one.shape[axis]} elements are not {self.groups} groups")
+            bound.add(whole, one, self.groups * len(one.pieces))
         self._check_sizes(whole, [one.shape[axis] for one in tensors])
+        counts = [one.shape[axis] // self.groups for one in tensors]
+        pieces = [
+            one.take(axis, group * count, count)
+            for group in range(self.groups)
+            for one, count in zip(tensors, counts, strict=True)
+        ]
         return concat(pieces, axis)
 
     def _check_sizes(self, whole: str, counts: Sequence[int]) -> None:
@@ -208,6 +212,7 @@ class Split(Rule):
         sizes = self.sizes or (1,) * len(self.to)
         made: Made = {}
         gone: set[str] = set()
+        bound = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
         found = list(self._found(self.pattern, values))
         without = _without_axis(self.axis, self.pattern, found, values)
         for path, match in found:
@@ -215,19 +220,20 @@ class Split(Rule):
             whole = untied(values, path)
             parts: Sequence[Value] = [whole] * len(names)
             if isinstance(whole, Arrangement) and path not in without:
-                parts = self._cut(path, whole, sizes)
+                parts = self._cut(path, whole, sizes, bound)
             for name, part in zip(names, parts, strict=True):
                 add(made, name, part, path)
             gone.add(path)
         return consumed(values, made, gone)
 
-    def _cut(self, path: str, whole: Arrangement, sizes: Sequence[int]) -> Sequence[Value]:
+    def _cut(self, path: str, whole: Arrangement, sizes: Sequence[int], bound: _Bound) -> Sequence[Value]:
         axis = _axis(self.axis, len(whole.shape))
         n = whole.shape[axis]
         unit, rest = divmod(n, sum(sizes) * self.groups)
         if rest or self.unit not in (None, unit):
             of_unit = "" if self.unit is None else f" of {self.unit}"
             refuse(path, f"{n} elements are not {self.groups} groups of shares {list(sizes)}{of_unit}")
+        bound.add(path, whole, self.groups * len(sizes) * len(whole.pieces))
         pieces: list[list[Arrangement]] = [[] for _ in sizes]
         at = 0
         for _ in range(self.groups):
