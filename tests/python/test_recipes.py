@@ -247,6 +247,28 @@ def test_a_vocabulary_is_padded_and_cropped(model: Path, tmp_path: Path) -> None
         sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, config=model))
 
 
+def test_numbers_are_stored_beside_the_weights_of_megatron(model: Path, tmp_path: Path) -> None:
+    padded = sw.maps.recipe(THERE, config=configured(model), padded_vocab=16)
+    weights = sw.restore(model, map=padded)
+    arguments = {"num_attention_heads": HEADS, "kv_channels": HEAD_DIM, "padded_vocab_size": 16}
+    back = sw.maps.recipe(BACK, config=model)
+    sw.save(tmp_path / "there", {**weights, "args": {**arguments, "padded_vocab_size": 16}})
+    assert sorted(sw.restore(tmp_path / "there", map=back)) == sorted(llama())
+    for name, wrong in (("num_attention_heads", 8), ("kv_channels", 16), ("padded_vocab_size", 15)):
+        sw.save(tmp_path / name, {**weights, "args": {**arguments, name: wrong}})
+        says = rf"`args/{name}` of the checkpoint is {wrong}|has 16 elements along axis 0, not 15"
+        with pytest.raises(sw.MisuseError, match=says):
+            sw.restore(tmp_path / name, map=back)
+    with pytest.raises(sw.MisuseError, match=r"padded_vocab is 32, and `args/padded_vocab_size` .* is 16"):
+        sw.restore(tmp_path / "there", map=back.with_parameters(padded_vocab=32))
+    # Values that are no whole numbers do not count.
+    for number, other in enumerate([None, 16.0, "16", True, -16, np.arange(16)]):
+        state = {**weights, "args": {**arguments, "padded_vocab_size": other}}
+        sw.save(tmp_path / str(number), state)
+        with pytest.raises(sw.MisuseError, match="has 16 elements along axis 0, not 10"):
+            sw.restore(tmp_path / str(number), map=back)
+
+
 def test_a_tied_model_has_no_head_on_either_side(model: Path, tmp_path: Path) -> None:
     state = {name: value for name, value in llama().items() if name != "lm_head.weight"}
     save_file(state, model / "model.safetensors")
@@ -339,7 +361,7 @@ def test_a_map_of_ones_own_has_parameters_too(model: Path, tmp_path: Path) -> No
     ("text", "says"),
     [
         ("parameters = 3", r"\[parameters\] is a table"),
-        ("parameters.a = 3", "parameter a is a table of `config` and `default`"),
+        ("parameters.a = 3", "parameter a is a table of `config`, `stored` and `default`"),
         ("parameters.a = { config = 'x' }", "`config` of the map's parameter a is a list"),
         ("parameters.a = { config = ['x +'] }", "`config` of the map's parameter a is a list"),
         ("parameters.a = { default = 'b' }", "uses b, which is not declared before it"),

@@ -159,9 +159,9 @@ class Map:
         config = self._config
         if config is None and (self._tables.parameters or self._tables.model_types):
             config = parameters.find_config(core.path())
-        numbers = self._tables.numbers(self._given, config, self._name)
-        told = "".join(f", {name} = {number}" for name, number in numbers.items())
         stored = StoredLeaves(core)
+        numbers = self._tables.numbers(self._given, config, stored.number, self._name)
+        told = "".join(f", {name} = {number}" for name, number in numbers.items())
         values = stored.values
         for number, one in self._tables.rules(numbers, is_inverse=self._is_inverse):
             with contextlib.ExitStack() as stack:

@@ -72,6 +72,14 @@ class StoredLeaves:
             pending.extend((child, number, key) for key, child in reversed(one.children.items()))
         return nodes, leaves, tensors.computed
 
+    def number(self, path: str) -> int | None:
+        """The whole number, at least 0, that is stored at a path, if there is one."""
+        leaf = self.values.get(path)
+        if not isinstance(leaf, Stored):
+            return None
+        (value,) = self._core.objects([leaf.leaf], Reviver())
+        return value if type(value) is int and value >= 0 else None
+
     def check_alike(self, sets: Mapping[str, Sequence[str]], values: Values) -> None:
         """Raises for leaves that differ. A map keeps one of each set, under the path of the set."""
         pairs: list[tuple[str, str, str]] = []

@@ -3,11 +3,12 @@
 ::
 
     [parameters]
-    heads = { config = ["num_attention_heads"] }
+    heads = { config = ["num_attention_heads"], stored = "args/num_attention_heads" }
     padded_vocab = { default = "vocab" }
 
-A caller passes a number, or it comes from the ``config.json`` of a Hugging Face model, or from the
-default. Expressions are names and integers with ``*`` and ``/``, which has to leave no rest.
+A caller passes a number, or it comes from the ``config.json`` of a Hugging Face model, or from a
+leaf of the checkpoint. These have to be equal. Without any of them, it is the default.
+Expressions are names and integers with ``*`` and ``/``, which has to leave no rest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .._checks import meant, shown, whole
@@ -45,6 +46,8 @@ class Parameter:
 
     #: Expressions over the keys of ``config.json``. The first one whose keys are there counts.
     config: tuple[str, ...] = ()
+    #: The path of a leaf with the number.
+    stored: str | None = None
     #: An expression over the parameters before it.
     default: str | None = None
 
@@ -68,11 +71,13 @@ def declared(table: object) -> dict[str, Parameter]:
                 f"the map's parameter {name!r} needs another name: of ASCII letters, digits and underscores, and none of "
                 f"{', '.join(_TAKEN)}"
             )
-        if not isinstance(given, Mapping) or set(given) - {"config", "default"}:
+        if not isinstance(given, Mapping) or set(given) - {"config", "stored", "default"}:
             raise MisuseError(
-                f"the map's parameter {name} is a table of `config` and `default`, not {shown(given)}"
+                f"the map's parameter {name} is a table of `config`, `stored` and `default`, not {shown(given)}"
             )
-        keys, default = given.get("config", []), given.get("default")
+        keys, stored, default = given.get("config", []), given.get("stored"), given.get("default")
+        if stored is not None and not isinstance(stored, str):
+            raise MisuseError(f"`stored` of the map's parameter {name} is a leaf path, not {shown(stored)}")
         if not isinstance(keys, list) or not all(map(_is_expression, keys)):
             raise MisuseError(
                 f"`config` of the map's parameter {name} is a list of expressions, not {shown(keys)}"
@@ -86,7 +91,7 @@ def declared(table: object) -> dict[str, Parameter]:
                 raise MisuseError(
                     f"`default` of the map's parameter {name} uses {unknown[0]}, which is not declared before it"
                 )
-        found[name] = Parameter(tuple(keys), default)
+        found[name] = Parameter(tuple(keys), stored, default)
     return found
 
 
@@ -105,30 +110,34 @@ def checked(given: Mapping[str, object], known: Iterable[str], where: str) -> di
 
 
 def resolved(
-    parameters: Mapping[str, Parameter], given: Mapping[str, int], config: Config | None, where: str
+    parameters: Mapping[str, Parameter],
+    given: Mapping[str, int],
+    config: Config | None,
+    stored: Callable[[str], int | None],
+    where: str,
 ) -> dict[str, int]:
-    """The value of each parameter.
+    """The value of each parameter. ``stored`` gives the number at a leaf path.
 
     Raises:
-        MisuseError: one has no value, or the caller's differs from that of the configuration.
+        MisuseError: one has no value, or two that differ.
     """
     values: dict[str, int] = {}
     missing: list[str] = []
     for name, one in parameters.items():
-        stored, key = (None, "") if config is None else _of_config(name, one, config)
-        if name in given:
-            if stored is not None and config is not None and stored != given[name]:
-                raise MisuseError(
-                    f"the parameter {name} is {given[name]}, and {key} in {printable(config.path)} is {stored}. "
-                    "Pass the right number, or the configuration of this model"
-                )
-            values[name] = given[name]
-        elif stored is not None:
-            values[name] = stored
-        elif one.default is not None and all(part in values for part in names(one.default)):
-            values[name] = _value_of(f"the default of the parameter {name}", one.default, values)
+        found = list(_found(name, one, given, config, stored))
+        if found:
+            (value, place), *others = found
+            for other, elsewhere in others:
+                if other != value:
+                    raise MisuseError(
+                        f"{place} is {value}, and {elsewhere} is {other}. Pass the right number, or the "
+                        "configuration of this model"
+                    )
+            values[name] = value
         elif one.default is None:
             missing.append(name)
+        elif all(part in values for part in names(one.default)):
+            values[name] = _value_of(f"the default of the parameter {name}", one.default, values)
     if missing:
         numbers = ", ".join(f"{name}=N" for name in missing)
         absent = "" if config is None else f" {printable(config.path)} does not have them."
@@ -206,15 +215,25 @@ def _is_expression(value: object) -> bool:
     )
 
 
-def _of_config(name: str, parameter: Parameter, config: Config) -> tuple[int | None, str]:
-    """The value that a configuration has, and its expression."""
-    entries = config.entries
-    for expression in parameter.config:
-        if all(entries.get(key) is not None for key in names(expression)):
-            path = printable(config.path)
-            numbers = {key: _number(entries[key], f"{key} in {path}") for key in names(expression)}
-            return _value_of(f"{expression} in {path}", expression, numbers), expression
-    return None, ""
+def _found(
+    name: str,
+    parameter: Parameter,
+    given: Mapping[str, int],
+    config: Config | None,
+    stored: Callable[[str], int | None],
+) -> Iterator[tuple[int, str]]:
+    """The values of a parameter, and their places."""
+    if name in given:
+        yield given[name], f"the parameter {name}"
+    if config is not None:
+        for expression in parameter.config:
+            if all(config.entries.get(key) is not None for key in names(expression)):
+                path = printable(config.path)
+                numbers = {key: _number(config.entries[key], f"{key} in {path}") for key in names(expression)}
+                yield _value_of(f"{expression} in {path}", expression, numbers), f"{expression} in {path}"
+                break
+    if parameter.stored is not None and (value := stored(parameter.stored)) is not None:
+        yield value, f"`{parameter.stored}` of the checkpoint"
 
 
 def _number(value: object, name: str) -> int:

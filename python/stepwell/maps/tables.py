@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -108,7 +108,13 @@ class Tables:
         """Raises for rules that are invalid with any numbers, or have no way back."""
         self.rules(dict.fromkeys(self.parameters), is_inverse=is_inverse)
 
-    def numbers(self, given: Mapping[str, int], config: Config | None, name: str) -> dict[str, int]:
+    def numbers(
+        self,
+        given: Mapping[str, int],
+        config: Config | None,
+        stored: Callable[[str], int | None],
+        name: str,
+    ) -> dict[str, int]:
         """The values of its parameters; see :func:`parameters.resolved`."""
         kind = None if config is None else config.entries.get("model_type")
         if config is not None and self.model_types and kind is not None and kind not in self.model_types:
@@ -116,7 +122,7 @@ class Tables:
                 f"{name} is for models of type {' or '.join(self.model_types)}, and {printable(config.path)} is of type "
                 f"{printable(str(kind))[:60]}. Use the recipe of that type, or a copy of this one with it in `model_types`"
             )
-        return parameters.resolved(self.parameters, given, config, name)
+        return parameters.resolved(self.parameters, given, config, stored, name)
 
     def rules(self, numbers: parsing.Numbers, *, is_inverse: bool) -> Numbered:
         """The rules of a direction, in the order in which they apply."""
