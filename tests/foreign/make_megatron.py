@@ -313,14 +313,19 @@ def save(name: str, rank: int) -> None:
     parallel_state.destroy_model_parallel()
 
 
-def of_rank(folder: Path, rank: int, names: list[str], store: str) -> None:
-    """Saves all checkpoints, as one of the ranks."""
+def prepare() -> None:
+    """Replaces what needs CUDA."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.chdir(folder)
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.cuda = lambda self, *_: self
+
+
+def of_rank(folder: Path, rank: int, names: list[str], store: str) -> None:
+    """Saves all checkpoints, as one of the ranks."""
+    prepare()
+    os.chdir(folder)
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     manager = multiprocessing.get_context("fork").Manager()

@@ -129,6 +129,35 @@ def test_a_converted_checkpoint_has_the_same_tensors(written: Path, tmp_path: Pa
     assert {key: ours[key] for key in found} == found
 
 
+def test_megatron_loads_what_is_converted(written: Path, tmp_path: Path) -> None:
+    original, converted = written / "dense", tmp_path / "iter_0000100"
+    without = ["rng_state", "args/attention_backend"]
+    made = sw.convert(original, converted, to="megatron", exclude=without, verify=True)
+    assert made.files.keys() == {"__0_0.distcp", "__0_1.distcp", ".metadata", "common.pt", "metadata.json"}
+    assert digests(converted) == expected(original)
+    script = Path(__file__).with_name("megatron_loader.py")
+    command = [sys.executable, script, original, converted, tmp_path / "store"]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+
+
+def test_objects_of_a_grid_with_tensors_are_not_written(written: Path, tmp_path: Path) -> None:
+    with pytest.raises(sw.MisuseError, match=r"`rng_state/.*exclude="):
+        sw.convert(written / "dense", tmp_path / "out", to="megatron", exclude="args/*")
+    assert not (tmp_path / "out").exists()
+
+
+def test_values_are_common_ones_in_megatron_files(tmp_path: Path) -> None:
+    state = {"w": np.ones(3), "args": {"lr": 0.5}, "parts": [np.ones(2), 7], "grid": {"shard_1_2": (1, "x")}}
+    sw.save(tmp_path / "ours", state)
+    sw.convert(tmp_path / "ours", tmp_path / "theirs", to="megatron")
+    common = torch.load(tmp_path / "theirs" / "common.pt", weights_only=False)
+    assert common == {"checkpoint_version": 3.0, "args": argparse.Namespace(lr=0.5), "parts": {1: 7}}
+    found = sw.restore(tmp_path / "theirs")
+    assert found["grid"] == {"shard_1_2": (1, "x")}
+    assert found["parts.0"].tolist() == [1, 1]
+
+
 # ---- damaged and hostile ones
 
 

@@ -78,7 +78,7 @@ class Chosen(TypedDict):
     "--to",
     required=True,
     metavar="FORMAT",
-    help="The format: safetensors, torch, npz, dcp, orbax or stepwell.",
+    help="The format: safetensors, torch, npz, dcp, megatron, orbax or stepwell.",
 )
 @chosen
 @click.option("--verify", is_flag=True, help="Read the output back and compare it with the source.")

@@ -19,7 +19,7 @@ from .targets import TARGET, Target
     "--to",
     default="safetensors",
     metavar="FORMAT",
-    help="The format: safetensors (the default), torch, npz, dcp, orbax or stepwell.",
+    help="The format: safetensors (the default), torch, npz, dcp, megatron, orbax or stepwell.",
 )
 @chosen
 def export(out: Output, source: Target, destination: str, to: str, **choice: Unpack[Chosen]) -> int:

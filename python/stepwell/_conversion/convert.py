@@ -62,9 +62,9 @@ def convert(
         destination: a free path.
         to: the format. ``"safetensors"`` makes a directory, or one file if the destination's name
             ends with ``.safetensors``. ``"torch"`` and ``"npz"`` make one file. ``"dcp"``
-            makes a directory of ``torch.distributed.checkpoint``, ``"orbax"`` one of an item of
-            Orbax. ``"stepwell"`` makes a checkpoint of this library, and begins again after an
-            interrupt.
+            makes a directory of ``torch.distributed.checkpoint``, ``"megatron"`` one of
+            Megatron-Core, ``"orbax"`` one of an item of Orbax. ``"stepwell"`` makes a checkpoint of
+            this library, and begins again after an interrupt.
         step: the step of a root; ``None``: its newest.
         map: a :class:`stepwell.maps.Map`, a TOML file, a recipe or rules: names and shapes of
             another model for what is written. The other arguments see the mapped leaves.

@@ -15,7 +15,7 @@ from ..errors import MisuseError
 from ..formats.writers import WRITERS, FileOptions
 
 #: A format to write.
-Target: TypeAlias = Literal["safetensors", "torch", "npz", "dcp", "orbax", "stepwell"]
+Target: TypeAlias = Literal["safetensors", "torch", "npz", "dcp", "megatron", "orbax", "stepwell"]
 #: Called with the bytes done and in all.
 Progress: TypeAlias = Callable[[int, int], object]
 

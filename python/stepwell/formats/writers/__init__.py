@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...errors import MisuseError
-from . import dcp, npz, orbax, safetensors, torch
+from . import dcp, megatron, npz, orbax, safetensors, torch
 from .content import Content, FileOptions, PlainValue
 from .output import OutputFile, OutputTensor
 
@@ -60,6 +60,9 @@ WRITERS: Mapping[str, Writer] = {
     ),
     "npz": Writer(npz.plan, _nothing, "arrays", False, ""),
     "dcp": Writer(dcp.plan, _nothing, "dense tensors of ordinary dtypes", False, None, has_paths=True),
+    "megatron": Writer(
+        megatron.plan, torch.is_plain, "dense tensors of ordinary dtypes and plain Python values", False, None
+    ),
     "orbax": Writer(orbax.plan, orbax.is_held, "arrays, numbers, text and `None`", True, None),
 }
 

@@ -16,6 +16,13 @@ class PlainValue:
 
 
 @dataclass(frozen=True, slots=True)
+class Namespace:
+    """Attributes of an ``argparse.Namespace``."""
+
+    attributes: Mapping[object, object]
+
+
+@dataclass(frozen=True, slots=True)
 class Content:
     """Tensors with their names, in the order of the source."""
 

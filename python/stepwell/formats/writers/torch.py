@@ -11,7 +11,7 @@ import numpy as np
 
 from ..description import row_major
 from .archive import Archive
-from .content import Content, FileOptions, PlainValue
+from .content import Content, FileOptions, Namespace, PlainValue
 from .output import OutputFile, OutputTensor, check_dtypes
 from .pickling import Pickle, Unpicklable
 
@@ -77,6 +77,11 @@ def add_archive(
             return True
         if isinstance(value, PlainValue):
             out.add(_plain(value.value))
+            return True
+        if isinstance(value, Namespace):
+            out.new("argparse", "Namespace")
+            out.add(value.attributes)
+            out.build()
             return True
         return False
 
