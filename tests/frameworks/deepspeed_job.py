@@ -27,7 +27,6 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed_model import Model, groups_of
-from transformers import LlamaConfig, LlamaForCausalLM
 
 # It is compiled when it is first used, which needs more than Python packages.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
@@ -134,6 +133,8 @@ def experts(setting: dict[str, Any]) -> Any:
 
 def tensor_parallel(setting: dict[str, Any]) -> Any:
     """A Llama on two tensor-parallel ranks."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # a long import
+
     torch.manual_seed(7)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 32, "max_position_embeddings": 16}
     model = LlamaForCausalLM(

@@ -28,7 +28,8 @@ JOB = Path(__file__).with_name("deepspeed_job.py")
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 ROUND_ROBIN = {"round_robin_gradients": True}
-SETTINGS: dict[int, dict[str, Any]] = {
+#: The saves of each job, by the number of its ranks.
+SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one_none": {"stage": 0},
         "one_z2": {"stage": 2, "config": BF16, "universal": True},
@@ -40,23 +41,24 @@ SETTINGS: dict[int, dict[str, Any]] = {
         "two_z3_fp32": {"stage": 3},
         "two_unstepped": {"stage": 2, "config": BF16, "steps": 0},
         "two_bare": {"stage": 3, "save": {"exclude_frozen_parameters": True}},
+        "experts_none": {"kind": "experts", "stage": 0, "config": BF16},
+        "tensor_z1": {"kind": "tensor", "stage": 1, "config": BF16, "universal": True},
+        "pipeline_z1": {"kind": "pipeline", "stage": 1, "config": BF16},
     },
     4: {
         "four_z1": {"stage": 1, "config": BF16, "zero": ROUND_ROBIN},
         "four_z2": {"stage": 2, "config": BF16, "universal": True},
         "four_z3": {"stage": 3, "config": BF16},
+        "experts_z2": {"kind": "experts", "stage": 2, "config": BF16},
+        "tensor_z3": {"kind": "tensor", "stage": 3, "config": BF16, "universal": True},
+        "pipeline_bf16": {"kind": "pipeline", "stage": 0, "config": BF16},
     },
 }
-#: Jobs that divide the model too, with their ranks. Each needs processes of its own.
-DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
-    "pipeline_z1": (2, {"kind": "pipeline", "stage": 1, "config": BF16}),
-    "pipeline_bf16": (4, {"kind": "pipeline", "stage": 0, "config": BF16}),
-    "experts_none": (2, {"kind": "experts", "stage": 0, "config": BF16}),
-    "experts_z2": (4, {"kind": "experts", "stage": 2, "config": BF16}),
-    "tensor_z1": (2, {"kind": "tensor", "stage": 1, "config": BF16, "universal": True}),
-    "tensor_z3": (4, {"kind": "tensor", "stage": 3, "config": BF16, "universal": True}),
-}
-ZERO = [name for some in SETTINGS.values() for name, setting in some.items() if setting["stage"]]
+ALL = {name: setting for some in SETTINGS.values() for name, setting in some.items()}
+#: Those in which each rank has the whole model.
+ZERO = [name for name, setting in ALL.items() if setting["stage"] and "kind" not in setting]
+#: Those in which ranks have different parts of it.
+DIVIDED = {name: setting for name, setting in ALL.items() if "kind" in setting}
 STEPPED = [name for name in ZERO if name != "two_unstepped"]
 
 
@@ -66,26 +68,22 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def run_job(directory: Path, world: int, settings: dict[str, Any]) -> None:
-    """Runs a job with so many ranks, which writes these saves."""
-    name, port, ranks = next(iter(settings)), str(free_port()), []
-    for rank in range(world):
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
-        environment = os.environ | {name: str(value) for name, value in names.items()}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        with (directory / f"{name}.{rank}.log").open("w") as log:
-            command = [sys.executable, str(JOB), str(directory), json.dumps(settings)]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    for rank, process in enumerate(ranks):
-        assert process.wait(300) == 0, (directory / f"{name}.{rank}.log").read_text()[-4000:]
-
-
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All saves of data-parallel ranks, by name."""
+    """All saves, by name."""
     directory = tmp_path_factory.mktemp("deepspeed")
     for world, settings in SETTINGS.items():
-        run_job(directory, world, settings)
+        port = str(free_port())
+        ranks = []
+        for rank in range(world):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
+            environment = os.environ | {name: str(value) for name, value in names.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            with (directory / f"{world}.{rank}.log").open("w") as log:
+                command = [sys.executable, str(JOB), str(directory), json.dumps(settings)]
+                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        for rank, process in enumerate(ranks):
+            assert process.wait(300) == 0, (directory / f"{world}.{rank}.log").read_text()[-4000:]
     return directory
 
 
@@ -206,11 +204,9 @@ def test_universal_checkpoints_have_the_same_state(saves: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_parts_of_all_ranks_are_one_model(tmp_path: Path, name: str) -> None:
-    world, setting = DIVIDED[name]
-    run_job(tmp_path, world, {name: setting})
-    found = sw.restore(tmp_path / name)
-    assert sw.verify(tmp_path / name)
+def test_parts_of_all_ranks_are_one_model(saves: Path, name: str) -> None:
+    setting, found = DIVIDED[name], sw.restore(saves / name)
+    assert sw.verify(saves / name)
     if name == "experts_none":
         assert found["optimizer"].keys() == {"mp_rank_00", "expp_rank_0", "expp_rank_1"}
     else:
@@ -228,7 +224,7 @@ def test_parts_of_all_ranks_are_one_model(tmp_path: Path, name: str) -> None:
     if setting["kind"] == "experts":
         assert sum("deepspeed_experts" in key for key in found["model"]) == 8
     if setting["kind"] == "tensor":
-        with sw.open(tmp_path / f"{name}_universal") as universal, sw.open(tmp_path / name) as original:
+        with sw.open(saves / f"{name}_universal") as universal, sw.open(saves / name) as original:
             difference = universal.diff(original)
         assert not difference.changes
         assert not difference.only_a
