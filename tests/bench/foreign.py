@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from children import answer, in_child
-from foreign_files import llama
+from foreign_files import llama, write_zero
 from measure import Spare, drop_caches, huge_buffer, measured, settle, sync_file_system
 from tables import progress, spread, table, verdict
 
@@ -44,6 +44,7 @@ SOURCES = {
     "DCP": "dcp",
     "torch.save": "model.pt",
     "Megatron": "megatron",
+    "ZeRO-3": "zero-3/global_step1",
 }
 LAYERS_PER_GIB = 2
 #: The layers of an 8B Llama.
@@ -63,9 +64,10 @@ OURS = {
     "DCP → safetensors": ("DCP", "safetensors", None),
     "torch.save → safetensors": ("torch.save", "safetensors", None),
     "Megatron → Hugging Face": ("Megatron", "safetensors", "megatron-to-hf-llama"),
+    "ZeRO-3 → safetensors": ("ZeRO-3", "safetensors", None),
 }
 #: The least rates, as a share of the raw copy's, and the most memory: the budget and 64 MiB.
-LEAST_RATE = dict.fromkeys(OURS, 0.8) | {"Megatron → Hugging Face": 0.7}
+LEAST_RATE = dict.fromkeys(OURS, 0.8) | {"Megatron → Hugging Face": 0.7, "ZeRO-3 → safetensors": 0.7}
 MOST_MIB = 256 + 64
 
 #: An operation: its imports are made before it converts a source to a target.
@@ -115,7 +117,11 @@ def raw() -> Callable[[Path, Path], object]:
 
     def copy(source: Path, target: Path) -> None:
         files = [source] if source.is_file() else [one for one in source.rglob("*") if one.is_file()]
-        raw_copy(max(files, key=lambda one: one.stat().st_size), target, ring)
+        largest = max(one.stat().st_size for one in files)
+        target.mkdir()
+        for one in files:
+            if one.stat().st_size > largest / 2:
+                raw_copy(one, target / one.name, ring)
 
     return copy
 
@@ -126,7 +132,11 @@ def conversion(to: Any, recipe: str | None) -> Operation:
 
         convert = sw.convert  # imports what it needs
         map = None if recipe is None else sw.maps.recipe(recipe, **NUMBERS)
-        return lambda source, target: convert(source, target, to=to, map=map)
+        # Of DeepSpeed, the weights; the files have nothing else of that size.
+        subtree = {"zero-3": "model"}
+        return lambda source, target: convert(
+            source, target, to=to, map=map, subtree=subtree.get(source.parent.name)
+        )
 
     return prepared
 
@@ -182,6 +192,7 @@ def write_all(folder: Path, gib: float) -> None:
     torch.save(state, folder / SOURCES["torch.save"])
     with contextlib.redirect_stderr(io.StringIO()):
         dcp.save(state, checkpoint_id=folder / SOURCES["DCP"], no_dist=True)
+    write_zero(folder / SOURCES["ZeRO-3"], state, 3)
     recipe = sw.maps.recipe("hf-llama-to-megatron", **NUMBERS)
     sw.convert(folder / SOURCES["safetensors"], folder / SOURCES["Megatron"], to="dcp", map=recipe)
 

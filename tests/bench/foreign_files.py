@@ -10,13 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SAFETENSORS, TORCH, DCP, DCP_OF_RANKS, ORBAX_2, ORBAX_3, STEPWELL = (
+SAFETENSORS, TORCH, DCP, DCP_OF_RANKS, ORBAX_2, ORBAX_3, ZERO_2, ZERO_3, STEPWELL = (
     "safetensors",
     "torch.save",
     "DCP",
     "DCP of 4 ranks",
     "Orbax, Zarr 2",
     "Orbax, Zarr 3",
+    "ZeRO-2 of 4 ranks",
+    "ZeRO-3 of 4 ranks",
     "stepwell",
 )
 PLACES = {
@@ -26,6 +28,8 @@ PLACES = {
     DCP_OF_RANKS: "dcp-of-ranks",
     ORBAX_2: "orbax-zarr2",
     ORBAX_3: "orbax-zarr3",
+    ZERO_2: "zero-2",
+    ZERO_3: "zero-3",
     STEPWELL: "stepwell",
 }
 LAYERS_PER_GIB = 5
@@ -48,6 +52,8 @@ def _write(folder: Path, sizes: dict[str, int], layers: int) -> int:
     config, state = llama("float32", **sizes, num_hidden_layers=layers, num_attention_heads=16)
     write_all(folder, state)
     write_orbax(folder, state)
+    for kind, stage in ((ZERO_2, 2), (ZERO_3, 3)):
+        write_zero(folder / PLACES[kind] / "global_step1", state, stage)
     text = json.dumps({**config.to_dict(), "dtype": "float32"}, default=str)
     (folder / PLACES[SAFETENSORS] / "config.json").write_text(text)
     nbytes = sum(one.nbytes for one in state.values())
@@ -104,6 +110,61 @@ def write_orbax(folder: Path, state: dict[str, Any]) -> None:
     for kind in (ORBAX_2, ORBAX_3):
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_zarr3=kind == ORBAX_3)) as checkpointer:
             checkpointer.save((folder / PLACES[kind]).absolute(), args=ocp.args.PyTreeSave(arrays))
+
+
+def write_zero(path: Path, state: dict[str, Any], stage: int) -> None:
+    """Writes tensors as the weights of DeepSpeed's optimizer on four ranks. Its slots would have
+    the same layout, and are left out. The weights of the model itself are in bfloat16."""
+    import torch
+
+    path.mkdir(parents=True)
+    (path.parent / "latest").write_text(path.name)
+    whole = {name: one.flatten() for name, one in state.items()}
+    total = sum(one.numel() for one in whole.values())
+    size = -(-total // (2 * RANKS)) * 2
+    empty = torch.empty(0, dtype=torch.bfloat16)
+    model = {
+        "module": {name: empty if stage == 3 else one.bfloat16() for name, one in state.items()},
+        "buffer_names": [],
+        "param_shapes": [{name: one.shape for name, one in state.items()}],
+        "shared_params": {},
+        "ds_version": "0.19.8",
+    }
+    for rank in range(RANKS):
+        base = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        optimizer = {"zero_stage": stage, "partition_count": RANKS if stage == 3 else [RANKS]}
+        if stage == 3:
+            shares = [_share(one, rank) for one in whole.values()]
+            optimizer |= {"fp32_flat_groups": [torch.cat(shares)], "optimizer_state_dict": base}
+        else:
+            own = _part(list(whole.values()), rank * size, (rank + 1) * size)
+            optimizer |= {"single_partition_of_fp32_groups": [own], "base_optimizer_state": base}
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": optimizer, "ds_version": "0.19.8"}, path / name)
+        if stage == 3:
+            torch.save(model, path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    if stage == 2:
+        torch.save(model, path / "mp_rank_00_model_states.pt")
+
+
+def _share(flat: Any, rank: int) -> Any:
+    """The elements of a parameter that a rank of ZeRO-3 has, with padding."""
+    import torch
+
+    size = -(-flat.numel() // RANKS)
+    own = flat[rank * size : (rank + 1) * size]
+    return torch.cat([own, own.new_zeros(size - own.numel())])
+
+
+def _part(parts: list[Any], begin: int, end: int) -> Any:
+    """Elements of flat tensors one behind the other."""
+    import torch
+
+    found, at = [], 0
+    for one in parts:
+        found.append(one[max(0, begin - at) : max(0, end - at)])
+        at += one.numel()
+    return torch.cat(found)
 
 
 def write_shards(folder: Path, rank: int) -> None:

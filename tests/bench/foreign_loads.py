@@ -4,17 +4,20 @@
     python tests/bench/foreign_loads.py --gib 0.5 --rounds 2
 
 The model is written as sharded safetensors, as one file of torch.save, as DCP of one rank and of
-four, and by Orbax in Zarr 2 and 3. Each contestant loads it into host memory, in a process of its
-own in every round, in shuffled order, from a cold and from a warm page cache. Loaders that map the
-file are measured twice: as they are, with every page touched, and with a copy into memory of the
-process, as the others give it. The ratio is the time of stepwell over that of the contestant, in
-the same round. Then come reads of one tensor, and the opening: see :mod:`foreign_parts`.
+four, by Orbax in Zarr 2 and 3, and as DeepSpeed's ZeRO-2 and ZeRO-3 of four ranks. Each contestant
+loads it into host memory, in a process of its own in every round, in shuffled order, from a cold
+and from a warm page cache. Loaders that map the file are measured twice: as they are, with every
+page touched, and with a copy into memory of the process, as the others give it. The ratio is the
+time of stepwell over that of the contestant, in the same round. Then come reads of one tensor, and
+the opening: see :mod:`foreign_parts`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import os
 import random
 import shutil
@@ -29,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+os.environ["DS_ACCELERATOR"] = "cpu"
 import foreign_parts
 from children import answer, in_child
 from foreign_files import (
@@ -40,6 +44,8 @@ from foreign_files import (
     SAFETENSORS,
     TINY,
     TORCH,
+    ZERO_2,
+    ZERO_3,
     write_models,
 )
 from measure import Spare, disk_bytes, drop_caches, huge_buffer, settle, warm_cache
@@ -52,6 +58,7 @@ Contestant = Callable[[Path], Callable[[], Any]]
 NEWEST_SAFETENSORS = Path(sys.prefix) / "newest-safetensors"
 #: The most time of stepwell over that of a loader, by format, and the most bytes over those needed.
 MOST_TIME = {SAFETENSORS: 0.9, TORCH: 0.5, DCP: 0.5, DCP_OF_RANKS: 0.5, ORBAX_2: 0.5, ORBAX_3: 0.5}
+MOST_TIME |= {ZERO_2: 0.5, ZERO_3: 0.5}
 MOST_BYTES = 1.05
 WINDOW = 16 << 20
 READS = 8
@@ -74,6 +81,22 @@ def ours(path: Path) -> Callable[[], Any]:
     import stepwell as sw
 
     return lambda: sw.restore(path)
+
+
+def ours_of_zero(path: Path) -> Callable[[], Any]:
+    import stepwell as sw
+
+    return lambda: sw.restore(path, include="model")["model"]
+
+
+def zero_to_fp32(path: Path) -> Callable[[], Any]:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    def load() -> Any:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return get_fp32_state_dict_from_zero_checkpoint(path)
+
+    return load
 
 
 def raw_disk(path: Path) -> Callable[[], Any]:
@@ -203,6 +226,8 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
     ORBAX_2: {OURS: ours, "Orbax": orbax},
     ORBAX_3: {OURS: ours, "Orbax": orbax},
 }
+for kind in (ZERO_2, ZERO_3) if importlib.util.find_spec("deepspeed") else ():
+    CONTESTANTS[kind] = {OURS: ours_of_zero, "zero_to_fp32": zero_to_fp32}
 if NEWEST_SAFETENSORS.is_dir():
     CONTESTANTS[SAFETENSORS]["safetensors, pread"] = safetensors_pread
 if importlib.util.find_spec("fastsafetensors"):

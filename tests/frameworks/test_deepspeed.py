@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("deepspeed") is None:
@@ -263,6 +263,26 @@ def test_a_save_opens_by_its_root_and_by_its_directory(saves: Path, tmp_path: Pa
     assert sw.open_root(root).latest.number == 3
     with pytest.raises(sw.MisuseError, match=r"another library"):
         sw.CheckpointManager(root / "global_step3")
+
+
+def test_saves_in_roots_of_trainers_are_read(saves: Path, tmp_path: Path) -> None:
+    step = tmp_path / "trainer" / "checkpoint-3"
+    shutil.copytree(saves / "two_z1", step)
+    (step / "trainer_state.json").write_text('{"global_step": 3}')
+    save_file({"w": np.ones(3, np.float32)}, step / "model.safetensors")
+    found = sw.restore(tmp_path / "trainer", 3)
+    assert found["deepspeed"]["epoch"] == 3
+    assert found["model"].keys() == {"w"}
+    (step / "model.safetensors").unlink()
+    assert sw.restore(step)["epoch"] == 3
+    step = tmp_path / "lightning" / "epoch=0-step=3.ckpt"
+    shutil.copytree(saves / "two_z3" / "global_step3", step / "checkpoint")
+    assert (
+        sw.open_root(tmp_path / "lightning").steps[0].incomplete
+        == "its latest is missing: the save was not finished"
+    )
+    (step / "latest").write_text("checkpoint")
+    assert sw.restore(tmp_path / "lightning", 3)["epoch"] == sw.restore(step)["epoch"] == 3
 
 
 def test_the_package_imports_neither_deepspeed_nor_torch(saves: Path) -> None:

@@ -29,7 +29,7 @@ _OTHER = re.compile(
     r"|(?:trainer_state)\.json"
 )
 _OTHER_DIRECTORIES = {"optimizer_0": "optimizer"}
-_OF_DEEPSPEED = re.compile(r"global_step\d+")
+_OF_DEEPSPEED = re.compile(r"global_step\d{1,18}")
 
 
 def trainer(path: str, names: Sequence[str]) -> Listing | None:
@@ -77,8 +77,8 @@ def _step(number: int, name: str, path: str, inside: Collection[str], reason: st
             parts[part] = os.path.join(path, one)
         elif (match := re.fullmatch(r"model_(\d+)\.safetensors", one)) is not None:
             parts[f"model_{match[1]}"] = os.path.join(path, one)
-    if sharded and not weights:
-        parts["deepspeed"] = path
+    if sharded:
+        parts["deepspeed"] = os.path.join(path, max(sharded, key=lambda one: int(one[len("global_step") :])))
     return ForeignStep(number, name, path, reason, parts=parts)
 
 

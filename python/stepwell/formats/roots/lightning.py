@@ -25,6 +25,9 @@ _VERSION = re.compile(r"-v(\d{1,9})\.ckpt$")
 _UNFINISHED = "-unfinished"
 #: The file that Lightning writes last into a directory of DCP.
 _META = "meta.pt"
+#: The directory of a save of DeepSpeed in that of a step, and the file that it writes last.
+_OF_DEEPSPEED = "checkpoint"
+_LATEST = "latest"
 
 
 def lightning(path: str, names: Sequence[str]) -> Listing | None:
@@ -58,6 +61,9 @@ def _order(step: ForeignStep) -> tuple[int, bool, int, str]:
 def _lightning_step(path: str, name: str) -> ForeignStep:
     place, match = os.path.join(path, name), _NUMBER.search(name.removesuffix(_END))
     number = None if match is None else int(match[1])
+    save = os.path.join(place, _OF_DEEPSPEED)
+    if os.path.isdir(save):
+        return ForeignStep(number, name, place, missing(entries(place), _LATEST), save)
     if os.path.isdir(place):
         reason = missing(entries(place), ".metadata", _META)
     elif not os.path.exists(place):
