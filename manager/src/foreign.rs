@@ -13,6 +13,7 @@ use stepwell_core::foreign::zip::{self, ZipMember, ZipMethod};
 use stepwell_core::io::File;
 use stepwell_core::sys::each;
 
+use crate::adoption;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 
@@ -405,5 +406,5 @@ pub(crate) fn open(path: &Path, environment: &Environment) -> Result<Arc<dyn Fil
     let (Some(parent), Some(name)) = (path.parent(), name) else {
         return Err(Error::Invalid(format!("{} is no path of a file", path.display())));
     };
-    Ok(environment.disk.open_dir(parent)?.open_file(name)?)
+    adoption::checked(path, environment.disk.open_dir(parent)?.open_file(name)?)
 }

@@ -10,6 +10,7 @@
 //! | [`singular`] | one state under one path |
 //! | [`copy`] | verified copies of checkpoints |
 //! | [`convert`] | files of other formats, made from checkpoints |
+//! | [`AdoptedFile`] | checksums of files of other libraries |
 //! | [`Reader`], [`checkpoint`] | files opened for reading; one step, leased |
 //! | [`save`] | one save: its preparation, its run, its handle |
 //! | [`state`] [`options`] [`environment`] | the inputs |
@@ -19,6 +20,7 @@
 //! | [`coordination`] | the agreement of ranks |
 #![forbid(unsafe_code)]
 
+mod adoption;
 pub mod checkpoint;
 pub mod commit;
 mod control;
@@ -56,6 +58,7 @@ pub mod step_name;
 mod stored_index;
 pub mod writer_heartbeat;
 
+pub use adoption::AdoptedFile;
 pub use checkpoint::Checkpoint;
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};

@@ -31,10 +31,15 @@ struct PendingNode {
 /// Returns the newest entries of the database in a directory: keys and values. Paths of values are
 /// relative to the directory.
 pub fn ocdbt_entries(path: &Path, environment: &Environment) -> Result<Vec<(Vec<u8>, OcdbtValue)>> {
-    let dir = environment.disk.open_dir(path)?;
     let corrupt =
         |name: &str, fault: &Fault| stepwell_core::Error::corrupt(path.join(name), fault.to_string());
-    let manifest = ocdbt::manifest(&dir.read_file(MANIFEST, MAX_NODE_BYTES)?);
+    let (bytes, length) =
+        foreign::read_foreign(&path.join(MANIFEST), 0, MAX_NODE_BYTES as usize, environment)?;
+    if length > MAX_NODE_BYTES {
+        let what = format!("the manifest {}", path.join(MANIFEST).display());
+        return Err(stepwell_core::Error::Limit { what, found: length, limit: MAX_NODE_BYTES }.into());
+    }
+    let manifest = ocdbt::manifest(&bytes);
     let manifest = manifest.map_err(|fault| corrupt(MANIFEST, &fault))?;
     if manifest.is_numbered {
         let what = "it has its versions in numbered manifests, which are not supported";

@@ -14,8 +14,8 @@ use std::sync::{Arc, OnceLock};
 use stepwell_core::format::index::{Chunks, Index};
 use stepwell_core::io::Dir;
 use stepwell_core::load::{
-    self, ComputedCells, Destination, FileReads, FileSet, GuardedRange, LoadFailure, LoadOptions, LoadStats,
-    VerifyProgress, VerifyReport,
+    self, BlockChecksums, ComputedCells, Destination, FileReads, FileSet, GuardedRange, LoadFailure,
+    LoadOptions, LoadStats, VerifyProgress, VerifyReport,
 };
 use stepwell_core::read_plan::BoxCopy;
 use stepwell_core::sys::{Birth, cores, each, spawn};
@@ -27,6 +27,7 @@ use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, Request};
 
 use self::operands::{SHARED_BYTES, SharedOperands};
+use crate::adoption;
 use crate::directory_layout::MANIFEST;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -108,7 +109,7 @@ impl Reader {
     /// Compressed files in a file without a name are in `memory`.
     pub fn foreign(dir: &Path, index: Index, memory: Vec<u8>, environment: &Environment) -> Result<Self> {
         let dir = environment.disk.open_dir(dir)?;
-        let files = FileSet::foreign(Arc::clone(&dir), &index.files, memory)?;
+        let files = FileSet::foreign(Arc::clone(&dir), &index.files, memory, &adoption::checksums_of)?;
         let load_options = Options::default().load_options(false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))
@@ -376,6 +377,18 @@ impl Reader {
         let index = self.index()?;
         load::verify(&*self.environment.disk, &self.files, &index, options, progress)
             .map_err(|error| self.gone_or(error))
+    }
+
+    /// Reads the files whole and returns the checksums of their blocks, by file. None of them is a
+    /// compressed stream. `progress` may stop it by `false`.
+    pub fn checksums(
+        &self,
+        block_bytes: u64,
+        progress: &mut dyn FnMut(VerifyProgress) -> bool,
+    ) -> Result<Vec<BlockChecksums>> {
+        self.check_process()?;
+        let disk = &*self.environment.disk;
+        Ok(load::checksums(disk, &self.files, block_bytes, &self.load_options, progress)?)
     }
 
     /// Converts an error of a read. A missing file means that the step was removed under an

@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::{PyBytes, PyList, PyTuple};
 
 use stepwell_core::format::index::{ChunkRegion, Extent, FileRecord, Index, LeafRecord};
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_core::leaf_path::{Component, named};
-use stepwell_core::load::{FileReads, VerifyProgress};
+use stepwell_core::load::{BlockChecksums, FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
@@ -121,6 +121,15 @@ impl Checkpoint {
     pub(crate) fn described(&self, py: Python<'_>) -> PyResult<Arc<Opened>> {
         let inner = self.get(py)?;
         self.describe(py, &inner, 0..inner.outline().leaves.len() as u32)?;
+        Ok(inner)
+    }
+
+    /// The same files, with the ranges of them that have checksums.
+    fn guarded(&self, py: Python<'_>, inner: Arc<Opened>) -> PyResult<Arc<Opened>> {
+        if let Some(facts) = &self.foreign {
+            let rows: Vec<GuardedRow> = facts.details.bind(py).call_method0("guarded")?.extract()?;
+            inner.guard(&rows.into_iter().flat_map(guarded_ranges).collect::<Vec<_>>());
+        }
         Ok(inner)
     }
 
@@ -520,6 +529,26 @@ impl Checkpoint {
         })
     }
 
+    /// Reads all files of another library and returns the CRC-32C of each block of that size, by
+    /// file: four bytes each, the least significant one first. No file is a compressed stream.
+    #[pyo3(signature = (block_bytes, progress = None))]
+    fn checksums<'py>(
+        &self,
+        py: Python<'py>,
+        block_bytes: u64,
+        progress: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let inner = self.guarded(py, self.get(py)?)?;
+        let found = telling(py, progress.as_ref(), move |seen| {
+            inner.checksums(block_bytes, &mut |at: VerifyProgress| seen(at.done, at.total))
+        })?;
+        let bytes = |file: BlockChecksums| {
+            let bytes: Vec<u8> = file.crcs().iter().flat_map(|crc| crc.to_le_bytes()).collect();
+            PyBytes::new(py, &bytes)
+        };
+        Ok(found.into_iter().map(bytes).collect())
+    }
+
     /// Reads everything and compares every checksum: `(files, bytes, bytes without a checksum,
     /// [(file, block, leaf paths, what)])`. `progress(done, total)` is called now and then.
     #[pyo3(signature = (progress = None))]
@@ -534,10 +563,7 @@ impl Checkpoint {
             Opened::Mapped(stored, _) => Arc::clone(stored),
             _ => opened,
         };
-        if let Some(facts) = &self.foreign {
-            let rows: Vec<GuardedRow> = facts.details.bind(py).call_method0("guarded")?.extract()?;
-            inner.guard(&rows.into_iter().flat_map(guarded_ranges).collect::<Vec<_>>());
-        }
+        let inner = self.guarded(py, inner)?;
         let checked = Arc::clone(&inner);
         let report = telling(py, progress.as_ref(), move |seen| {
             let options = checked.load_options();

@@ -18,7 +18,7 @@ use stepwell_core::format::checksum;
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::{Archive, StreamPlace};
 
-use crate::errors::raise;
+use crate::errors::{raise, raise_manager};
 use crate::manager::call;
 use crate::options;
 
@@ -27,6 +27,28 @@ type TensorRow = (String, String, Vec<u64>, u64, u64);
 
 /// Metadata by name, and the tensors.
 type HeaderRows = (Vec<(String, String)>, Vec<TensorRow>);
+
+/// A file of another library whose blocks have known checksums. Reads of its path are checked as
+/// long as this exists.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct AdoptedFile {
+    _file: stepwell_manager::AdoptedFile,
+}
+
+#[pymethods]
+impl AdoptedFile {
+    /// `crcs` has the CRC-32C of each block: four bytes each, the least significant one first.
+    #[new]
+    fn of(py: Python<'_>, path: PathBuf, block_bytes: u64, length: u64, crcs: &[u8]) -> PyResult<Self> {
+        let (words, rest) = crcs.as_chunks::<4>();
+        if !rest.is_empty() {
+            return Err(PyValueError::new_err("a checksum has four bytes"));
+        }
+        let crcs = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
+        let file = stepwell_manager::AdoptedFile::new(path, block_bytes, length, crcs);
+        Ok(Self { _file: file.map_err(|error| raise_manager(py, &error))? })
+    }
+}
 
 /// Reads bytes of a file, as far as it has them. Also returns its length.
 #[pyfunction]

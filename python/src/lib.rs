@@ -66,7 +66,7 @@ mod _core {
     use crate::events::Events;
     #[pymodule_export]
     use crate::foreign::{
-        ZipDirectory, compressed_archives, crc32c, npy_headers, ocdbt_entries, read_foreign,
+        AdoptedFile, ZipDirectory, compressed_archives, crc32c, npy_headers, ocdbt_entries, read_foreign,
         safetensors_header, safetensors_header_length, zip_archives,
     };
     #[pymodule_export]

@@ -39,6 +39,7 @@ from .errors import (
 
 if _typing.TYPE_CHECKING:
     from . import coordinators, events, maps, providers, results, sharding
+    from ._adopt import adopt
     from ._checkpoint import Checkpoint
     from ._conversion.convert import convert, export
     from ._engine_info import engine_info
@@ -70,6 +71,7 @@ if _typing.TYPE_CHECKING:
 #: The modules of the other names. Each is imported when a name of it is first used, so that
 #: importing the package costs almost nothing.
 _MODULES = {
+    "_adopt": "adopt",
     "_checkpoint": "Checkpoint",
     "_conversion.convert": "convert export",
     "_manager": "CheckpointManager",
@@ -155,6 +157,7 @@ __all__ = [
     "UnsupportedLeaf",
     "__version__",
     "add_metrics",
+    "adopt",
     "at_steps",
     "convert",
     "coordinators",

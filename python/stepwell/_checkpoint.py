@@ -57,6 +57,7 @@ from .errors import ClosedError, MisuseError, StepwellError
 
 if TYPE_CHECKING:
     from ._comparison import Difference
+    from .formats.adoption import Adoption
     from .maps import MapLike
 
 #: One step of a path.
@@ -304,13 +305,21 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     """An open, leased checkpoint: a mapping of its top-level entries, in which paths are found too.
     ``ckpt["params/layers/0/w"][0:128]`` reads just that."""
 
-    __slots__ = ("__weakref__", "_core", "_foreign_step", "_owner", "_path", "_structure")
+    __slots__ = ("__weakref__", "_adoption", "_core", "_foreign_step", "_owner", "_path", "_structure")
 
-    def __init__(self, core: _core.Checkpoint, path: str | None = None, step: int | None = None) -> None:
+    def __init__(
+        self,
+        core: _core.Checkpoint,
+        path: str | None = None,
+        step: int | None = None,
+        adoption: Adoption | None = None,
+    ) -> None:
         self._core: _core.Checkpoint | None = core
         #: The path of files of another library, which the engine knows by their directory, and the
         #: number of their step.
         self._path, self._foreign_step = path, step
+        #: The checksums of these files, if they were adopted.
+        self._adoption = adoption
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
@@ -558,6 +567,11 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         progress_callback(progress)
         files, nbytes, unguarded, damages = self._open().verify(progress)
         found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
+        if self._adoption is not None:
+            known = [os.path.join(self._open().path(), file["path"]) for file in self.manifest["files"]]
+            more_files, more_bytes, more = self._adoption.verify(known, progress)
+            files, nbytes = files + more_files, nbytes + more_bytes
+            found += tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in more)
         return VerifyReport(files, nbytes, found, self.path, self._number, unguarded)
 
     def diff(

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_NAME_BYTES",
     "MAX_STEP",
     "VERSION",
+    "AdoptedFile",
     "ArrayGroup",
     "Board",
     "Checkpoint",
@@ -347,6 +348,10 @@ def safetensors_header(
 _ZipMember = tuple[str, str, int | None, int, int]
 
 @final
+class AdoptedFile:
+    def __new__(cls, path: _Path, block_bytes: int, length: int, crcs: bytes) -> AdoptedFile: ...
+
+@final
 class ZipDirectory:
     def __new__(cls, path: _Path) -> ZipDirectory: ...
     def members(self) -> list[_ZipMember]: ...
@@ -495,6 +500,9 @@ class Checkpoint:
     def copy(
         self, path: _Path, part: _Part, progress: Callable[[int, int], object] | None = None
     ) -> None: ...
+    def checksums(
+        self, block_bytes: int, progress: Callable[[int, int], object] | None = None
+    ) -> list[bytes]: ...
     def verify(
         self, progress: Callable[[int, int], object] | None = None
     ) -> tuple[int, int, int, list[tuple[str, int | None, list[str], str]]]: ...

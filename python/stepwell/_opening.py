@@ -64,9 +64,10 @@ def open_step(where: str, step: int | str | None, map: MapLike | None, engine: s
     """Opens a checkpoint, or a step of a root. A step of another library may have a name instead of
     a number."""
     one_of(engine, "engine", ENGINES)
-    if not is_own(where) and (found := _foreign(where, step)) is not None:
+    if not is_own(where) and (found := foreign(where, step)) is not None:
         core = RestoreOptions(map=map).mapped(found.open(engine))
-        return Checkpoint(core, found.path if found.step is not None else where, found.step)
+        path = found.path if found.step is not None else where
+        return Checkpoint(core, path, found.step, found.adoption)
     assert not isinstance(step, str)
     with explaining(where):
         core = _core.open_path(where, step, engine)
@@ -93,14 +94,14 @@ def is_own(path: str) -> bool:
     )
 
 
-def _foreign(path: str, step: int | str | None = None) -> Description | None:
+def foreign(path: str, step: int | str | None = None, *, adopted: bool = True) -> Description | None:
     """Returns the description of another library's checkpoint, or of a step of its root; or
-    ``None``."""
+    ``None``. Reads are checked if it was adopted, unless ``adopted`` is false."""
     from . import formats  # imported late: most checkpoints are stepwell's own
 
     if step is None:
-        return formats.find(path)
-    found = formats.find_step(path, step)
+        return formats.find(path, adopted=adopted)
+    found = formats.find_step(path, step, adopted=adopted)
     if found is None and (single := formats.find(path)) is not None:
         raise StepNotFound(
             f"{path} is a single checkpoint ({single.family}) without steps: leave the step out"
@@ -112,7 +113,7 @@ def check_not_foreign(root: str) -> None:
     """Refuses to begin a run in a checkpoint of another library: it would look like an empty
     root."""
     try:
-        found = _foreign(root) if os.path.isdir(root) and not is_own(root) else None
+        found = foreign(root) if os.path.isdir(root) and not is_own(root) else None
     except StepwellError:  # a damaged one, or one that is not read: no steps are looked for there
         return
     if found is not None:

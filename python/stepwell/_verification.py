@@ -59,6 +59,13 @@ def _of_root(
     return _one(path, step, at, opened, progress)
 
 
+def _is_in(path: str, file: str) -> bool:
+    """True if a file lies below a directory, or is the target of a link in it."""
+    if file.startswith(path + os.sep) or not os.path.isdir(path):
+        return file.startswith(path + os.sep)
+    return any(os.path.realpath(os.path.join(path, name)) == file for name in os.listdir(path))
+
+
 def _one(
     path: str, step: int | None, at: str, opened: Callable[..., Checkpoint], progress: Progress
 ) -> VerifyReport:
@@ -69,8 +76,10 @@ def _one(
     except (CorruptCheckpoint, StorageError) as error:
         # A disk error, or a newer format, is not damage.
         known = isinstance(error, (CorruptCheckpoint, FileNotFoundError))
-        if not known or error.file is None or not error.file.startswith(path + os.sep):
+        if not known or error.file is None or not _is_in(path, error.file):
             raise
-        # The damage names the file already.
-        what = str(error).removeprefix(f"{error.file} is corrupt: ").removeprefix(f"{error.file}: ")
-        return VerifyReport(0, 0, (Damage(error.file, None, (), what),), at, step)
+        # The damage names the file and the block already.
+        block = getattr(error, "block", None)
+        where = " is corrupt: " if block is None else f" is corrupt, block {block}: "
+        what = str(error).removeprefix(f"{error.file}{where}").removeprefix(f"{error.file}: ")
+        return VerifyReport(0, 0, (Damage(error.file, block, (), what),), at, step)

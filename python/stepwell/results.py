@@ -1,6 +1,7 @@
 """Classes of what calls return, for annotations. The most common ones are also names of
 ``stepwell``."""
 
+from ._adopt import AdoptReport
 from ._attached import Attached
 from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
@@ -33,6 +34,7 @@ from ._state.registry import StoredEnum
 from ._steps import ItemInfo, StepInfo
 
 __all__ = [
+    "AdoptReport",
     "Array",
     "Attached",
     "CastLeaf",

@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::block_checksums::CheckedFile;
 use super::buffers::ReadBuffers;
 use super::destination::Started;
 use super::file_set::{FileSet, short};
@@ -392,8 +393,9 @@ impl StreamReader {
             Some(buffer) => buffer,
             None => ReadBuffers::shared().take(PIECE_BYTES as usize)?,
         };
-        if self.file.as_any().is::<MemoryFile>() {
-            return self.read_memory(end, buffer);
+        let file = self.file.as_any();
+        if file.is::<MemoryFile>() || file.is::<CheckedFile>() {
+            return self.read_unqueued(end, buffer);
         }
         let Some(mut queue) = self.queue.take() else {
             return Err(Error::internal("a queue for each stream", "a stream without one"));
@@ -418,8 +420,8 @@ impl StreamReader {
         Ok(())
     }
 
-    /// Reads up to `end` of bytes that are in memory.
-    fn read_memory(&mut self, end: u64, mut buffer: Buffer) -> Result<()> {
+    /// Reads up to `end` of bytes that are in memory, or are checked.
+    fn read_unqueued(&mut self, end: u64, mut buffer: Buffer) -> Result<()> {
         let bytes = self.file.read_at(self.at, (end - self.at) as usize)?;
         self.waiting = 0..bytes.len();
         if let Some(target) = buffer.get_mut(self.waiting.clone()) {

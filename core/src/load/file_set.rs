@@ -14,8 +14,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-pub(super) use info::{FileInfo, check_page, short};
+pub(super) use info::{BadBlock, FileInfo, check_page, short};
 
+use super::block_checksums::{BlockChecksums, CheckedFile};
 use super::decode::PausedStreams;
 use super::guards::{GuardedRange, Guards};
 use crate::format::index::{CompressedStream, FileRecord, Within};
@@ -33,7 +34,8 @@ const MAX_OPEN: usize = 128;
 enum FileOrigin {
     /// Data files of stepwell: everything is checked.
     Own,
-    /// Files of other libraries: only their length and time of change are checked.
+    /// Files of other libraries: their length and time of change are checked, and their blocks if
+    /// they have checksums.
     Foreign,
 }
 
@@ -44,6 +46,8 @@ pub struct FileSet {
     origin: FileOrigin,
     /// Foreign files at the creation of the set, by name.
     described: HashMap<String, Stat>,
+    /// The checksums of foreign files, by name.
+    checksums: HashMap<String, Arc<BlockChecksums>>,
     /// The guarded ranges of foreign files, once they are known.
     guards: OnceLock<Arc<Guards>>,
     state: Mutex<OpenFiles>,
@@ -77,8 +81,14 @@ impl FileSet {
     }
 
     /// Creates the set of a foreign checkpoint's files below `dir`. Streams in a file without a
-    /// name are in `memory`. Fails if a compressed file claims to become more bytes than it can.
-    pub fn foreign(dir: Arc<dyn Dir>, records: &[FileRecord], memory: Vec<u8>) -> Result<Self> {
+    /// name are in `memory`. `checksums` returns those of the blocks of a file, if it has any, by
+    /// its path. Fails if a compressed file claims to become more bytes than it can.
+    pub fn foreign(
+        dir: Arc<dyn Dir>,
+        records: &[FileRecord],
+        memory: Vec<u8>,
+        checksums: &dyn Fn(&Path) -> Option<Arc<BlockChecksums>>,
+    ) -> Result<Self> {
         for record in records {
             let Some(stream) = record.stream() else { continue };
             if record.length > stream.compression.most_decoded(stream.length) {
@@ -93,6 +103,9 @@ impl FileSet {
                 && let Some(stat) = set.dir.stat(name)?.filter(|stat| stat.kind == EntryKind::File)
             {
                 set.described.insert(name.to_owned(), stat);
+                if let Some(found) = checksums(&set.dir.path().join(name)) {
+                    set.checksums.insert(name.to_owned(), found);
+                }
             }
         }
         Ok(set)
@@ -110,6 +123,7 @@ impl FileSet {
             records: records.to_vec(),
             origin,
             described: HashMap::new(),
+            checksums: HashMap::new(),
             guards: OnceLock::new(),
             state: Mutex::default(),
             paused: PausedStreams::default(),
@@ -229,6 +243,10 @@ impl FileSet {
             Error::corrupt(self.dir.path(), format!("the index names file {file} of {}", self.records.len()))
         })?;
         let mut handle = self.handle(record)?;
+        let checksums = self.checksums.get(record.stored_name());
+        if let (Some(checksums), Some(_)) = (checksums, record.stream()) {
+            handle = Arc::new(CheckedFile::new(handle, Arc::clone(checksums))?);
+        }
         if let Some(Within { offset, stream: None, .. }) = &record.within {
             handle = Arc::new(Section::new(handle, *offset, record.length));
         }
@@ -237,7 +255,7 @@ impl FileSet {
             Some(info) => info,
             None => Arc::new(match self.origin {
                 FileOrigin::Own => FileInfo::own(handle.as_ref(), record)?,
-                FileOrigin::Foreign => FileInfo::foreign(handle.as_ref(), record)?,
+                FileOrigin::Foreign => FileInfo::foreign(handle.as_ref(), record, checksums)?,
             }),
         };
         self.check_unchanged(record.stored_name())?;

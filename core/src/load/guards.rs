@@ -25,6 +25,16 @@ impl GuardedRange {
     fn end(&self) -> u64 {
         self.offset.saturating_add(self.length)
     }
+
+    /// Describes the damage if its bytes have another checksum.
+    pub(super) fn damage(&self, crc32: u32) -> String {
+        format!(
+            "bytes {} to {} have CRC-32 {crc32:08x}, what was written had {:08x}",
+            self.offset,
+            self.end(),
+            self.crc32
+        )
+    }
 }
 
 /// The guarded ranges of a set of files.

@@ -14,6 +14,8 @@
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`index_in_footer`] | the index that a data file holds of itself |
 //! | [`verify()`] | every block of every file, all damage reported |
+//! | [`BlockChecksums`] [`checksums()`] | checksums of whole foreign files, computed once |
+//! | [`CheckedFile`] | a foreign file with such checksums, for parsers |
 //! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify()`] |
 //! | `schedule` `pipeline` | what is read when, and by whom |
 //! | `decode` | the same for compressed streams, from their start on |
@@ -28,6 +30,7 @@
 //!   that never answers keeps its buffers, which are never reused.
 //! * Every wait has a deadline.
 
+mod block_checksums;
 mod buffers;
 mod decode;
 mod destination;
@@ -45,6 +48,7 @@ mod testing;
 mod tests;
 mod verify;
 
+pub use block_checksums::{BlockChecksums, CheckedFile, checksums};
 pub use destination::{Destination, DeviceTarget, Fence};
 pub use execute::{Compute, ComputedCells, FileReads, execute, execute_computing, execute_while, plan};
 pub use file_set::FileSet;

@@ -128,10 +128,7 @@ pub fn verify(
     }
     for (range, crc32) in checker.guards.damaged() {
         let end = range.offset.saturating_add(range.length);
-        let what = format!(
-            "bytes {} to {end} have CRC-32 {crc32:08x}, what was written had {:08x}",
-            range.offset, range.crc32
-        );
+        let what = range.damage(crc32);
         let leaves = holders.leaves(range.file, &(range.offset..end));
         report.damages.push(Damage { file: files.path(range.file), block: None, leaves, what });
     }

@@ -15,6 +15,7 @@ COMMANDS = {
     "cat": ("cat", "Print the value of a leaf, or a slice of it."),
     "diff": ("diff", "Compare two checkpoints."),
     "verify": ("verify", "Read every byte and compare every checksum."),
+    "adopt": ("adopt", "Keep checksums for another library's checkpoint."),
     "repair": ("repair", "Rebuild a lost or damaged index from the data files."),
     "plan": ("plan", "Show what a restore would read and do."),
     "cp": ("cp", "Copy a checkpoint to another path or root, and verify the copy."),

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from .._restore import collector as collecting
 from ..errors import FormatError, StepwellError, from_system
-from . import dcp, deepspeed, flax, megatron, npz, orbax, roots, safetensors, torch_save
+from . import adoption, dcp, deepspeed, flax, megatron, npz, orbax, roots, safetensors, torch_save
 from .description import Description, Value, of_parts
 from .files import json_value
 from .refused import refuse
@@ -41,25 +41,26 @@ _FORMATS: Sequence[Format] = (
 
 # Metadata become many small objects, which are all there until it returns.
 @collecting.paused()
-def find(path: str) -> Description | None:
+def find(path: str, *, adopted: bool = True) -> Description | None:
     """Returns the description of what another library wrote at a path, if there is any. That of a
-    root is its newest complete step. A known format that is not read is refused by its name."""
+    root is its newest complete step. A known format that is not read is refused by its name. Reads
+    are checked if the checkpoint was adopted, unless ``adopted`` is false."""
     with _explaining(path):
-        found = _describe(path)
+        found = _describe(path, adopted)
         if found is None and (listing := roots.find(path)) is not None:
-            found = _of_step(listing, None)
+            found = _of_step(listing, None, adopted)
         if found is None:
             refuse(path)
         return found
 
 
 @collecting.paused()
-def find_step(path: str, step: int | str | None) -> Description | None:
+def find_step(path: str, step: int | str | None, *, adopted: bool = True) -> Description | None:
     """Returns the description of a step of a root of another library; ``None`` if the path is no
-    such root."""
+    such root. ``adopted`` as of :func:`find`."""
     with _explaining(path):
         listing = roots.find(path)
-        return None if listing is None else _of_step(listing, step)
+        return None if listing is None else _of_step(listing, step, adopted)
 
 
 def list_steps(path: str) -> roots.Listing | None:
@@ -78,33 +79,39 @@ def _explaining(path: str) -> Iterator[None]:
         raise from_system(f"{path} cannot be read", error, path) from error
 
 
-def _describe(path: str) -> Description | None:
+def _describe(path: str, adopted: bool) -> Description | None:
+    known = adoption.find(path) if adopted else None
+    held = [] if known is None else known.held()
     for describe in _FORMATS:
         found = describe(path)
         if found is not None:
+            found.adoption, found.adopted = known, held
             return found
     return None
 
 
-def _of_step(listing: roots.Listing, wanted: int | str | None) -> Description:
+def _of_step(listing: roots.Listing, wanted: int | str | None, adopted: bool) -> Description:
     step = listing.step(wanted)
     if step.parts:
-        parts = {name: _part(path) for name, path in step.parts.items()}
+        parts = {name: _part(path, adopted) for name, path in step.parts.items()}
         found = of_parts(listing.family, step.path, parts)
     else:
-        found = _required(step.checkpoint or step.path)
+        found = _required(step.checkpoint or step.path, adopted)
     found.path, found.step = step.path, step.number
+    found.adoption = adoption.find(step.path) if adopted else None
     return found
 
 
-def _part(path: str) -> Description:
-    if path.endswith(".json"):
-        return Description("JSON", path, Value(json_value(path)), files=[path])
-    return _required(path)
+def _part(path: str, adopted: bool) -> Description:
+    if not path.endswith(".json"):
+        return _required(path, adopted)
+    known = adoption.find(path) if adopted else None
+    held = [] if known is None else known.held()
+    return Description("JSON", path, Value(json_value(path)), files=[path], adopted=held)
 
 
-def _required(path: str) -> Description:
-    found = _describe(path)
+def _required(path: str, adopted: bool) -> Description:
+    found = _describe(path, adopted)
     if found is None:
         refuse(path)
         raise FormatError(f"{path}: this is in no format that is read")

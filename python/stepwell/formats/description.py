@@ -7,12 +7,15 @@ import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .. import _core
 from .._manifest import Manifest
 from .._paths import Component
 from .._state.specs import to_dtype
+
+if TYPE_CHECKING:
+    from .adoption import Adoption
 
 #: Sizes, offsets and numbers in paths are below this, so that the engine can count their bytes.
 MAX_SIZE = 1 << 62
@@ -130,6 +133,16 @@ class Description:
     memory: bytes = b""
     #: The number of the step that it is, if it has one.
     step: int | None = None
+    #: The checksums of its files, if it was adopted, and the objects that have reads checked.
+    adoption: Adoption | None = None
+    adopted: Sequence[_core.AdoptedFile] = ()
+
+    def own_files(self) -> list[str]:
+        """The paths of its files."""
+        rows = _Rows()
+        rows.add(self.state, 0, None)
+        found = {self.path, *self.files, *map(_path_of, rows.files)}
+        return sorted(file for file in found if os.path.isfile(file))
 
     def open(self, engine: str) -> _core.Checkpoint:
         """Opens it."""
@@ -190,7 +203,7 @@ class Description:
             rows.nodes,
             rows.leaves,
             rows.objects,
-            _Details(rows, self.guarded),
+            _Details(rows, self.guarded, self.adopted),
             self.memory,
             json.dumps(manifest),
             engine,
@@ -211,6 +224,7 @@ def of_parts(family: str, path: str, parts: Mapping[str, Description]) -> Descri
         {key: text for part in parts.values() for key, text in part.metadata.items()},
         [file for part in parts.values() for file in part.files or [part.path]],
         guarded,
+        adopted=[held for part in parts.values() for held in part.adopted],
     )
 
 
@@ -289,9 +303,15 @@ class _Rows:
 class _Details:
     """Answers questions of the engine about an open checkpoint."""
 
-    def __init__(self, rows: _Rows, guarded: Callable[[], Mapping[str, Sequence[Guarded]]]) -> None:
+    def __init__(
+        self,
+        rows: _Rows,
+        guarded: Callable[[], Mapping[str, Sequence[Guarded]]],
+        adopted: Sequence[_core.AdoptedFile],
+    ) -> None:
         self._rows = rows
         self._guarded = guarded
+        self._adopted = adopted  # as long as the checkpoint is open
 
     def chunks(self, leaves: Sequence[int]) -> list[list[_core._ForeignChunk]]:
         """The chunks of tensors that had unlocated ones."""

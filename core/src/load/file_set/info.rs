@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use crate::format::block::DEFAULT_BLOCK_BYTES;
 use crate::format::checksum::crc32c;
@@ -12,6 +12,7 @@ use crate::format::index::{CompressedStream, FileRecord};
 use crate::format::page::{PageKind, PageRef};
 use crate::io::File;
 use crate::limits::MAX_PAGE_BYTES;
+use crate::load::block_checksums::BlockChecksums;
 use crate::{Error, Result};
 
 /// Bytes of a header, and of a trailer.
@@ -28,8 +29,18 @@ pub(in crate::load) struct FileInfo {
     pub(in crate::load) data_end: u64,
     /// Pages of the footer that hold parts of an index.
     pub(in crate::load) index_pages: Vec<PageRef>,
-    /// `None` for a foreign file.
-    checksums: Option<Vec<ChecksumPage>>,
+    checksums: Checksums,
+}
+
+/// The checksums of a file's blocks.
+#[derive(Debug)]
+enum Checksums {
+    /// There are none.
+    Unknown,
+    /// Those in the footer of our own file.
+    Footer(Vec<ChecksumPage>),
+    /// Those of a foreign file.
+    Computed(Arc<BlockChecksums>),
 }
 
 /// Checksums of a range of blocks, read on first use.
@@ -50,6 +61,12 @@ pub(in crate::load) struct BadBlock {
 impl BadBlock {
     pub(in crate::load) fn what(&self) -> String {
         format!("the block's checksum is {:08x}, what was written had {:08x}", self.found, self.written)
+    }
+
+    /// Returns the error of a block of a file.
+    pub(in crate::load) fn at(self, file: &Path) -> Error {
+        let what = self.what();
+        Error::Corrupt { file: file.to_owned(), leaf: None, block: Some(self.block), what }
     }
 }
 
@@ -96,34 +113,44 @@ impl FileInfo {
             block_bytes: trailer.block_bytes,
             data_end: trailer.footer_offset,
             index_pages,
-            checksums: Some(checksums),
+            checksums: Checksums::Footer(checksums),
         })
     }
 
     /// Checks the length of a foreign file, or the place of a compressed stream in it.
-    pub(super) fn foreign(file: &dyn File, record: &FileRecord) -> Result<Self> {
+    /// Reads of a stream are checked in the file around it.
+    pub(super) fn foreign(
+        file: &dyn File,
+        record: &FileRecord,
+        checksums: Option<&Arc<BlockChecksums>>,
+    ) -> Result<Self> {
+        let checksums = checksums.filter(|_| record.stream().is_none());
         match record.stream() {
             Some(stream) => check_stream(file, record, stream)?,
             None => check_length(file, record)?,
         }
+        if let Some(checksums) = checksums {
+            checksums.check_length(file)?;
+        }
         Ok(Self {
             path: file.path().to_owned(),
-            block_bytes: DEFAULT_BLOCK_BYTES,
+            block_bytes: checksums.map_or(DEFAULT_BLOCK_BYTES, |found| found.block_bytes()),
             data_end: record.length,
             index_pages: Vec::new(),
-            checksums: None,
+            checksums: checksums.map_or(Checksums::Unknown, |found| Checksums::Computed(Arc::clone(found))),
         })
     }
 
     /// Creates the facts about a file of nothing but blocks.
     #[cfg(test)]
     pub(in crate::load) fn of_blocks(block_bytes: u64, data_end: u64) -> Self {
-        Self { path: "file".into(), block_bytes, data_end, index_pages: Vec::new(), checksums: None }
+        let checksums = Checksums::Unknown;
+        Self { path: "file".into(), block_bytes, data_end, index_pages: Vec::new(), checksums }
     }
 
     /// True if the file has checksums.
     pub(in crate::load) fn is_guarded(&self) -> bool {
-        self.checksums.is_some()
+        !matches!(self.checksums, Checksums::Unknown)
     }
 
     /// Returns the block that holds a byte.
@@ -151,7 +178,7 @@ impl FileInfo {
     }
 
     fn pages_of(&self, blocks: &Range<u64>) -> &[ChecksumPage] {
-        let Some(pages) = &self.checksums else { return &[] };
+        let Checksums::Footer(pages) = &self.checksums else { return &[] };
         let start = pages.partition_point(|part| part.page.first + part.page.count <= blocks.start);
         let end = pages.partition_point(|part| part.page.first < blocks.end);
         pages.get(start..end).unwrap_or_default()
@@ -159,8 +186,10 @@ impl FileInfo {
 
     /// Compares one block with its checksum.
     pub(in crate::load) fn check(&self, block: u64, bytes: &[u8]) -> Result<(), BadBlock> {
-        if !self.is_guarded() {
-            return Ok(());
+        match &self.checksums {
+            Checksums::Unknown => return Ok(()),
+            Checksums::Computed(checksums) => return checksums.check(block, bytes),
+            Checksums::Footer(_) => {}
         }
         let found = crc32c(bytes);
         let written = self.pages_of(&(block..block + 1)).first().and_then(|part| {

@@ -21,7 +21,7 @@ fn opened() -> (MemoryDisk, FileSet) {
         FileRecord { name: name(file).into(), length: LENGTH, file_id: 0, trailer_crc: 0, within: None }
     };
     let records: Vec<FileRecord> = (0..FILES).map(record).collect();
-    let files = FileSet::foreign(disk.dir(), &records, Vec::new()).unwrap();
+    let files = FileSet::foreign(disk.dir(), &records, Vec::new(), &|_| None).unwrap();
     (disk, files)
 }
 

@@ -54,7 +54,7 @@ struct Opened {
 fn opened(bytes: Vec<u8>, records: &[FileRecord]) -> Result<Opened> {
     let disk = MemoryDisk::new();
     disk.put(NAME, bytes);
-    let files = FileSet::foreign(disk.dir(), records, Vec::new())?;
+    let files = FileSet::foreign(disk.dir(), records, Vec::new(), &|_| None)?;
     Ok(Opened { disk, files })
 }
 

@@ -131,7 +131,7 @@ fn a_foreign_file_of_odd_length_is_read_whole() {
         trailer_crc: 0,
         within: None,
     };
-    let files = FileSet::foreign(item.disk.dir(), &[record], Vec::new()).unwrap();
+    let files = FileSet::foreign(item.disk.dir(), &[record], Vec::new(), &|_| None).unwrap();
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
         let copies = [flat(0, 0, 3, 1_000_000)];

@@ -77,6 +77,16 @@ class Listing:
         """
         if wanted is None:
             return self.latest() or self._nothing()
+        found = self.named(wanted)
+        whole = [step for step in found if step.incomplete is None]
+        if not whole:
+            error = CorruptCheckpoint(f"{found[-1].path}: {found[-1].incomplete}. Choose another step")
+            error.file, error.step = found[-1].path, found[-1].number
+            raise error
+        return whole[-1]
+
+    def named(self, wanted: int | str) -> list[ForeignStep]:
+        """The steps with a number or a name, also incomplete ones. At least one."""
         if isinstance(wanted, bool) or not isinstance(wanted, (int, str)):
             raise MisuseError(f"a step is its number or its name, not {shown(wanted)}")
         found = [step for step in self.steps if wanted in (step.number, step.name)]
@@ -84,12 +94,7 @@ class Listing:
             raise StepNotFound(
                 f"{self.path} ({self.family}) has no step {printable(str(wanted))}. It has {self._names()}"
             )
-        whole = [step for step in found if step.incomplete is None]
-        if not whole:
-            error = CorruptCheckpoint(f"{found[-1].path}: {found[-1].incomplete}. Choose another step")
-            error.file, error.step = found[-1].path, found[-1].number
-            raise error
-        return whole[-1]
+        return found
 
     def _nothing(self) -> ForeignStep:
         reasons = [f"{printable(step.name)}: {step.incomplete}" for step in self.steps[-_LISTED:]]

@@ -1,0 +1,117 @@
+"""``sw.adopt``: computes checksums of another library's checkpoint, and keeps them beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from ._checkpoint import Damage
+from ._checks import flag, progress_callback
+from ._locations import Path, explain, readable
+from ._opening import foreign, is_own
+from ._public import public
+from .errors import MisuseError, StepNotFound
+
+if TYPE_CHECKING:
+    from .formats.adoption import Adoption
+
+_Progress = Callable[[int, int], object]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AdoptReport:
+    """The files of an adopted checkpoint."""
+
+    #: The checkpoint, and the file with its checksums.
+    path: str
+    checksums: str
+    #: Files that have checksums, and their bytes.
+    files: int
+    nbytes: int
+    #: Files that are gone or have changed since. Empty after adopting.
+    damages: tuple[Damage, ...]
+    #: Files that were added since, relative to the checkpoint.
+    added: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True if every byte is what was adopted, and no file was added."""
+        return not self.damages and not self.added
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@public
+def adopt(
+    path: Path,
+    step: int | str | None = None,
+    *,
+    check: bool = False,
+    replace: bool = False,
+    progress: _Progress | None = None,
+) -> AdoptReport:
+    """Reads a checkpoint of another library once, and keeps the checksums of its blocks in one
+    small file beside it. From then on every read of stepwell is checked. Files of the checkpoint
+    are not changed or copied. Returns a report (:class:`stepwell.results.AdoptReport`).
+
+    If the files have checksums of their own, as archives of ``torch.save`` and DCP have, they are
+    compared too. Adopting again adds files that are new.
+
+    Args:
+        path: a checkpoint of another library, or a root.
+        step: the number or the name of a step of the root. ``None``: its newest complete one.
+        check: compares the files with the checksums, and reports what has changed.
+        replace: replaces the checksums of an adopted checkpoint that was changed on purpose.
+        progress: as in :meth:`Checkpoint.verify`.
+
+    Raises:
+        CorruptCheckpoint: the checkpoint is damaged or incomplete, it changes meanwhile, or it has
+            changed since it was adopted.
+        MisuseError: it is a checkpoint of stepwell, which has checksums.
+        StepNotFound: nothing to adopt, or with ``check`` no checksums.
+    """
+    progress_callback(progress)
+    where = readable(path)
+    if is_own(where):
+        raise MisuseError(f"{where} is of stepwell, and has checksums. Pass a checkpoint of another library")
+    flag(check, "check")
+    from . import formats
+    from .formats import adoption
+
+    if check:
+        target = where
+        if step is not None or not os.path.lexists(adoption.place(where)):
+            listing = formats.list_steps(where)
+            if listing is not None:
+                target = (listing.step(None) if step is None else listing.named(step)[-1]).path
+        known = adoption.find(target)
+        if known is None:
+            raise StepNotFound(f"{target} has no checksums: adopt it first")
+        return _checked(target, known, progress)
+    found = foreign(where, step, adopted=not flag(replace, "replace"))
+    if found is None:
+        raise StepNotFound(f"{where} is no checkpoint of another library: {explain(where)}")
+    target = where if found.step is None and step is None else found.path
+    files = adoption.files_below(target) if os.path.isdir(target) else found.own_files()
+    found.open("auto").close()  # refuses what cannot be read
+    before = None if replace else adoption.of(target)
+    return _report(target, adoption.write(target, files, found.guarded, before, progress), (), ())
+
+
+def _checked(path: str, known: Adoption, progress: _Progress | None) -> AdoptReport:
+    from .formats import adoption
+
+    rows = known.verify((), progress)[2]
+    damages = tuple(Damage(file, block, tuple(leaves), what) for file, block, leaves, what in rows)
+    present = adoption.files_below(path) if os.path.isdir(path) else []
+    names = [os.path.relpath(file, known.directory) for file in present]
+    return _report(path, known, damages, tuple(name for name in names if name not in known.rows))
+
+
+def _report(path: str, known: Adoption, damages: tuple[Damage, ...], added: tuple[str, ...]) -> AdoptReport:
+    nbytes = sum(row.length for row in known.rows.values())
+    return AdoptReport(path, known.file, len(known.rows), nbytes, damages, added)

@@ -1,0 +1,241 @@
+"""Checksums of files of other libraries, which ``sw.adopt`` keeps in a file beside them.
+
+Below a directory that was adopted, the file is ``.stepwell-checksums``; beside a single file, it is
+``.NAME.stepwell-checksums``. It has a line of JSON with the checksums of the blocks of each file,
+and a line with its own. The name of each file is relative to the directory. Times and inodes are
+not kept: the checksums alone decide.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .. import _core
+from .._locations import MANIFEST
+from ..errors import CorruptCheckpoint, MisuseError
+from . import roots
+from .description import MAX_SIZE, Description, Guarded
+from .files import corrupt, read_whole
+
+_NAME = ".stepwell-checksums"
+#: The temporary name of that file.
+_NEW = ".new"
+_VERSION = 1
+#: Bytes of a block.
+_BLOCK_BYTES = 64 << 10
+_MAX_BYTES = 16 << 30
+#: Directories above a file in which its checksums are looked for, and below a checkpoint.
+_ABOVE, _MAX_DEPTH = 3, 32
+
+Progress: TypeAlias = Callable[[int, int], object]
+#: File, block, leaves, description.
+DamageRow: TypeAlias = tuple[str, int | None, list[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedRow:
+    """A file, with the checksums of its blocks."""
+
+    length: int
+    crcs: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """The checksums of the files below a directory."""
+
+    #: The directory, and the file with the checksums.
+    directory: str
+    file: str
+    #: By name, relative to the directory.
+    rows: Mapping[str, AdoptedRow]
+    block_bytes: int
+
+    def held(self) -> list[_core.AdoptedFile]:
+        """Reads of these files are checked as long as the result exists."""
+        try:
+            return [
+                _core.AdoptedFile(self.path(name), self.block_bytes, row.length, row.crcs)
+                for name, row in self.rows.items()
+            ]
+        except (MisuseError, ValueError, OverflowError) as error:
+            raise _damaged(self.file, str(error)) from error
+
+    def path(self, name: str) -> str:
+        """The path of a file, without links."""
+        return os.path.realpath(os.path.join(self.directory, name))
+
+    def verify(self, known: Iterable[str], progress: Progress | None) -> tuple[int, int, list[DamageRow]]:
+        """Compares the files with their checksums, except those with the paths ``known``. Returns
+        files, bytes, and the damage."""
+        skipped, files = set(known), []
+        damages: list[DamageRow] = []
+        for name in self.rows:
+            place = self.path(name)
+            if not os.path.isfile(place):
+                damages.append(
+                    (
+                        os.path.join(self.directory, name),
+                        None,
+                        [],
+                        f"it is missing. Its checksums are in {self.file}",
+                    )
+                )
+            elif place not in skipped:
+                files.append(place)
+        if not files:
+            return 0, 0, damages
+        core = Description("files", self.directory, {}, files=files, adopted=self.held()).open("auto")
+        try:
+            count, nbytes, _, found = core.verify(progress)
+        finally:
+            core.close()
+        return count, nbytes, damages + found
+
+
+def place(path: str) -> str:
+    """The file with the checksums of a checkpoint."""
+    if os.path.isdir(path):
+        return os.path.join(path, _NAME)
+    return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}{_NAME}")
+
+
+def of(path: str) -> Adoption | None:
+    """Returns the checksums of a checkpoint; ``None`` without any of its own."""
+    file = place(path)
+    directory = path if os.path.isdir(path) else os.path.dirname(path)
+    return _read(directory, file) if os.path.lexists(file) else None
+
+
+def find(path: str) -> Adoption | None:
+    """Returns the checksums of a checkpoint, or of one that it is a part of; ``None`` if it was not
+    adopted."""
+    if (found := of(path)) is not None:
+        return found
+    above = path
+    for _ in range(_ABOVE):
+        above = os.path.dirname(above)
+        if os.path.lexists(file := os.path.join(above, _NAME)):
+            found = _read(above, file)
+            name = os.path.relpath(path, above)
+            is_part = any(one == name or one.startswith(name + os.sep) for one in found.rows)
+            return found if is_part else None
+    return None
+
+
+def _damaged(file: str, what: str) -> CorruptCheckpoint:
+    return corrupt(file, f"these checksums are damaged ({what}). Delete the file, and adopt again")
+
+
+def _read(directory: str, file: str) -> Adoption:
+    def too_long(length: int) -> Exception:
+        return _damaged(file, f"{length} bytes")
+
+    text, _, rest = read_whole(file, _MAX_BYTES, too_long).partition(b"\n")
+    if rest.strip() != b"%08x" % _core.crc32c(text):
+        raise _damaged(file, "they do not have their own checksum")
+    try:
+        content = json.loads(text)
+        if content["stepwell_checksums"] != _VERSION:
+            raise _damaged(file, f"version {content['stepwell_checksums']!r}, not {_VERSION}")
+        block_bytes, rows = content["block_bytes"], {}
+        for row in content["files"]:
+            name, length = str(row["path"]), row["bytes"]
+            if not _is_below(name) or type(length) is not int or not 0 <= length < MAX_SIZE:
+                raise _damaged(file, f"a row for {name[:100]!r}")
+            rows[name] = AdoptedRow(length, base64.b64decode(row["crc32c"], validate=True))
+    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
+        raise _damaged(file, f"{type(error).__name__}: {error}") from error
+    return Adoption(directory, file, rows, block_bytes)
+
+
+def _is_below(name: str) -> bool:
+    return all(part not in ("", ".", "..") for part in name.split("/")) and "\0" not in name
+
+
+def write(
+    path: str,
+    files: Sequence[str],
+    guarded: Callable[[], Mapping[str, Sequence[Guarded]]],
+    before: Adoption | None,
+    progress: Progress | None,
+) -> Adoption:
+    """Computes the checksums of files and keeps them for a checkpoint. A range with a checksum of
+    its own is compared with it, and a file with its checksums ``before``."""
+    directory = path if os.path.isdir(path) else os.path.dirname(path)
+    stamps = [_stamp(file) for file in files]
+    core = Description("files", path, {}, files=files, guarded=guarded).open("auto")
+    try:
+        sums = core.checksums(_BLOCK_BYTES, progress)
+    finally:
+        core.close()
+    for file, stamp in zip(files, stamps, strict=True):
+        if _stamp(file) != stamp:
+            raise corrupt(
+                file, "it has changed while it was read. Adopt the checkpoint when its writer has ended"
+            )
+    rows = {
+        os.path.relpath(file, directory): AdoptedRow(stamp[0], crcs)
+        for file, stamp, crcs in zip(files, stamps, sums, strict=True)
+    }
+    if before is not None:
+        _check_same(before, rows)
+    content = {
+        "stepwell_checksums": _VERSION,
+        "block_bytes": _BLOCK_BYTES,
+        "files": [
+            {"path": name, "bytes": row.length, "crc32c": base64.b64encode(row.crcs).decode()}
+            for name, row in rows.items()
+        ],
+    }
+    text = json.dumps(content)
+    _core.write_record(place(path), f"{text}\n{_core.crc32c(text.encode()):08x}\n")
+    return Adoption(directory, place(path), rows, _BLOCK_BYTES)
+
+
+def _check_same(before: Adoption, rows: Mapping[str, AdoptedRow]) -> None:
+    """Raises if a file has changed since it was adopted: its new checksums would hide that."""
+    changed = [name for name, row in before.rows.items() if rows.get(name) != row]
+    if changed:
+        raise corrupt(
+            os.path.join(before.directory, changed[0]),
+            f"it has changed since it was adopted, as {len(changed) - 1} other files. "
+            "Pass replace=True if they were changed on purpose"
+            if changed[1:]
+            else "it has changed since it was adopted. Pass replace=True if it was changed on purpose",
+        )
+
+
+def _stamp(file: str) -> tuple[int, int, int]:
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def files_below(path: str) -> list[str]:
+    """The files of a checkpoint that is a directory. Steps of a root in it are left out, and so are
+    checkpoints and checksums of stepwell."""
+    listing = roots.find(path)
+    steps = {step.path for step in listing.steps} if listing is not None else set()
+    found: list[str] = []
+    pending = [(path, 0)]
+    while pending:
+        directory, depth = pending.pop()
+        if depth > _MAX_DEPTH:
+            raise MisuseError(f"{path} has more than {_MAX_DEPTH} directories in each other")
+        for name in sorted(os.listdir(directory)):
+            one = os.path.join(directory, name)
+            if one in steps or name.removesuffix(_NEW).endswith(_NAME):
+                continue
+            if os.path.isdir(one):
+                is_own = os.path.lexists(os.path.join(one, MANIFEST)) or name == ".stepwell"
+                if not os.path.islink(one) and not is_own:
+                    pending.append((one, depth + 1))
+            elif os.path.isfile(one):
+                found.append(one)
+    return sorted(found)
