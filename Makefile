@@ -57,6 +57,7 @@ wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and i
 	target/wheel-check/bin/python -m pip install --quiet --disable-pip-version-check target/wheels/stepwell-*.whl
 	cd target/wheel-check && env -i PATH=/usr/bin:/bin bin/python -c 'import stepwell as sw; sw.save("try", {"x": 1}); assert sw.restore("try") == {"x": 1}; print("it works:", sw.__file__)'
 	env -i PATH=/usr/bin:/bin target/wheel-check/bin/stepwell verify target/wheel-check/try
+	env -i PATH=/usr/bin:/bin target/wheel-check/bin/stepwell recipe list
 	rm -rf target/wheel-check
 	@ls target/wheels/*.whl
 

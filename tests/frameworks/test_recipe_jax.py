@@ -1,4 +1,4 @@
-"""The recipe for JAX: a model of transformers and a function of JAX that scans over the stacked
+"""The recipes for JAX: a model of transformers and a function of JAX that scans over the stacked
 layers have the same outputs from the same weights."""
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_a_scan_gives_equal_outputs_and_the_bits_come_back(kind: str, tmp_path: 
                 one += torch.randn(one.shape) / 10
     model.save_pretrained(tmp_path / "hf")
 
-    there = sw.maps.recipe("hf-llama-to-jax")
+    there = sw.maps.recipe(f"hf-{model_type}-to-jax")
     assert there.check(tmp_path / "hf")
     params = sw.restore(tmp_path / "hf", map=there, to="jax")
     assert params["layers"]["mlp"]["gate"]["kernel"].shape == (3, 48, 96)
@@ -96,7 +96,7 @@ def test_a_scan_gives_equal_outputs_and_the_bits_come_back(kind: str, tmp_path: 
 
     # Below a name of its own, as in a state of training.
     sw.save(tmp_path / "run", {"params": params, "step": 3})
-    back = sw.maps.recipe("jax-to-hf-llama")
+    back = sw.maps.recipe(f"jax-to-hf-{model_type}")
     assert back.check(tmp_path / "run").others == ("step",)
     sw.export(tmp_path / "run", tmp_path / "back", map=back, subtree="params", files=tmp_path / "hf")
     with sw.open(tmp_path / "hf") as checkpoint:

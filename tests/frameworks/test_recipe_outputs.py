@@ -170,7 +170,7 @@ FAMILIES = {
         parameters={"stacked": 0},
     ),
     "mistral": Family(
-        recipe="hf-llama-to-megatron",
+        recipe="hf-mistral-to-megatron",
         model_type="mistral",
         ours={"head_dim": 32},
         theirs={"kv_channels": 32},

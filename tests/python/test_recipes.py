@@ -168,7 +168,7 @@ def test_the_way_back_refuses_a_wrong_number(model: Path, tmp_path: Path, wrong:
     [
         (
             {"model_type": "qwen2"},
-            r"is for models of type llama or mistral, and .*config.json is of type qwen2",
+            r"is for models of type llama, and .*config.json is of type qwen2",
         ),
         ({"vocab_size": None}, "needs vocab. .*config.json does not have them"),
         ({"num_attention_heads": "four"}, "num_attention_heads in .*config.json is an integer"),
@@ -333,8 +333,12 @@ def test_a_state_of_training_has_its_slots_by_name(model: Path, tmp_path: Path) 
         for slot, value in slots[name].items():
             np.testing.assert_array_equal(back["optimizer"]["state"][name][slot], value)
     # Without the parameter the way back has the weights only.
-    only = sw.restore(tmp_path / "there", map=there.inverse().with_parameters(training=0))
-    assert sorted(only) == sorted(weights)
+    back_to_weights = there.inverse().with_parameters(training=0)
+    assert sorted(sw.restore(tmp_path / "there", map=back_to_weights)) == sorted(weights)
+    found = back_to_weights.check(tmp_path / "there")
+    assert found
+    assert found.others == ()
+    assert there.inverse().check(tmp_path / "there").others == ("optimizer/lr", "iteration")
 
 
 def test_what_is_not_there_is_reported(model: Path) -> None:

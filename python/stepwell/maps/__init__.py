@@ -177,7 +177,7 @@ class Map:
         covered = self._tables.target if self._is_inverse else self._tables.source
         left = [path for path in values if any(pattern.match(path) for pattern in covered)]
         if observer is not None:
-            observer.end(stored.values, left if covered else None)
+            observer.end(stored.values, values, left if covered else None)
         elif left:
             more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
             raise MisuseError(

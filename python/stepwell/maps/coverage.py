@@ -56,13 +56,13 @@ class Observer:
         except MisuseError as error:
             self._problems.append(str(error))
 
-    def end(self, stored: Values, left: Sequence[str] | None) -> None:
-        """Notes the stored leaves that no rule took. ``left`` are those that the map says it takes,
-        and that all rules have left; ``None``: it does not say."""
+    def end(self, stored: Values, after: Values, left: Sequence[str] | None) -> None:
+        """Notes the stored leaves that no rule took, and that all rules have left. ``left`` are
+        those of them that the map says it takes; ``None``: it does not say."""
         alone = [path for path in stored if path not in self._taken]
         self._uncovered = alone if left is None else [path for path in left if path not in self._taken]
         uncovered = set(self._uncovered)
-        self._others = [path for path in alone if path not in uncovered]
+        self._others = [path for path in alone if path in after and path not in uncovered]
         self._covered = len(stored) - len(alone)
 
     def coverage(self) -> Coverage:
