@@ -13,8 +13,9 @@ use stepwell_core::load::{BlockChecksums, CheckedFile};
 
 use crate::error::{Error, Result};
 
-/// The files of this process, by path.
-static FILES: Mutex<Option<HashMap<PathBuf, Weak<BlockChecksums>>>> = Mutex::new(None);
+/// The files of this process, by path. Several checkpoints may have the same file open. The last
+/// one that was opened has the newest checksums.
+static FILES: Mutex<Option<HashMap<PathBuf, Vec<Weak<BlockChecksums>>>>> = Mutex::new(None);
 
 /// A file of another library with checksums. Reads of its path are checked until it is dropped.
 #[derive(Debug)]
@@ -30,7 +31,7 @@ impl AdoptedFile {
             .map_err(|what| Error::Invalid(format!("{}: {what}", path.display())))?;
         let checksums = Arc::new(checksums);
         let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
-        files.get_or_insert_default().insert(path.clone(), Arc::downgrade(&checksums));
+        files.get_or_insert_default().entry(path.clone()).or_default().push(Arc::downgrade(&checksums));
         Ok(Self { path, checksums })
     }
 }
@@ -38,10 +39,10 @@ impl AdoptedFile {
 impl Drop for AdoptedFile {
     fn drop(&mut self) {
         let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
-        // Another one may have taken its place.
-        if let Some(files) = &mut *files
-            && files.get(&self.path).is_some_and(|one| one.as_ptr() == Arc::as_ptr(&self.checksums))
-        {
+        let Some(files) = &mut *files else { return };
+        let Some(held) = files.get_mut(&self.path) else { return };
+        held.retain(|one| one.as_ptr() != Arc::as_ptr(&self.checksums));
+        if held.is_empty() {
             files.remove(&self.path);
         }
     }
@@ -50,7 +51,7 @@ impl Drop for AdoptedFile {
 /// Returns the checksums of the file at a path, if it has any.
 pub(crate) fn checksums_of(path: &Path) -> Option<Arc<BlockChecksums>> {
     let files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
-    files.as_ref()?.get(path)?.upgrade()
+    files.as_ref()?.get(path)?.last()?.upgrade()
 }
 
 /// Returns a file whose reads are checked if its checksums are known.
@@ -71,13 +72,15 @@ mod tests {
         let of = |crc| AdoptedFile::new(path.clone(), 4096, 1, vec![crc]).unwrap();
         let found = || checksums_of(&path).map(|found| found.crcs().to_vec());
         assert_eq!(found(), None);
-        let first = of(1);
-        let second = of(2);
-        assert_eq!(found(), Some(vec![2]));
-        drop(first);
-        assert_eq!(found(), Some(vec![2]));
-        drop(second);
-        assert_eq!(found(), None);
+        for is_first_dropped_first in [true, false] {
+            let (first, second) = (of(1), of(2));
+            assert_eq!(found(), Some(vec![2]));
+            let (dropped, kept) = if is_first_dropped_first { (first, second) } else { (second, first) };
+            drop(dropped);
+            assert_eq!(found(), Some(vec![if is_first_dropped_first { 2 } else { 1 }]));
+            drop(kept);
+            assert_eq!(found(), None);
+        }
         assert!(AdoptedFile::new(path.clone(), 4096, 1, vec![]).is_err());
     }
 }

@@ -3,6 +3,7 @@ before."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,21 @@ def test_no_flipped_bit_is_restored(tmp_path: Path, library: str) -> None:
             file.write_bytes(content)
     assert found >= 4
     assert sw.adopt(path, check=True).ok
+
+
+def test_a_checkpoint_stays_checked_when_another_is_closed(tmp_path: Path) -> None:
+    """The layout of a tensor of DCP is read with the tensor."""
+    path = save_dcp(tmp_path)
+    sw.adopt(path)
+    file = next(path.glob("*.distcp"))
+    content, times = file.read_bytes(), os.stat(file)
+    at = content.index(b"data.pkl") + 100
+    with sw.open(path) as checkpoint:
+        sw.open(path).close()
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(sw.CorruptCheckpoint, match="block 0: the block's checksum"):
+            checkpoint["model/w"][ROWS - 10 :]  # these rows are in another block
 
 
 def test_the_trainer_resumes_from_an_adopted_checkpoint(tmp_path: Path) -> None:

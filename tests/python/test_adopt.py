@@ -39,6 +39,7 @@ def model(tmp_path: Path) -> Path:
     weights = {name: f"model-0000{shard}-of-00002.safetensors" for name, shard in shards.items()}
     (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     (place / "config.json").write_text('{"model_type": "llama"}')
+    (place / "empty.txt").touch()
     return place
 
 
@@ -59,13 +60,13 @@ def test_an_adopted_checkpoint_is_as_before(model: Path) -> None:
     report = sw.adopt(model)
     assert report.ok
     assert (report.path, report.checksums) == (str(model), str(model / ".stepwell-checksums"))
-    assert report.files == 4
+    assert report.files == 5
     assert report.nbytes == sum(one.stat().st_size for one in model.iterdir()) - os.path.getsize(
         report.checksums
     )
     assert everything(model.parent) == before
     assert sw.verify(model).unguarded_nbytes == 0
-    assert sw.verify(model).files == 4
+    assert sw.verify(model).files == 5
     assert sw.adopt(model, check=True).ok
     state = sw.restore(model)
     for name, value in tensors().items():
@@ -139,7 +140,7 @@ def test_a_check_names_what_was_added(model: Path) -> None:
     assert report.added == ("tokenizer.json",)
     assert not report
     assert run("adopt", model, "--check").exit_code == 1
-    assert sw.adopt(model).files == 5  # what is new is added
+    assert sw.adopt(model).files == 6  # what is new is added
     assert sw.adopt(model, check=True)
 
 
@@ -210,6 +211,13 @@ def test_a_step_of_a_root_is_adopted_with_all_its_parts(tmp_path: Path) -> None:
     assert [one.file for one in sw.adopt(tmp_path, 1, check=True).damages]
     assert sw.restore(tmp_path, 2)["model"]["w"][0] == 2
     assert [step.name for step in sw.open_root(tmp_path).steps] == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_name_that_is_no_text_is_refused(model: Path) -> None:
+    with open(os.fsencode(model) + b"/\xff", "wb"):
+        pass
+    with pytest.raises(sw.MisuseError, match="is not UTF-8"):
+        sw.adopt(model)
 
 
 def test_what_cannot_be_adopted_is_an_error(tmp_path: Path, model: Path) -> None:

@@ -29,7 +29,8 @@ _NEW = ".new"
 _VERSION = 1
 #: Bytes of a block.
 _BLOCK_BYTES = 64 << 10
-_MAX_BYTES = 16 << 30
+#: The longest file of checksums: those of 12 TB.
+_MAX_BYTES = 1 << 30
 #: Directories above a file in which its checksums are looked for, and below a checkpoint.
 _ABOVE, _MAX_DEPTH = 3, 32
 
@@ -217,6 +218,10 @@ def _stamp(file: str) -> tuple[int, int, int]:
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
+def _is_text(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def files_below(path: str) -> list[str]:
     """The files of a checkpoint that is a directory. Steps of a root in it are left out, and so are
     checkpoints and checksums of stepwell."""
@@ -230,6 +235,8 @@ def files_below(path: str) -> list[str]:
             raise MisuseError(f"{path} has more than {_MAX_DEPTH} directories in each other")
         for name in sorted(os.listdir(directory)):
             one = os.path.join(directory, name)
+            if not _is_text(name):
+                raise MisuseError(f"{directory}: the name {name!a} is not UTF-8. Rename it")
             if one in steps or name.removesuffix(_NEW).endswith(_NAME):
                 continue
             if os.path.isdir(one):
