@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -576,3 +579,39 @@ def test_slices_of_other_shapes_are_refused(tmp_path: Path) -> None:
     files["mp_rank_01_model_states.pt"]["module"]["1.up"] = torch.ones(2, 5)
     with pytest.raises(sw.CorruptCheckpoint, match=r"`1.up`: its slices have the shapes"):
         sw.open(write(tmp_path / "c", files))
+
+
+#: Values that are in no sound file.
+JUNK = [
+    *(None, "x", b"x", [], {}, (1, 2), 7, -1, 1 << 61, 1 << 80, 2.5, float("nan"), True),
+    *([7], ["x"], [[["x"]]], {"x": 1}, {3: 4}, {1.5: "x"}, {("a", 1): 2}),
+    *(torch.zeros(3), torch.zeros(()), torch.zeros(2, 2), [torch.zeros(2)]),
+]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value in nested dicts and lists."""
+    yield path
+    if isinstance(value, (dict, list)):
+        keys = value if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield from places(value[key], (*path, key))
+
+
+@pytest.mark.parametrize("maker", [of_zero_2, of_zero_3, of_universal, of_slices])
+def test_no_value_in_any_place_is_a_crash(tmp_path: Path, maker: Callable[[], Content]) -> None:
+    random = Random(maker.__name__)
+    for number in range(60):
+        files = maker()
+        for _ in range(random.choice([1, 1, 3])):
+            name = random.choice(list(files))
+            *above, last = (name, *random.choice(list(places(files[name]))))
+            at: Any = files
+            for key in above:
+                at = at[key]
+            at[last] = copy.deepcopy(random.choice(JUNK))
+        path = write(tmp_path / str(number), files)
+        begin = time.monotonic()
+        with contextlib.suppress(sw.StepwellError):
+            sw.restore(path)
+        assert time.monotonic() - begin < 5

@@ -88,6 +88,8 @@ def test_uneven_slices_follow_each_other(tmp_path: Path) -> None:
     [
         ([(4, 2), (4, 3)], Cut(0)),
         ([(4, 2), (4,)], Cut(0)),
+        ([(4, 2), (4,)], Cut(1)),
+        ([(4, 2), ()], Cut(0)),
         ([(4, 2)], Cut(2)),
         ([(3, 2)], Cut(0, parts=2)),
     ],

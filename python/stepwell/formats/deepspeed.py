@@ -21,7 +21,7 @@ from .pickle_values import Malformed
 from .pipeline_layers import named_layers
 from .slicing_rules import KEY, SlicingRules
 from .tensor_slices import Cut, whole
-from .typed_fields import Fields, is_count
+from .typed_fields import Fields
 from .universal_parameters import DIRECTORY, universal_state
 from .zero_partitions import ZeroState, names_of, zero_state
 
@@ -84,7 +84,11 @@ class _Save:
         firsts = [models[0] for models in self._models]
         #: The names of the buffers.
         self._buffers = {
-            name for one in firsts if one.has("buffer_names") for name in one.list("buffer_names")
+            name
+            for one in firsts
+            if one.has("buffer_names")
+            for name in one.list("buffer_names")
+            if isinstance(name, str)
         }
 
     def description(self) -> Description:
@@ -92,16 +96,16 @@ class _Save:
         layers = [self._layers(piece) for piece in range(pieces)]
         parts = [self._part(mp_rank, layers[mp_rank % pieces]) for mp_rank in self._files.mp_ranks]
         slices = [self._pipeline(parts[piece::pieces], layers[piece]) for piece in range(pieces)]
-        whole = slices[0] if pieces == 1 else self._whole(slices)
+        part = slices[0] if pieces == 1 else self._whole(slices)
         if self._universal is not None:
-            whole.zero = universal_state(self._universal, [part.first for part in parts], self._load)
-            whole.masters |= whole.zero.masters
-        whole.module |= self._experts()
+            part.zero = universal_state(self._universal, [one.first for one in parts], self._load)
+            part.masters |= part.zero.masters
+        part.module |= self._experts()
         metadata = {}
-        if whole.zero is not None and whole.zero.is_reordered:
+        if part.zero is not None and part.zero.is_reordered:
             metadata["param_slice_mappings"] = "not used: their order is not that of param_shapes"
         return Description(
-            FAMILY, self._path, self._state(whole), metadata, files=list(self._read), guarded=self._guarded
+            FAMILY, self._path, self._state(part), metadata, files=list(self._read), guarded=self._guarded
         )
 
     def _guarded(self) -> Mapping[str, Sequence[Guarded]]:
@@ -160,10 +164,9 @@ class _Save:
                 first.unread(
                     "experts that ZeRO-3 partitions (AutoEP) are not read. Convert it with DeepSpeed's ds_to_universal"
                 )
-        worlds = first.get("mp_world_size")
-        if is_count(worlds):
-            what = "mp_rank_*_model_states.pt"
-            check_ranks(self._path, what, self._files.mp_ranks, max(1, int(str(worlds))))
+        world = first.count("mp_world_size")
+        if world is not None:
+            check_ranks(self._path, "mp_rank_*_model_states.pt", self._files.mp_ranks, max(1, world))
         for model in models[1:]:
             for key in ("global_steps", "param_shapes", "frozen_param_shapes"):
                 if model.get(key) != first.get(key):
@@ -196,15 +199,15 @@ class _Save:
         first, count = self._models[0][0], len(self._models)
         found = len({piece for _, piece in self._files.layers}) if self._files.layers else count
         if first.has("checkpoint_parallel_dimensions"):
-            known = first.fields("checkpoint_parallel_dimensions").get("tp_degree")
-            found = int(str(known)) if is_count(known) else found
+            known = first.fields("checkpoint_parallel_dimensions").count("tp_degree")
+            found = found if known is None else known
         if not 0 < found <= count or count % found:
             first.wrong(f"{count} model-parallel ranks are no stages of {found} tensor-parallel ranks")
         return found
 
     def _layers(self, piece: int) -> dict[str, object]:
         """The layers of a pipeline that a tensor-parallel rank has, by name."""
-        known = {str(name) for name in self._buffers}
+        known = set(self._buffers)
         for models, optimizers in zip(self._models, self._optimizers, strict=True):
             known |= names_of(models[0], optimizers)
         layers = {number: file for (number, own), file in self._files.layers.items() if own == piece}
@@ -273,9 +276,12 @@ class _Save:
         """The weights in the highest precision, in the order of the model."""
         found: dict[str, object] = {}
         for name in dict.fromkeys([*part.module, *part.masters, *part.shared]):
-            source = part.shared.get(name)
-            values = (part.masters.get(name), part.masters.get(str(source)), part.module.get(name))
-            value = next((one for one in values if one is not None), None)
+            stored = part.shared.get(name)
+            value = part.masters.get(name)
+            if value is None and isinstance(stored, str):
+                value = part.masters.get(stored)
+            if value is None:
+                value = part.module.get(name)
             if value is not None:
                 found[name] = value
         return found

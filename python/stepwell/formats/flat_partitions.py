@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from .._state.specs import to_dtype
@@ -21,8 +20,6 @@ class Run(NamedTuple):
     """Elements of a parameter that one rank has side by side."""
 
     rank: int
-    #: The number of the partition among those of the rank.
-    row: int
     #: The first element in the partition.
     begin: int
     #: The first element in the parameter, and the number of elements.
@@ -34,13 +31,9 @@ class Parameter(NamedTuple):
     """A parameter, and where its elements are."""
 
     shape: tuple[int, ...]
-    #: The number of the partition that has its first element.
+    #: The number of its group, and so of the partition among those of each rank.
     row: int
     runs: tuple[Run, ...]
-
-
-#: The partitions of each rank.
-Partitions = Sequence[Sequence[Tensor]]
 
 
 def of_group(
@@ -59,18 +52,18 @@ def of_group(
     found: dict[str, Parameter] = {}
     at = 0
     for (name, shape), count, gap in zip(shapes.items(), counts, gaps, strict=True):
-        found[name] = Parameter(shape, row, tuple(_spread(row, lengths[0], at, count)))
+        found[name] = Parameter(shape, row, tuple(_spread(lengths[0], at, count)))
         at += count + gap
     return found
 
 
-def _spread(row: int, length: int, at: int, count: int) -> Iterator[Run]:
+def _spread(length: int, at: int, count: int) -> Iterator[Run]:
     """A parameter in partitions of that length; the last one may be shorter."""
     start = 0
     while start < count:
         rank, begin = divmod(at + start, length)
         here = min(count - start, length - begin)
-        yield Run(rank, row, begin, start, here)
+        yield Run(rank, begin, start, here)
         start += here
 
 
@@ -90,7 +83,7 @@ def of_shares(
     at = 0
     for (name, shape), count, share in zip(shapes.items(), counts, shares, strict=True):
         starts = [(rank, rank * share) for rank in range(ranks) if rank * share < count]
-        runs = [Run(rank, row, at, start, min(share, count - start)) for rank, start in starts]
+        runs = [Run(rank, at, start, min(share, count - start)) for rank, start in starts]
         found[name] = Parameter(shape, row, tuple(runs))
         at += share
     return found
@@ -99,30 +92,23 @@ def of_shares(
 def of_one_share(name: str, shape: tuple[int, ...], parts: Sequence[Tensor]) -> Tensor:
     """Returns a parameter of ZeRO-3 whose shares are tensors by themselves."""
     parameters = of_shares(0, [part.shape[0] for part in parts], {name: shape})
-    return assembled(parameters[name], [[part] for part in parts])
+    return assembled(parameters[name], parts)
 
 
-def assembled(parameter: Parameter, partitions: Partitions) -> Tensor:
-    """Returns a parameter whose elements are in these partitions of the ranks."""
-    first = partitions[0][parameter.row]
+def assembled(parameter: Parameter, partitions: Sequence[Tensor]) -> Tensor:
+    """Returns a parameter whose elements are in these partitions, one of each rank."""
+    first = partitions[0]
     itemsize = to_dtype(first.dtype).itemsize
     chunks: list[Chunk] = []
     for run in parameter.runs:
-        partition = partitions[run.rank][run.row]
+        partition = partitions[run.rank]
         if partition.dtype != first.dtype:
             raise Malformed(f"its partitions have the dtypes {first.dtype} and {partition.dtype}")
         if run.begin + run.size > partition.shape[0]:
             raise Malformed(f"a partition of rank {run.rank} has {partition.shape[0]} elements only")
         (chunk,) = partition.chunks
-        chunks.append(
-            replace(
-                chunk,
-                offset=chunk.offset + run.begin * itemsize,
-                nbytes=run.size * itemsize,
-                start=(run.start,),
-                extent=(run.size,),
-            )
-        )
+        offset = chunk.offset + run.begin * itemsize
+        chunks.append(Chunk(chunk.file, offset, run.size * itemsize, (run.start,), (run.size,)))
     return Tensor(first.dtype, parameter.shape, tuple(chunks))
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from .name_patterns import NamePatterns
 from .tensor_slices import Cut
-from .typed_fields import Fields, is_count
+from .typed_fields import Fields
 
 KEY = "universal_checkpoint_info"
 _REPLICATED = "tp_replicated_parameter_patterns"
@@ -39,8 +39,7 @@ class SlicingRules:
             self._category(_PARTS, Fields(model.file, one, f"an entry of `{_PARTS}`").get("patterns"))
             for one in parts
         ]
-        rows = self._fields.get("original_vocab_size")
-        self._rows = int(str(rows)) if is_count(rows) else None
+        self._rows = self._fields.count("original_vocab_size")
 
     def _category(self, key: str, value: object) -> NamePatterns:
         patterns = list(value) if isinstance(value, (list, tuple, dict)) else [] if value is None else None

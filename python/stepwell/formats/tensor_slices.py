@@ -36,12 +36,12 @@ def whole(slices: Sequence[Tensor], cut: Cut) -> Tensor:
         return first
     if axis is None:
         slices, axis = slices[:1], 0
-    if axis >= len(first.shape) or any(one.shape[axis] % cut.parts for one in slices):
-        raise Malformed(f"a slice of shape {list(first.shape)} is not cut along axis {axis}")
     for one in slices:
         same = (one.dtype, len(one.shape), one.shape[:axis], one.shape[axis + 1 :])
         if same != (first.dtype, len(first.shape), first.shape[:axis], first.shape[axis + 1 :]):
             raise Malformed(f"its slices have the shapes {list(first.shape)} and {list(one.shape)}")
+        if axis >= len(one.shape) or one.shape[axis] % cut.parts:
+            raise Malformed(f"a slice of shape {list(one.shape)} is not cut along axis {axis}")
     sizes = [one.shape[axis] for one in slices]
     shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + 1 :])
     if cut.rows is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 from ..errors import FormatError
-from .description import Tensor, Value
+from .description import MAX_SIZE, Tensor, Value
 from .files import corrupt
 from .numpy_symbols import MAX_DIMS
 
@@ -44,6 +44,11 @@ class Fields:
     def has(self, key: str) -> bool:
         """True if an entry is there, and is not ``None``."""
         return self.get(key) is not None
+
+    def count(self, key: str) -> int | None:
+        """Returns an entry that is a number of things, or ``None`` if it is none."""
+        value = self.get(key)
+        return value if is_count(value) else None
 
     def fields(self, key: str) -> Fields:
         """Returns an entry that is a dict."""
@@ -97,6 +102,6 @@ class Fields:
         return value
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """True for a number of elements."""
-    return type(value) is int and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < MAX_SIZE

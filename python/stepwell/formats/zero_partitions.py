@@ -12,11 +12,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from .._paths import printable
 from .description import Opaque, Tensor, Unlocated
 from .files import read
-from .flat_partitions import Parameter, Partitions, assembled, of_group, of_shares
+from .flat_partitions import Parameter, assembled, of_group, of_shares
 from .pickle_values import Malformed
 from .typed_fields import Fields, Size, is_count, plain
 
@@ -246,10 +247,16 @@ def _is_transposed(model: Fields) -> bool:
     return isinstance(config, dict) and bool(plain(config.get("use_data_before_expert_parallelism")))
 
 
+class _Partitions(NamedTuple):
+    """The partitions of a slot."""
+
+    of_ranks: Sequence[Tensor]
+
+
 class _Cut:
     """Collects the parameters of partitions."""
 
-    def __init__(self, file: str, ranks: Sequence[Fields], partitions: Partitions) -> None:
+    def __init__(self, file: str, ranks: Sequence[Fields], partitions: Sequence[Sequence[Tensor]]) -> None:
         self._file, self._ranks, self._partitions = file, ranks, partitions
         self._parameters: dict[str, Parameter] = {}
         self.state = ZeroState()
@@ -259,7 +266,8 @@ class _Cut:
         try:
             parameters = found()
             for name, parameter in parameters.items():
-                self.state.masters[name] = assembled(parameter, self._partitions)
+                rows = [own[parameter.row] for own in self._partitions]
+                self.state.masters[name] = assembled(parameter, rows)
             self._parameters.update(parameters)
         except Malformed as error:
             self._ranks[0].wrong(f"{error}. Copy the files of all ranks, and keep those of one save")
@@ -307,9 +315,9 @@ class _Cut:
             self._check_steps([one.get("step") for one in slots])
             for slot in slots[0]:
                 if isinstance(slot, str):
-                    values = [one.get(slot) for one in slots]
+                    cut = self._slot(row, slot, [one.get(slot) for one in slots])
                     for name in own:
-                        self.state.slots.setdefault(name, {})[slot] = self._slot(name, slot, values)
+                        self.state.slots.setdefault(name, {})[slot] = self._of_parameter(name, slot, cut)
         file = self._ranks[0].file
         self.state.groups = [named_group(file, group, names) for group in groups]
 
@@ -331,28 +339,26 @@ class _Cut:
                 rank.wrong("its groups differ from those of rank 0. Keep the files of one save")
         return found, groups
 
-    def _slot(self, name: str, slot: str, values: Sequence[object]) -> object:
+    def _slot(self, row: int, slot: str, values: Sequence[object]) -> object:
+        """A slot of a group: the partitions of all ranks, or one value."""
+        if not isinstance(values[0], Tensor) or values[0].shape == ():
+            return values[0]
+        what = f"`{slot}` of group {row}"
+        found = [rank.flat(what, value) for rank, value in zip(self._ranks, values, strict=True)]
+        for rank, value, own in zip(self._ranks, found, self._partitions, strict=True):
+            length, size = own[row].shape[0], value.shape[0]
+            if size < length or (length and size > length + self._padding(rank, row)):
+                return Opaque(f"slot of {size} elements, for a partition of {length}")
+        return _Partitions(found)
+
+    def _of_parameter(self, name: str, slot: str, cut: object) -> object:
         """The value of a slot of a parameter."""
-        parameter = self._parameters[name]
-        first = values[0]
-        if not isinstance(first, Tensor):
-            return first
-        if first.shape == ():
-            # Each parameter has its own step, which is no tie.
-            return replace(first)
-        rows = [
-            [rank.flat(f"`{slot}` of group {parameter.row}", value)]
-            for rank, value in zip(self._ranks, values, strict=True)
-        ]
-        for rank, (value,), own in zip(self._ranks, rows, self._partitions, strict=True):
-            length = own[parameter.row].shape[0]
-            if value.shape[0] < length or (
-                length and value.shape[0] > length + self._padding(rank, parameter.row)
-            ):
-                return Opaque(f"slot of {value.shape[0]} elements, for a partition of {length}")
-        runs = tuple(run._replace(row=0) for run in parameter.runs)
+        if isinstance(cut, Tensor):
+            return replace(cut)  # each parameter has its own step, which is no tie
+        if not isinstance(cut, _Partitions):
+            return cut
         try:
-            return assembled(Parameter(parameter.shape, 0, runs), rows)
+            return assembled(self._parameters[name], cut.of_ranks)
         except Malformed as error:
             self._ranks[0].wrong(f"`{slot}` of `{printable(name)}`: {error}")
 
