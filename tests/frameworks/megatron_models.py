@@ -4,7 +4,6 @@ code. Functions that need a GPU, another process or Transformer Engine are repla
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import shutil
 import warnings
@@ -178,8 +177,11 @@ class Training:
         dist_checkpointing.save(self._state(False), str(path))
 
     def load(self, path: Path, saved: Path) -> None:
-        """Fills both from a DCP directory; see :func:`load`."""
-        state = _loaded(self._state(True), path, saved)
+        """Fills both from a DCP directory. The two files beside the tensors, one of which has the
+        hyperparameters, come from a checkpoint that Megatron has saved."""
+        for name in ("metadata.json", "common.pt"):
+            shutil.copy(saved / name, path)
+        state = _loaded(self._state(True), path)
         self.optimizer.load_state_dict(state.pop("optimizer"))
         self.model.module.load_state_dict(state, strict=False)
 
@@ -205,16 +207,12 @@ def save(model: Any, path: Path) -> None:
     dist_checkpointing.save(model.sharded_state_dict(), str(path))
 
 
-def load(model: Any, path: Path, saved: Path) -> None:
-    """Fills a model from a DCP directory. The two files beside the tensors come from a checkpoint
-    that Megatron has saved."""
-    model.load_state_dict(_loaded(tensors(model), path, saved), strict=False)
+def load(model: Any, path: Path) -> None:
+    """Fills a model from a checkpoint of Megatron."""
+    model.load_state_dict(_loaded(tensors(model), path), strict=False)
 
 
-def _loaded(state: dict[str, Any], path: Path, saved: Path) -> Any:
-    for name in ("metadata.json", "common.pt"):
-        if not os.path.exists(path / name):
-            shutil.copy(saved / name, path)
+def _loaded(state: dict[str, Any], path: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return dist_checkpointing.load(state, str(path))

@@ -65,11 +65,10 @@ def trained(tmp_path: Path) -> tuple[Ours, Any]:
     """Both sides after two equal steps, from the same weights."""
     ours = Ours()
     theirs = megatron.Training(FAMILY.of_megatron(ours.model), RATE)
-    theirs.save(tmp_path / "empty")
     ours.save(tmp_path / "start")
     weights = there(tmp_path).with_parameters(training=0)
-    sw.convert(tmp_path / "start", tmp_path / "weights", to="dcp", subtree="model", map=weights)
-    megatron.load(theirs.model.module, tmp_path / "weights", tmp_path / "empty")
+    sw.convert(tmp_path / "start", tmp_path / "weights", to="megatron", subtree="model", map=weights)
+    megatron.load(theirs.model.module, tmp_path / "weights")
     for number in range(2):
         ours.step(number)
         theirs.step(loss, batch(number))

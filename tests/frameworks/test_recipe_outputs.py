@@ -309,12 +309,10 @@ def there_and_back(
     """Converts a model of transformers to Megatron-Core and back, and compares outputs and bits."""
     (model, outputs), (other, of_other) = ours, theirs
     model.save_pretrained(folder / "hf")
-    megatron.save(other, folder / "saved")
-
     there = sw.maps.recipe(recipe, padded_vocab=PADDED, **parameters)
     assert there.check(folder / "hf")
-    sw.convert(folder / "hf", folder / "dcp", to="dcp", map=there)
-    megatron.load(other, folder / "dcp", folder / "saved")
+    sw.convert(folder / "hf", folder / "written", to="megatron", map=there)
+    megatron.load(other, folder / "written")
     ids = torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         expected = outputs(model, ids)
