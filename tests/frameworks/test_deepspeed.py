@@ -162,6 +162,37 @@ def test_a_run_goes_on_without_deepspeed(saves: Path, name: str) -> None:
     optimizer.step()
 
 
+FSDP = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    import stepwell as sw
+    from deepspeed_model import Model, groups_of
+
+    path, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = Model()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.5)
+    state = sw.torch.TrainState(model, optimizer)
+    sw.restore(path, into=state, unexpected="ignore", cast="lossless")
+    wanted = torch.load(f"{path}.live")
+    for key, one in model.named_parameters():
+        if one.requires_grad:
+            assert torch.equal(one.full_tensor(), wanted[key]["fp32"]), key
+            assert torch.equal(optimizer.state[one]["exp_avg"].full_tensor(), wanted[key]["exp_avg"]), key
+    dist.destroy_process_group()
+"""
+
+
+def test_a_run_goes_on_with_fsdp_on_two_ranks(saves: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(JOB.parent)}
+    command = [sys.executable, "-c", textwrap.dedent(FSDP), str(saves / "four_z3"), str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+
+
 @pytest.mark.parametrize("name", ["one_none", "two_z2_fp16", "two_z3"])
 def test_other_values_have_their_names(saves: Path, name: str) -> None:
     found = sw.restore(saves / name)
