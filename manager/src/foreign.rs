@@ -28,10 +28,10 @@ const HEAD_BYTES: u64 = 2 << 10;
 const SHORT_TAIL_BYTES: u64 = 2 << 10;
 /// The longest member whose content is read with its archive.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
-/// Archives inside a file that are read at a time, and their reads: a disk answers that many small
-/// reads together.
+/// Archives inside a file that are read at a time.
 const ARCHIVES_AT_ONCE: usize = 1024;
-const ARCHIVE_THREADS: usize = 16;
+/// Small reads at a time: a disk answers that many together.
+const THREADS: usize = 16;
 
 /// Reads bytes of a foreign file, as far as it has them. Also returns its length.
 pub fn read_foreign(
@@ -45,6 +45,18 @@ pub fn read_foreign(
     // A length that a file names must not decide how much memory is reserved.
     let length = file_length.saturating_sub(offset).min(length as u64);
     Ok((file.read_at(offset, length as usize)?, file_length))
+}
+
+/// Reads bytes of several foreign files, as far as these have them: path, offset and length of
+/// each.
+pub fn read_foreign_ranges(
+    ranges: &[(PathBuf, u64, usize)],
+    environment: &Environment,
+) -> Result<Vec<Vec<u8>>> {
+    let read = |(path, offset, length): &(PathBuf, u64, usize)| {
+        read_foreign(path, *offset, *length, environment).map(|(bytes, _)| bytes)
+    };
+    each("stepwell-foreign", THREADS, ranges, read).into_iter().collect()
 }
 
 /// A zip archive inside a file.
@@ -129,7 +141,7 @@ impl NearBytes {
         pieces.sort_unstable_by_key(|piece| piece.start);
         let ranges = joined(pieces);
         let read = |range: &Range<u64>| file.read_at(range.start, (range.end - range.start) as usize);
-        let read = each("stepwell-foreign", ARCHIVE_THREADS, &ranges, read);
+        let read = each("stepwell-foreign", THREADS, &ranges, read);
         let found = ranges.iter().zip(read).map(|(range, bytes)| Ok((range.start, bytes?)));
         Ok(Self(found.collect::<Result<_>>()?))
     }
@@ -316,7 +328,7 @@ fn local_headers(
     let ranges = joined(pieces);
     // A disk answers many small reads together.
     let read = |range: &Range<u64>| bytes.read(range.start, range.end - range.start);
-    let read = each("stepwell-foreign", ARCHIVE_THREADS, &ranges, read);
+    let read = each("stepwell-foreign", THREADS, &ranges, read);
     let found = ranges.iter().zip(read).map(|(range, bytes)| Ok((range.start, bytes?)));
     let found = NearBytes(found.collect::<Result<_, ArchiveError>>()?);
     Ok(headers.into_iter().map(|header| found.get(header).to_vec()).collect())

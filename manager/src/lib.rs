@@ -64,6 +64,7 @@ pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
 pub use foreign::{
     Archive, StreamPlace, ZipDirectory, archives, compressed_archives, msgpack, npy_headers, read_foreign,
+    read_foreign_ranges,
 };
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
 pub use ocdbt::ocdbt_entries;

@@ -65,6 +65,21 @@ pub fn read_foreign(
     Ok((PyBytes::new(py, &bytes), file_length))
 }
 
+/// Reads bytes of several files, as far as these have them.
+#[pyfunction]
+pub fn read_foreign_ranges(
+    py: Python<'_>,
+    ranges: Vec<(PathBuf, u64, usize)>,
+) -> PyResult<Vec<Bound<'_, PyBytes>>> {
+    let Some((first, ..)) = ranges.first() else { return Ok(Vec::new()) };
+    let first = first.clone();
+    let contents = call(py, move || {
+        let environment = options::environment(&first, Engine::Auto, Purpose::Read)?;
+        stepwell_manager::read_foreign_ranges(&ranges, &environment)
+    })?;
+    Ok(contents.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
+}
+
 /// Returns the length of the header of a safetensors file of that length. The header follows the
 /// first eight bytes, `start`.
 #[pyfunction]

@@ -67,7 +67,7 @@ mod _core {
     #[pymodule_export]
     use crate::foreign::{
         AdoptedFile, ZipDirectory, compressed_archives, crc32c, npy_headers, ocdbt_entries, read_foreign,
-        safetensors_header, safetensors_header_length, zip_archives,
+        read_foreign_ranges, safetensors_header, safetensors_header_length, zip_archives,
     };
     #[pymodule_export]
     use crate::manager::{Held, Manager, Ticket};

@@ -58,6 +58,7 @@ __all__ = [
     "open_path",
     "pickle",
     "read_foreign",
+    "read_foreign_ranges",
     "removal_of",
     "remove_conversion",
     "remove_output_file",
@@ -339,6 +340,7 @@ class _Details(Protocol):
     def guarded(self) -> list[tuple[int, Sequence[tuple[int, int, int]]]]: ...
 
 def read_foreign(path: _Path, offset: int, length: int) -> tuple[bytes, int]: ...
+def read_foreign_ranges(ranges: Sequence[tuple[_Path, int, int]]) -> list[bytes]: ...
 def safetensors_header_length(path: _Path, start: bytes, file_length: int) -> int: ...
 def safetensors_header(
     path: _Path, header: bytes, file_length: int

@@ -27,6 +27,13 @@ def read(path: str, offset: int, length: int) -> tuple[bytes, int]:
     return _core.read_foreign(os.path.realpath(path), offset, length)
 
 
+def read_ranges(ranges: Iterable[tuple[str, int, int]]) -> list[bytes]:
+    """Reads many short ranges of files together: path, offset and length of each."""
+    return _core.read_foreign_ranges(
+        [(os.path.realpath(path), offset, length) for path, offset, length in ranges]
+    )
+
+
 def read_whole(path: str, limit: int, too_long: Callable[[int], Exception]) -> bytes:
     """Reads a file. Raises ``too_long`` of its length, and reads nothing, if it has more bytes than
     the limit."""

@@ -167,18 +167,22 @@ def _of_zarr(path: str, names: Sequence[str]) -> Description:
     leaves = _Leaves(path)
     store = zarr.Files(path)
     files: dict[str, TorchFile] = {}
-    present = set(names)
+    # Writers of flattened tensors lock them with files in ``KEY.sync``.
+    locks = {f"{name}.sync" for name in names}
+    present = sorted(set(names) - locks)
+    stored = {key for key in present if os.path.isfile(os.path.join(path, key, ".zarray"))}
+    arrays = zarr.arrays(
+        store, [key for key in present if key in stored and _refused(key) is None], is_3=False
+    )
     if _COMMON in present:
         common = files[os.path.join(path, _COMMON)] = required(os.path.join(path, _COMMON))
         leaves.add_common(common.state)
-    for key in sorted(present):
+    for key in present:
         directory = os.path.join(path, key)
-        # Writers of flattened tensors lock them with files in ``KEY.sync``.
-        is_lock = key.endswith(".sync") and key.removesuffix(".sync") in present
-        if is_lock or not os.path.isdir(directory):
+        if not os.path.isdir(directory):
             continue
-        if os.path.isfile(os.path.join(directory, ".zarray")):
-            leaves.add(key, _refused(key) or zarr.array(store, key, is_3=False, zeros=None))
+        if key in stored:
+            leaves.add(key, _refused(key) or arrays[key])
             continue
         for name in sorted(os.listdir(directory)):
             shard = _SHARD.fullmatch(f"{key}/{name.removesuffix('.pt')}")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .. import _core
 from .._paths import printable
 from ..errors import FormatError
 from . import flax, zarr
 from .description import Description, Value
-from .files import corrupt, json_value, read
+from .files import corrupt, json_value, read_ranges
 
 FAMILY = "Orbax"
 #: The file with a checkpoint's own metadata, and the name of a step.
@@ -105,10 +105,12 @@ class _Database:
     def place(self, key: str) -> zarr.Stored | None:
         return self._places.get(key)
 
-    def content(self, place: zarr.Stored) -> bytes:
-        if not place.file:
-            return bytes(self._memory[place.offset : place.offset + place.nbytes])
-        return read(place.file, place.offset, place.nbytes)[0]
+    def contents(self, places: Sequence[zarr.Stored]) -> list[bytes]:
+        stored = iter(read_ranges((one.file, one.offset, one.nbytes) for one in places if one.file))
+        return [
+            next(stored) if one.file else bytes(self._memory[one.offset : one.offset + one.nbytes])
+            for one in places
+        ]
 
 
 class _Item:
@@ -136,7 +138,20 @@ class _Item:
 
     def state(self) -> object:
         """The tree, with arrays as tensors."""
+        rows = list(self._rows())
+        wanted = [name for _, name, kind, value in rows if value is None and kind not in (*_EMPTY, "string")]
+        arrays = zarr.arrays(self._store, wanted, self._is_3, self._zeros)
         root: dict[str | int, object] = {}
+        for path, name, kind, value in rows:
+            if value is None:
+                value = arrays[name] if name in arrays else self._value(name, kind)
+            if not path:
+                return value
+            self._put(root, path, value)
+        return _with_lists(root)
+
+    def _rows(self) -> Iterator[tuple[Sequence[str | int], str, str, object]]:
+        """The leaves: path, name, kind, and the value if the aggregate has it."""
         for row in self._tree.values():
             try:
                 rows = row["key_metadata"]  # type: ignore[index]
@@ -147,13 +162,7 @@ class _Item:
             if len(keys) >= _core.MAX_DEPTH:
                 raise corrupt(self._file, f"a row of its tree has {len(keys)} levels")
             path = [_key(self._file, key, is_index) for key, is_index in keys]
-            value = self._aggregated(path)
-            if value is None:
-                value = self._value(".".join(str(key) for key, _ in keys), str(kind))
-            if not path:
-                return value
-            self._put(root, path, value)
-        return _with_lists(root)
+            yield path, ".".join(str(key) for key, _ in keys), str(kind), self._aggregated(path)
 
     def _put(self, root: dict[str | int, object], path: Sequence[str | int], value: object) -> None:
         at = root
@@ -186,12 +195,10 @@ class _Item:
         if kind in _EMPTY:
             empty = _EMPTY[kind]
             return type(empty)() if isinstance(empty, (dict, list, tuple)) else Value(None)
-        if kind == "string":
-            strings = self._strings
-            if not isinstance(strings, dict) or not isinstance(strings.get(name), str):
-                raise corrupt(self._path, f"the text `{printable(name[:200])}` is missing in {_STRINGS}")
-            return Value(strings[name])
-        return zarr.array(self._store, name, self._is_3, self._zeros)
+        strings = self._strings
+        if not isinstance(strings, dict) or not isinstance(strings.get(name), str):
+            raise corrupt(self._path, f"the text `{printable(name[:200])}` is missing in {_STRINGS}")
+        return Value(strings[name])
 
 
 def _key(file: str, key: object, is_index: bool) -> str | int:

@@ -10,18 +10,21 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, Protocol, TypeAlias
 
 from .. import _core
 from .._paths import printable
 from .._state.specs import to_dtype
 from .description import Chunk, Compressed, Opaque, Tensor, row_major
-from .files import corrupt, read
+from .files import corrupt, read_ranges
 
 #: The longest metadata of an array, and the longest index of a shard.
-_MAX_METADATA_BYTES, _MAX_INDEX_BYTES = 1 << 20, 64 << 20
+_MAX_METADATA_BYTES, _MAX_INDEX_BYTES = 1 << 20, 4 << 20
+#: Arrays, and boxes of each, whose metadata and indexes are read together.
+_ARRAYS_AT_ONCE, _BOXES_AT_ONCE = 64, 64
 _MAX_DIMS = 64
 #: The most elements of an array. Their bytes fit into 64 bits.
 _MAX_SIZE = 1 << 58
@@ -71,8 +74,8 @@ class Store(Protocol):
     def place(self, key: str) -> Stored | None:
         """The place of a value. ``None`` without one."""
 
-    def content(self, place: Stored) -> bytes:
-        """The bytes of a value."""
+    def contents(self, places: Sequence[Stored]) -> list[bytes]:
+        """The bytes of values."""
 
 
 class Files:
@@ -91,9 +94,9 @@ class Files:
         except OSError:
             return None
 
-    def content(self, place: Stored) -> bytes:
-        """The bytes of a value."""
-        return read(place.file, place.offset, place.nbytes)[0]
+    def contents(self, places: Sequence[Stored]) -> list[bytes]:
+        """The bytes of values."""
+        return read_ranges((one.file, one.offset, one.nbytes) for one in places)
 
 
 class Zeros:
@@ -142,8 +145,32 @@ class _Layout:
         return to_dtype(self.dtype).itemsize
 
 
-def array(store: Store, name: str, is_3: bool, zeros: Zeros | None) -> Tensor | Opaque:
-    """The array with that name. With ``zeros``, its writer left out chunks of zeros."""
+#: An array that asks for places, and gets their bytes.
+_Reading: TypeAlias = Generator[list[Stored], list[bytes], "Tensor | Opaque"]
+
+
+def arrays(
+    store: Store, names: Sequence[str], is_3: bool, zeros: Zeros | None = None
+) -> dict[str, Tensor | Opaque]:
+    """The arrays with these names. With ``zeros``, their writer left out chunks of zeros. What
+    several arrays need of their files is read together."""
+    found: dict[str, Tensor | Opaque] = {}
+    for first in range(0, len(names), _ARRAYS_AT_ONCE):
+        some = names[first : first + _ARRAYS_AT_ONCE]
+        readings = {name: _array(store, name, is_3, zeros) for name in some}
+        wanted = {name: next(reading) for name, reading in readings.items()}
+        while wanted:
+            contents = iter(store.contents([place for places in wanted.values() for place in places]))
+            last, wanted = wanted, {}
+            for name, places in last.items():
+                try:
+                    wanted[name] = readings[name].send([next(contents) for _ in places])
+                except StopIteration as end:
+                    found[name] = end.value
+    return found
+
+
+def _array(store: Store, name: str, is_3: bool, zeros: Zeros | None) -> _Reading:
     key = f"{name}/zarr.json" if is_3 else f"{name}/.zarray"
     place = store.place(key)
     if place is None:
@@ -151,7 +178,8 @@ def array(store: Store, name: str, is_3: bool, zeros: Zeros | None) -> Tensor | 
     if place.nbytes > _MAX_METADATA_BYTES:
         raise corrupt(store.path, f"{_quoted(key)} has {place.nbytes} bytes, more than {_MAX_METADATA_BYTES}")
     try:
-        metadata = json.loads(store.content(place))
+        (content,) = yield [place]
+        metadata = json.loads(content)
         if not isinstance(metadata, dict):
             raise TypeError("a dict was expected")
         layout = _layout_3(metadata) if is_3 else _layout_2(metadata)
@@ -161,7 +189,7 @@ def array(store: Store, name: str, is_3: bool, zeros: Zeros | None) -> Tensor | 
         what = f"{_quoted(key)} does not describe an array: {type(error).__name__}: {error}"
         raise corrupt(store.path, what) from error
     separator = _separator(metadata, is_3)
-    return _tensor(store, name, layout, is_3, separator, zeros if layout.fills_zeros else None)
+    return (yield from _tensor(store, name, layout, is_3, separator, zeros if layout.fills_zeros else None))
 
 
 def _quoted(name: str) -> str:
@@ -254,7 +282,7 @@ def _layout_3(metadata: Mapping[str, object]) -> _Layout:
 
 def _tensor(
     store: Store, name: str, layout: _Layout, is_3: bool, separator: str, zeros: Zeros | None
-) -> Tensor | Opaque:
+) -> _Reading:
     if 0 in layout.shape:
         return Tensor(layout.dtype, layout.shape, ())
     counts = [-(-size // box) for size, box in zip(layout.shape, layout.box, strict=True)]
@@ -262,22 +290,26 @@ def _tensor(
     chunks: list[Chunk] = []
     is_empty = True
     # The grid may claim any size. A chunk that is missing, or the limit of zeros, ends the walk.
-    for at in _grid(counts):
-        numbers = separator.join(map(str, at))
-        key = prefix + (f"{separator}{numbers}" if at else "") if is_3 else prefix + (numbers or "0")
-        start = tuple(number * size for number, size in zip(at, layout.box, strict=True))
-        place = store.place(key)
-        if place is None:
-            parts: Iterator[_Part] = iter([(start, layout.box, None)])
-        else:
-            parts = _parts(store, key, layout, start, place)
-        for inner, shape, part in parts:
+    grid = _grid(counts)
+    while some := list(islice(grid, _BOXES_AT_ONCE)):
+        boxes: list[_Box] = []
+        for at in some:
+            numbers = separator.join(map(str, at))
+            key = prefix + (f"{separator}{numbers}" if at else "") if is_3 else prefix + (numbers or "0")
+            start = tuple(number * size for number, size in zip(at, layout.box, strict=True))
+            place = store.place(key)
+            if place is None and zeros is None:
+                raise corrupt(store.path, f"array {_quoted(name)}: chunk {_quoted(key)} is missing")
+            boxes.append((key, start, place))
+        for key, inner, shape, part in (yield from _parts(store, layout, boxes)):
             if part is not None:
                 is_empty = False
                 chunks.append(_chunk(store, key, layout, inner, part))
                 continue
             if zeros is None:
-                raise corrupt(store.path, f"array {_quoted(name)}: chunk {_quoted(key)} is missing")
+                raise corrupt(
+                    store.path, f"array {_quoted(name)}: a chunk of shard {_quoted(key)} is missing"
+                )
             left_out = zeros.chunk(layout, inner, shape)
             nbytes = math.prod(layout.shape) * layout.itemsize
             if left_out is None or nbytes > _MAX_BYTES_WITH_ZEROS:
@@ -298,39 +330,58 @@ def _grid(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(number // step % count for step, count in zip(steps, counts, strict=True))
 
 
-#: The first element, the shape and the place of a chunk. No place: it is not stored.
-_Part: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], Stored | None]
+#: Key, first element and place of a box. No place: it is not stored.
+_Box: TypeAlias = tuple[str, tuple[int, ...], Stored | None]
+#: The key of its box, first element, shape and place of a chunk. No place: it is not stored.
+_Part: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], Stored | None]
 
 
-def _parts(store: Store, key: str, layout: _Layout, start: tuple[int, ...], place: Stored) -> Iterator[_Part]:
-    """The chunks of a box."""
+def _parts(
+    store: Store, layout: _Layout, boxes: Sequence[_Box]
+) -> Generator[list[Stored], list[bytes], list[_Part]]:
+    """The chunks of boxes."""
     if not layout.is_sharded:
-        yield start, layout.box, place
-        return
+        return [(key, start, layout.box, place) for key, start, place in boxes]
     counts = [whole // part for whole, part in zip(layout.box, layout.chunk, strict=True)]
     number = math.prod(counts)
     length = 16 * number + 4
-    if length > min(place.nbytes, _MAX_INDEX_BYTES):
-        raise corrupt(
-            store.path, f"shard {_quoted(key)} of {place.nbytes} bytes has no index of {number} chunks"
-        )
-    index = store.content(Stored(place.file, place.offset + place.nbytes - length, length))
-    (checksum,) = struct.unpack("<I", index[-4:])
-    if _core.crc32c(index[:-4]) != checksum:
-        raise corrupt(store.path, f"the index of shard {_quoted(key)} does not have its recorded checksum")
-    rows = struct.iter_unpack("<QQ", index[:-4])
-    for at, (offset, nbytes) in zip(_grid(counts), rows, strict=True):
-        inner = tuple(
-            first + number * size for first, number, size in zip(start, at, layout.chunk, strict=True)
-        )
-        if any(first >= size for first, size in zip(inner, layout.shape, strict=True)):
+    places: list[Stored] = []
+    for key, _, place in boxes:
+        if place is None:
             continue
-        if offset == nbytes == _ABSENT:
-            yield inner, layout.chunk, None
+        if length > min(place.nbytes, _MAX_INDEX_BYTES):
+            raise corrupt(
+                store.path, f"shard {_quoted(key)} of {place.nbytes} bytes has no index of {number} chunks"
+            )
+        places.append(Stored(place.file, place.offset + place.nbytes - length, length))
+    indexes = iter((yield places))
+    found: list[_Part] = []
+    for key, start, place in boxes:
+        if place is None:
+            found.append((key, start, layout.box, None))
             continue
-        if offset + nbytes > place.nbytes - length:
-            raise corrupt(store.path, f"shard {_quoted(key)} names bytes behind its chunks")
-        yield inner, layout.chunk, Stored(place.file, place.offset + offset, nbytes)
+        index = next(indexes)
+        if len(index) < length:
+            raise corrupt(store.path, f"shard {_quoted(key)} passes the end of its file")
+        (checksum,) = struct.unpack("<I", index[-4:])
+        if _core.crc32c(index[:-4]) != checksum:
+            raise corrupt(
+                store.path, f"the index of shard {_quoted(key)} does not have its recorded checksum"
+            )
+        rows = struct.iter_unpack("<QQ", index[:-4])
+        for at, (offset, nbytes) in zip(_grid(counts), rows, strict=True):
+            inner = tuple(
+                first + number * size for first, number, size in zip(start, at, layout.chunk, strict=True)
+            )
+            if any(first >= size for first, size in zip(inner, layout.shape, strict=True)):
+                continue
+            if offset == nbytes == _ABSENT:
+                found.append((key, inner, layout.chunk, None))
+                continue
+            if offset + nbytes > place.nbytes - length:
+                raise corrupt(store.path, f"shard {_quoted(key)} names bytes behind its chunks")
+            found.append((key, inner, layout.chunk, Stored(place.file, place.offset + offset, nbytes)))
+    return found
 
 
 def _inside(layout: _Layout, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
