@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
@@ -31,6 +32,8 @@ class RootStep:
     path: str
     #: Why it is passed over; ``None``: its writer has finished it.
     incomplete: str | None
+    #: True if it has checksums: those of stepwell, or of :func:`stepwell.adopt`.
+    has_checksums: bool
 
 
 @final
@@ -121,13 +124,22 @@ def open_root(path: Path) -> Root:
 
 
 def _own(path: str) -> Root:
-    steps = tuple(RootStep(row.step, row.name, f"{path}/{row.name}", row.damage) for row in inspect(path))
+    steps = tuple(
+        RootStep(row.step, row.name, os.path.join(path, row.name), row.damage, True) for row in inspect(path)
+    )
     whole = [step for step in steps if step.incomplete is None]
     return Root(_OWN, path, steps, whole[-1] if whole else None)
 
 
 def _foreign(found: Listing) -> Root:
-    steps = {id(step): RootStep(step.number, step.name, step.path, step.incomplete) for step in found.steps}
+    from .formats import adoption
+
+    steps = {
+        id(step): RootStep(
+            step.number, step.name, step.path, step.incomplete, os.path.lexists(adoption.place(step.path))
+        )
+        for step in found.steps
+    }
     latest, best = found.latest(), found.best_step()
     return Root(
         found.family,

@@ -227,6 +227,7 @@ def test_steps_of_nemo(tmp_path: Path) -> None:
     assert root.family == "NeMo"
     with root.open(9) as checkpoint:
         assert (checkpoint["model/w"][:] == 9).all()
+    assert (sw.restore(root.steps[0].path)["model"]["w"] == 9).all()
 
 
 def test_steps_of_verl(tmp_path: Path) -> None:
@@ -240,3 +241,7 @@ def test_steps_of_verl(tmp_path: Path) -> None:
     with root.open() as checkpoint:
         assert list(checkpoint) == ["actor", "critic"]
         assert (checkpoint["critic/w"][:] == 9).all()
+    assert (sw.restore(place)["actor"]["w"] == 9).all()
+    (place / "actor/model_world_size_1_rank_0.pt").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match="its actor has no files of ranks"):
+        sw.restore(place)

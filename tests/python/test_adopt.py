@@ -210,7 +210,12 @@ def test_a_step_of_a_root_is_adopted_with_all_its_parts(tmp_path: Path) -> None:
         sw.restore(tmp_path, 1)
     assert [one.file for one in sw.adopt(tmp_path, 1, check=True).damages]
     assert sw.restore(tmp_path, 2)["model"]["w"][0] == 2
-    assert [step.name for step in sw.open_root(tmp_path).steps] == ["checkpoint-1", "checkpoint-2"]
+    steps = sw.open_root(tmp_path).steps
+    assert [(step.name, step.has_checksums) for step in steps] == [
+        ("checkpoint-1", True),
+        ("checkpoint-2", False),
+    ]
+    assert run("ls", tmp_path).stdout.count("adopted") == 1
 
 
 def test_a_name_that_is_no_text_is_refused(model: Path) -> None:

@@ -10,6 +10,7 @@ import stepwell as sw
 
 from .output import FINE, PROBLEMS, Output, columns, count, local, safe
 
+_SHOWN = ("name", "path", "incomplete", "has_checksums")
 _HEADS = ("step", "modified", "name", "")
 
 
@@ -36,7 +37,7 @@ def list_foreign_root(out: Output, root: sw.results.Root, last: int | None) -> i
 def _document(step: sw.results.RootStep | None) -> dict[str, object] | None:
     if step is None:
         return None
-    return {"step": step.number, "name": step.name, "path": step.path, "incomplete": step.incomplete}
+    return {"step": step.number, **{name: getattr(step, name) for name in _SHOWN}}
 
 
 def _lines(out: Output, root: sw.results.Root, steps: tuple[sw.results.RootStep, ...]) -> Iterator[str]:
@@ -54,5 +55,6 @@ def _cells(root: sw.results.Root, step: sw.results.RootStep) -> tuple[str, str, 
     except (OSError, ValueError, OverflowError):
         modified = "-"
     marks = [name for name, one in (("latest", root.latest), ("best", root.best)) if one is step]
+    marks += ["adopted"] if step.has_checksums else []
     number = "-" if step.number is None else str(step.number)
     return number, modified, safe(step.name), ", ".join(marks)

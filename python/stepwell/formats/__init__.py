@@ -11,6 +11,7 @@ says how many these are.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -49,6 +50,8 @@ def find(path: str, *, adopted: bool = True) -> Description | None:
         found = _describe(path, adopted)
         if found is None and (listing := roots.find(path)) is not None:
             found = _of_step(listing, None, adopted)
+        if found is None:
+            found = _step_at(path, adopted)
         if found is None:
             refuse(path)
         return found
@@ -100,6 +103,18 @@ def _of_step(listing: roots.Listing, wanted: int | str | None, adopted: bool) ->
     found.path, found.step = step.path, step.number
     found.adoption = adoption.find(step.path) if adopted else None
     return found
+
+
+def _step_at(path: str, adopted: bool) -> Description | None:
+    """The description of a directory that is a checkpoint only as a step of the root above it."""
+    above, name = os.path.split(path)
+    try:
+        listing = roots.find(above) if os.path.isdir(path) else None
+    except StepwellError:  # of the directory above, which nobody has asked for
+        return None
+    if listing is None or all(step.path != path for step in listing.steps):
+        return None
+    return _of_step(listing, name, adopted)
 
 
 def _part(path: str, adopted: bool) -> Description:
