@@ -113,6 +113,27 @@ def test_the_numbers_may_come_from_the_caller(model: Path) -> None:
         np.testing.assert_array_equal(by_numbers[name], value)
 
 
+def test_the_configuration_is_beside_a_file_or_an_index(model: Path) -> None:
+    configured(model)
+    weights = {name: "model.safetensors" for name in llama()}
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+    expected = sorted(sw.restore(model, map=THERE))
+    for path in (model / "model.safetensors", index):
+        assert sorted(sw.restore(path, map=THERE)) == expected
+
+
+def test_a_saved_state_of_megatron_is_exported_from_its_item(model: Path, tmp_path: Path) -> None:
+    weights = sw.restore(model, map=sw.maps.recipe(THERE, **NUMBERS))
+    export = sw.Export(str(tmp_path / "hf-{step}"), map=sw.maps.recipe(BACK, **NUMBERS), subtree="model")
+    with sw.CheckpointManager(tmp_path / "run", exports=[export]) as manager:
+        manager.save(3, {"model": weights, "iteration": 3})
+    back = sw.restore(tmp_path / "hf-3")
+    assert sorted(back) == sorted(llama())
+    for name, one in llama().items():
+        np.testing.assert_array_equal(back[name], one)
+
+
 def test_a_configuration_without_optional_keys_is_enough(tmp_path: Path) -> None:
     folder = tmp_path / "old"
     folder.mkdir()
