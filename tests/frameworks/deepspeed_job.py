@@ -55,10 +55,16 @@ def trained(setting: dict[str, Any]) -> Any:
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings_of(setting)
     )
     for step in range(setting.get("steps", 3)):
-        torch.manual_seed(100 * step + dist.get_rank())
-        engine.backward(engine(torch.randint(0, 13, (2,))))
-        engine.step()
+        train(engine, step)
     return engine
+
+
+def train(engine: Any, step: int) -> float:
+    torch.manual_seed(100 * step + dist.get_rank())
+    loss = engine(torch.randint(0, 13, (2,)))
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
 
 
 class Embedding(torch.nn.Module):
@@ -197,6 +203,9 @@ def main() -> None:
         values = live(engine) if is_live else {}
         if dist.get_rank() == 0:
             torch.save(values, directory / f"{name}.live")
+            if setting.get("goes_on"):
+                later = [train(engine, step) for step in range(3, 8)]
+                (directory / f"{name}.losses").write_text(json.dumps(later))
             if setting["stage"] and kind == "data":
                 fp32 = get_fp32_state_dict_from_zero_checkpoint(directory / name)
                 torch.save(fp32, directory / f"{name}.fp32")

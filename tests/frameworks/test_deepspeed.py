@@ -33,6 +33,7 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one_none": {"stage": 0},
         "one_z2": {"stage": 2, "config": BF16, "universal": True},
+        "one_z1": {"stage": 1, "goes_on": True, "config": {"gradient_clipping": 0.0}},
     },
     2: {
         "two_z1": {"stage": 1},
@@ -160,6 +161,25 @@ def test_a_run_goes_on_without_deepspeed(saves: Path, name: str) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     model(torch.tensor([1, 2])).backward()
     optimizer.step()
+
+
+def test_later_losses_are_those_of_the_undisturbed_run(saves: Path, tmp_path: Path) -> None:
+    model, optimizer, scheduler = trained_model()
+    state = sw.torch.TrainState(model, optimizer, scheduler)
+    with sw.CheckpointManager(tmp_path / "new") as mgr:
+        state, first = mgr.resume(state, start=sw.Start(saves / "one_z1", unexpected="ignore"))
+        assert first == 4
+        losses = []
+        for step in range(3, 8):
+            torch.manual_seed(100 * step)
+            loss = model(torch.randint(0, 13, (2,)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
+        mgr.save(first, state)
+    assert losses == json.loads((saves / "one_z1.losses").read_text())
 
 
 FSDP = """
