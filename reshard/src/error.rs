@@ -20,7 +20,7 @@ pub enum Error {
         /// The problem, and the correct form.
         what: String,
     },
-    /// The chunks of a tensor do not cover it exactly once.
+    /// The stored chunks of a tensor do not cover it exactly once: the checkpoint is damaged.
     #[error("{}: {fault}", stepwell_core::leaf_path::named(leaf))]
     Tiling {
         /// The rendered leaf path.
@@ -50,8 +50,8 @@ impl Error {
     /// Stable name of its [`Kind`]; part of the public interface.
     pub fn kind(&self) -> &'static str {
         let kind = match self {
-            Self::Glob { .. } | Self::Tiling { .. } | Self::Request { .. } => Kind::Invalid,
-            Self::Index { .. } => Kind::CorruptCheckpoint,
+            Self::Glob { .. } | Self::Request { .. } => Kind::Invalid,
+            Self::Tiling { .. } | Self::Index { .. } => Kind::CorruptCheckpoint,
         };
         kind.name()
     }
