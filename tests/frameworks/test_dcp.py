@@ -607,7 +607,8 @@ def test_odd_objects_leave_the_rest_readable(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["w"], np.arange(4.0))
     assert found["odd"].keys() == odd.keys()
     assert (found["odd"]["set"], found["odd"]["size"]) == ({1, 2}, (1, 2))
-    assert repr(found["odd"]["bytes_io"]) == "<opaque _io.BytesIO>"
+    assert found["odd"]["bytes_io"] == b"x"
+    assert repr(found["odd"]["string_io"]) == "<opaque _io.StringIO>"
 
 
 class _RawPlanner(DefaultSavePlanner):

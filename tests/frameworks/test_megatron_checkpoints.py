@@ -4,6 +4,7 @@ Megatron-LM with a directory for each rank."""
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import pickle
 import shutil
@@ -208,15 +209,16 @@ def test_a_lie_about_a_flattened_shape_is_damage(tmp_path: Path, change: Callabl
         sw.open(damaged(tmp_path, change))
 
 
-def moved(by: int) -> Callable[[Any], object]:
-    """Moves a run that is not the first one of its box."""
+def moved(by: int, key: str = KEY, axis: int = -1) -> Callable[[Any], object]:
+    """Moves a part that is not the first one along an axis."""
 
     def change(metadata: Any) -> None:
-        part = next(one for one in metadata.state_dict_metadata[KEY].chunks if one.offsets[-1] > 0)
-        old = part.offsets
-        part.offsets = torch.Size([*old[:-1], old[-1] + by])
-        (index,) = [one for one in metadata.storage_data if (one.fqn, one.offset) == (KEY, old)]
-        metadata.storage_data[type(index)(KEY, part.offsets)] = metadata.storage_data.pop(index)
+        part = next(one for one in metadata.state_dict_metadata[key].chunks if one.offsets[axis] > 0)
+        old, new = part.offsets, list(part.offsets)
+        new[axis] += by
+        part.offsets = torch.Size(new)
+        (index,) = [one for one in metadata.storage_data if (one.fqn, one.offset) == (key, old)]
+        metadata.storage_data[type(index)(key, part.offsets)] = metadata.storage_data.pop(index)
 
     return change
 
@@ -232,6 +234,15 @@ def moved(by: int) -> Callable[[Any], object]:
 def test_runs_must_have_each_element_once(tmp_path: Path, change: Callable[[Any], object]) -> None:
     with pytest.raises(sw.CorruptCheckpoint, match=r"leave elements out, or have some of them twice"):
         sw.open(damaged(tmp_path, change))
+
+
+def test_parts_must_have_each_element_once(tmp_path: Path) -> None:
+    path = damaged(tmp_path, moved(-1, SEQUENCE, 1))
+    with pytest.raises(sw.CorruptCheckpoint, match=r"linear_qkv\.weight.*both hold \[0:1, 11:12, 0:8\]"):
+        sw.restore(path, include=SEQUENCE)
+    assert sw.restore(path, include=KEY)[KEY].shape == (2, 24, 8)
+    with pytest.raises(sw.CorruptCheckpoint, match=r"linear_qkv\.weight"):
+        sw.convert(path, tmp_path / "out", to="safetensors", include=SEQUENCE)
 
 
 @pytest.mark.parametrize("shard", ["shard_9" + "9" * 3000 + "_1", "shard_1_0", "shard_0.0.0.0_-1", "shard_"])
@@ -254,6 +265,24 @@ def test_two_values_of_one_key_are_damage(tmp_path: Path) -> None:
     torch.save([1], path / "common.pt")
     with pytest.raises(sw.CorruptCheckpoint, match=r"a dict was expected in common\.pt"):
         sw.open(path)
+
+
+def test_states_of_fp8_are_their_bytes(tmp_path: Path) -> None:
+    state = io.BytesIO()
+    torch.save({"scale_fwd": torch.ones(3)}, state)
+    torch.save({"_extra_state": state, "none": io.BytesIO()}, tmp_path / "c.pt")
+    found = sw.restore(tmp_path / "c.pt")
+    assert found == {"_extra_state": state.getvalue(), "none": b""}
+
+
+@pytest.mark.parametrize("state", [(), (1, 2), ("text", 0, None), b"raw", [b"a", 0]])
+def test_damaged_states_of_fp8_are_opaque(tmp_path: Path, state: object) -> None:
+    class Lie:
+        def __reduce__(self) -> Any:
+            return io.BytesIO, (), state
+
+    torch.save({"s": Lie()}, tmp_path / "c.pt")
+    assert sw.restore(tmp_path / "c.pt")["s"] == Opaque("_io.BytesIO")
 
 
 # ---- directories of ranks

@@ -119,3 +119,10 @@ def test_an_unknown_backend_is_refused_by_name(tmp_path: Path) -> None:
     (path / "metadata.json").write_text('{"sharded_backend": "tape"}')
     with pytest.raises(sw.errors.FormatError, match=r"backend `tape`"):
         sw.open(path)
+
+
+def test_a_missing_file_of_metadata_is_named(tmp_path: Path) -> None:
+    path = shutil.copytree(NEW / "dense", tmp_path / "c")
+    (path / ".metadata").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"its \.metadata is missing"):
+        sw.open(path)

@@ -24,6 +24,8 @@ from .torch_save import TorchFile, required
 FAMILY = "Megatron"
 #: The file that names the backend, and the one with common values.
 _CONFIG, _COMMON = "metadata.json", "common.pt"
+#: That of DCP.
+_METADATA = ".metadata"
 _MAX_CONFIG_BYTES = 64 << 10
 #: The key of an object: that of all its shards, and the shard's offset and the shape of their grid.
 _SHARD = re.compile(r"(.+)/(shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*)", re.DOTALL)
@@ -115,7 +117,9 @@ class _Leaves:
 
 
 def _of_dcp(path: str, names: Sequence[str]) -> Description:
-    checkpoint = dcp.Checkpoint(path, [".metadata"])
+    if _METADATA not in names:
+        raise corrupt(path, f"its {_METADATA} is missing. Copy the whole directory")
+    checkpoint = dcp.Checkpoint(path, [_METADATA])
     leaves = _Leaves(path)
     found = checkpoint.leaves({name: why for name in checkpoint.names if (why := _refused(name))})
     common = required(os.path.join(path, _COMMON)) if _COMMON in names else None

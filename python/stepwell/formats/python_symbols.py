@@ -114,6 +114,14 @@ def _bytearray(made: Made) -> Found:
     return plain(bytearray(value), len(value))
 
 
+def _bytes_io(made: Made) -> Found:
+    """``io.BytesIO``: its bytes."""
+    state = None if made.state is None else made.state.value
+    if made.args or type(state) is not tuple or not state or type(state[0]) is not bytes:
+        raise TypeError("bytes and a position were expected")
+    return plain(state[0], len(state[0]))
+
+
 def _complex(made: Made) -> Found:
     real, imaginary = made.arg(0), made.arg(1)
     if type(real) is not float or type(imaginary) is not float:
@@ -275,6 +283,7 @@ SYMBOLS: Mapping[tuple[str, str], Symbol] = {
     ("uuid", "UUID"): _uuid,
     ("argparse", "Namespace"): namespace,
     ("types", "SimpleNamespace"): namespace,
+    ("_io", "BytesIO"): _bytes_io,
     **{
         (module, name): symbol for module in ("builtins", "__builtin__") for name, symbol in _BUILTINS.items()
     },
