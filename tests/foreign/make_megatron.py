@@ -63,6 +63,7 @@ LAYOUTS = {
     "grouped": Layout(expert=2, pipeline=2, is_moe=True, is_grouped=True),
     "single_experts": Layout(expert=2, is_moe=True, metadata=("singleton_local_shards",)),
     "half": Layout(tensor=4, dtype="bfloat16", is_parallel=True),
+    "not_distributed": Layout(tensor=2, pipeline=2, optimizer="FP32Optimizer"),
     "model_shapes": Layout(tensor=2, pipeline=2, optimizer="fully_reshardable"),
     "flattened": Layout(tensor=2, layers=2, optimizer="fully_sharded_model_space"),
     "flattened_stages": Layout(pipeline=2, layers=2, is_moe=True, optimizer="fully_sharded_model_space"),
@@ -166,6 +167,20 @@ def flattened(sharded: Any) -> Any:
     )
 
 
+def not_distributed(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The sharded state of an optimizer that is not distributed, after a step. Its initialiser
+    needs CUDA."""
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    made = FP32Optimizer.__new__(FP32Optimizer)
+    made.optimizer, made.is_stub_optimizer = torch.optim.AdamW(model.parameters(), lr=0.5), False
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    made.optimizer.step()
+    state: dict[str, Any] = made.sharded_state_dict(tensors)
+    return state
+
+
 def optimizer(layout: Layout, tensors: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sharded state of a distributed optimizer, and its tensors in the shapes of the model."""
     from megatron.core import parallel_state
@@ -215,7 +230,8 @@ def state_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.transformer.enums import AttnBackend
 
-    tensors = model(layout).sharded_state_dict(metadata=dict.fromkeys(layout.metadata, True))
+    made = model(layout)
+    tensors = made.sharded_state_dict(metadata=dict.fromkeys(layout.metadata, True))
     grid = (layout.pipeline, layout.tensor)
     rank = (
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -237,7 +253,9 @@ def state_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
         ),
     }
     whole = {"model": tensors}
-    if layout.optimizer:
+    if layout.optimizer == "FP32Optimizer":
+        state["optimizer"] = whole["optimizer"] = not_distributed(made, tensors)
+    elif layout.optimizer:
         state["optimizer"], whole["optimizer"] = optimizer(layout, tensors)
     return state, whole
 

@@ -35,7 +35,7 @@ MAKE = FOREIGN / "make_megatron.py"
 #: What the installed version writes. Flattened states and Zarr are of older ones.
 LAYOUTS = [
     *("dense", "tied", "experts", "grouped", "single_experts", "half", "model_shapes"),
-    *("buckets", "gathered"),
+    *("not_distributed", "buckets", "gathered"),
 ]
 
 
@@ -100,6 +100,13 @@ def test_optimizers_in_the_shapes_of_the_model_are_read(written: Path) -> None:
     np.testing.assert_array_equal(found[f"optimizer.state.param.{SEQUENCE}"], found[SEQUENCE] * 1.5)
     np.testing.assert_array_equal(found[f"optimizer.state.exp_avg.{SEQUENCE}"], found[SEQUENCE] * 2.5)
     assert found["optimizer"]["optimizer"]["param_groups"][0]["step"] == 7
+
+
+def test_optimizers_that_are_not_distributed_are_read(written: Path) -> None:
+    found = sw.restore(written / "not_distributed")
+    assert found[f"optimizer.state.exp_avg.{SEQUENCE}"].shape == found[SEQUENCE].shape
+    assert found["optimizer"]["state"]["common_step"] == 1
+    assert found["optimizer"]["param_groups"][0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize(("layers", "parts"), [(4, 1), (2, 3), (1, 6)])
