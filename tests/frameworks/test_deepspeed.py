@@ -282,6 +282,13 @@ def test_parts_of_all_ranks_are_one_model(saves: Path, name: str) -> None:
         assert not difference.only_b
 
 
+def test_a_missing_layer_of_a_pipeline_is_refused(saves: Path, tmp_path: Path) -> None:
+    shutil.copytree(saves / "pipeline_z1", tmp_path / "c")
+    next((tmp_path / "c").rglob("layer_03-*")).unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"no file layer_.* has `3.weight`"):
+        sw.open(tmp_path / "c")
+
+
 def test_before_the_first_step_there_are_no_slots(saves: Path) -> None:
     found = sw.restore(saves / "two_unstepped")
     assert found["optimizer"].get("state", {}) == {}

@@ -247,6 +247,16 @@ DAMAGE: dict[str, tuple[Callable[[Content], Any], tuple[int, ...], str]] = {
         (2, 3),
         r"\[1\] are missing",
     ),
+    "a missing expert": (
+        lambda files: files.update({"layer_3_expert_1_mp_rank_00_model_states.pt": {"x": torch.ones(1)}}),
+        (2, 3),
+        r"layer_3_expert_.* of 2 ranks: \[0\] are missing",
+    ),
+    "a missing optimizer of experts": (
+        lambda files: files.update({"expp_rank_1_mp_rank_00_optim_states.pt": {"optimizer": None}}),
+        (2, 3),
+        r"expp_rank_.* of 2 ranks: \[0\] are missing",
+    ),
     "a huge number of ranks": (
         lambda files: changed(model(files), "mp_world_size", 1 << 60),
         (2, 3),
@@ -572,6 +582,21 @@ def test_damage_of_slices_is_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises((sw.CorruptCheckpoint, sw.errors.FormatError), match=message) as caught:
         sw.open(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_slice_is_refused(tmp_path: Path, rank: int) -> None:
+    files = of_slices()
+    files[f"mp_rank_{rank:02d}_model_states.pt"]["module"].pop("1.up")
+    with pytest.raises(sw.CorruptCheckpoint, match=r"`1.up` is a tensor in some tensor-parallel ranks only"):
+        sw.open(write(tmp_path / "c", files))
+
+
+def test_slices_of_another_step_are_refused(tmp_path: Path) -> None:
+    files = of_slices()
+    files["mp_rank_01_model_states.pt"]["global_steps"] = 6
+    with pytest.raises(sw.CorruptCheckpoint, match=r"mp_rank_01.*`global_steps` differs"):
+        sw.open(write(tmp_path / "c", files))
 
 
 def test_slices_of_other_shapes_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from . import torch_save
 from .deepspeed_files import Files, Grid, check_ranks, files_of, is_save
 from .description import Description, Guarded, Opaque, Tensor
+from .files import corrupt
 from .flat_partitions import of_one_share
 from .pickle_values import Malformed
 from .pipeline_layers import named_layers
@@ -157,8 +158,11 @@ class _Save:
         return part
 
     def _check_models(self, models: Sequence[Fields]) -> None:
-        """Compares the files of the data-parallel ranks of ZeRO-3."""
+        """Compares the files of a model-parallel rank, which ZeRO-3 has several of, and their step
+        with that of the others."""
         first = models[0]
+        if first.get("global_steps") != self._models[0][0].get("global_steps"):
+            first.wrong("`global_steps` differs from that of rank 0. Keep the files of one save")
         for key in _EXPERTS:
             if first.has(key) and (self._files.is_partitioned or first.has("folding")):
                 first.unread(
@@ -229,6 +233,12 @@ class _Save:
             whole.optimizers |= stage.optimizers
             if whole.zero is not None and stage.zero is not None:
                 whole.zero.add_stage(stage.zero)
+        lost = [name for name in whole.masters if layers and name not in whole.module]
+        if lost:
+            raise corrupt(
+                self._path,
+                f"no file layer_*-model_states.pt has `{lost[0][:200]}`. Copy the files of all layers",
+            )
         return whole
 
     def _whole(self, slices: Sequence[_Part]) -> _Part:
@@ -238,19 +248,23 @@ class _Save:
         rules = SlicingRules(first.first) if is_known else None
 
         def joined(name: str, values: Sequence[object]) -> object:
-            if not all(isinstance(value, Tensor) for value in values):
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            if 0 < len(tensors) < len(values):
+                first.first.wrong(f"`{name[:200]}` is a tensor in some tensor-parallel ranks only")
+            if not tensors:
                 return values[0]
             cut = Cut(None) if name in self._buffers or rules is None else rules.cut(name)
             if isinstance(cut, str):
                 return Opaque(cut)
             try:
-                return whole(values, cut)  # type: ignore[arg-type]
+                return whole(tensors, cut)
             except Malformed as error:
                 first.first.wrong(f"`{name[:200]}`: {error}")
 
         for key in ("masters", "module"):
             own = getattr(first, key)
-            for name in own if rules is not None else ():
+            names = dict.fromkeys(name for one in slices for name in getattr(one, key))
+            for name in names if rules is not None else ():
                 own[name] = joined(name, [getattr(one, key).get(name) for one in slices])
         if rules is None:
             first.module = {name: value for name, value in first.module.items() if name in self._buffers}

@@ -114,6 +114,11 @@ def _check_complete(path: str, found: Files) -> None:
             raise corrupt(
                 path, f"no model states of mp_rank {strange[:_LISTED]}. Copy the files of all ranks"
             )
+    for layer in sorted({first for first, _ in found.experts}):
+        numbers = sorted(number for first, number in found.experts if first == layer)
+        check_ranks(path, f"layer_{layer}_expert_*_model_states.pt", numbers, numbers[-1] + 1)
+    of_experts = sorted(rank for _, rank in found.of_experts)
+    check_ranks(path, "expp_rank_*_optim_states.pt", of_experts, max(of_experts, default=-1) + 1)
     if found.is_partitioned and found.models.keys() != found.optimizers.keys() and found.optimizers:
         raise corrupt(path, "the ranks of its model states are not those of its optim_states")
 
