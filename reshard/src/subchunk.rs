@@ -286,7 +286,7 @@ mod tests {
             assert_eq!(found.iter().map(|slab| slab.volume().unwrap()).sum::<u64>(), 480);
             assert!(found.windows(2).all(|pair| pair[0].offset < pair[1].offset));
         }
-        assert_eq!(slabs(&region, 2, None).collect::<Vec<_>>(), [region.clone()]);
+        assert_eq!(slabs(&region, 2, None).collect::<Vec<_>>(), std::slice::from_ref(&region));
         assert_eq!(slabs(&Region::whole(&[0, 3]), 2, Some(1)).len(), 0);
         assert_eq!(slabs(&Region::whole(&[]), 2, Some(1)).len(), 1);
         assert_eq!(slabs(&Region::whole(&[u64::MAX, u64::MAX]), 2, Some(1)).len(), usize::MAX);
