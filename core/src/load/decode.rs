@@ -69,7 +69,9 @@ pub(super) fn run<S: Sink>(
         // The others end early.
         decoded.inspect_err(|_| over.store(true, Ordering::Release))
     };
-    let threads = (options.budget_bytes / STREAM_BYTES).clamp(1, options.threads.max(1) as u64) as usize;
+    // While one thread waits for the disk, another decodes.
+    let threads = 2 * options.threads.max(1) as u64;
+    let threads = (options.budget_bytes / STREAM_BYTES).clamp(1, threads) as usize;
     let mut cancelled = false;
     let decoded = if threads.min(groups.len()) == 1 {
         groups.iter().map(|reads| decode(reads, &mut *progress)).collect()
