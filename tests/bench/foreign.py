@@ -133,9 +133,8 @@ def conversion(to: Any, recipe: str | None) -> Operation:
         convert = sw.convert  # imports what it needs
         map = None if recipe is None else sw.maps.recipe(recipe, **NUMBERS)
         # Of DeepSpeed, the weights; the files have nothing else of that size.
-        subtree = {"zero-3": "model"}
         return lambda source, target: convert(
-            source, target, to=to, map=map, subtree=subtree.get(source.parent.name)
+            source, target, to=to, map=map, subtree="model" if source.parent.name == "zero-3" else ""
         )
 
     return prepared
