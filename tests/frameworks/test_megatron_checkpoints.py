@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 MAKE = FOREIGN / "make_megatron.py"
-#: What the installed version writes. Flattened states and Zarr are of older ones.
+#: Layouts of the installed version. Older ones wrote flattened states and Zarr.
 LAYOUTS = [
     *("dense", "tied", "experts", "grouped", "single_experts", "half", "model_shapes"),
     *("not_distributed", "buckets", "gathered"),

@@ -104,7 +104,7 @@ def test_training_goes_on_in_megatron(trained: tuple[Ours, Any], tmp_path: Path)
     for name, one in fresh.model.module.state_dict().items():
         if "_extra_state" not in name:
             close(one, expected[name], name)
-    # What was converted is back with the same bits, step counts too.
+    # The converted state comes back with the same bits, step counts too.
     with sw.open(tmp_path / "ours") as checkpoint:
         before = checkpoint.restore(exclude="optimizer/groups")
     back = sw.restore(tmp_path / "dcp", map=there(tmp_path).inverse())

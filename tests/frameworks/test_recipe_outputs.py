@@ -150,7 +150,7 @@ GEMMA = Family(
     model=TIED,
     changed=as_gemma,
 )
-#: What of Gemma 2 and 3 has no weights, and is not in Megatron-Core.
+#: Settings of Gemma 2 and 3 without weights. Megatron-Core does not have them.
 PLAIN_SCORES = {
     "query_pre_attn_scalar": 32,
     "attn_logit_softcapping": None,

@@ -107,7 +107,8 @@ def mapped(help: str) -> Callable[[_Function], _Function]:
             return function(*given, map=chosen, **options)
 
         text = f"{help} MAP is a TOML file, or the name of a recipe."
-        return click.option("--map", metavar="MAP", help=text)(with_numbers(run))  # type: ignore[return-value]
+        option = click.option("--map", metavar="MAP", help=text)
+        return option(with_numbers(run))  # type: ignore[return-value]
 
     return made
 

@@ -95,13 +95,17 @@ def _describe(path: str, adopted: bool) -> Description | None:
 
 def _of_step(listing: roots.Listing, wanted: int | str | None, adopted: bool) -> Description:
     step = listing.step(wanted)
+    known = adoption.find(step.path) if adopted else None
+    held = [] if known is None else known.held()
+    # The checksums of a step are those of its parts, and are read once.
+    of_their_own = adopted and known is None
     if step.parts:
-        parts = {name: _part(path, adopted) for name, path in step.parts.items()}
+        parts = {name: _part(path, of_their_own) for name, path in step.parts.items()}
         found = of_parts(listing.family, step.path, parts)
     else:
-        found = _required(step.checkpoint or step.path, adopted)
+        found = _required(step.checkpoint or step.path, of_their_own)
     found.path, found.step = step.path, step.number
-    found.adoption = adoption.find(step.path) if adopted else None
+    found.adoption, found.adopted = known, [*held, *found.adopted]
     return found
 
 

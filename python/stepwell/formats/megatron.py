@@ -149,7 +149,7 @@ def _only(value: object) -> object:
 
 
 def _refused(name: str) -> Opaque | None:
-    """What is known of a leaf without parameters."""
+    """Names a leaf without parameters, and says why. ``None``: another leaf."""
     return next((Opaque(why) for pattern, why in _REFUSED if pattern.fullmatch(name)), None)
 
 

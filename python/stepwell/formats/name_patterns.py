@@ -1,6 +1,7 @@
 """Patterns of names in files of other libraries, in a small part of the syntax of ``re``.
 
-A pattern of ``re`` may take for ever. These are matched in time that is linear in the name.
+A search by ``re`` may take days for a hostile pattern. These are matched in time that is linear in
+the name.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def run_boxes(shape: Indices, first: int, count: int) -> Iterator[tuple[Indices,
 def _placed(
     box: Chunk, axis: int, interval: tuple[int, int], shift: int, shape: Indices, itemsize: int
 ) -> Iterator[Chunk]:
-    """The part of a box that lies in an interval of an axis, moved along the axis. What is beyond
-    the shape is padding."""
+    """Cuts a box to an interval of an axis, and moves it along the axis. Elements outside the shape
+    are padding."""
     assert box.strides is not None
     begin = max(box.start[axis], interval[0])
     end = min(box.start[axis] + box.extent[axis], sum(interval))

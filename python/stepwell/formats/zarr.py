@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,9 +91,10 @@ class Files:
             return None
         file = os.path.join(self.path, key)
         try:
-            return Stored(file, 0, os.stat(file).st_size) if os.path.isfile(file) else None
+            found = os.stat(file)
         except OSError:
             return None
+        return Stored(file, 0, found.st_size) if stat.S_ISREG(found.st_mode) else None
 
     def contents(self, places: Sequence[Stored]) -> list[bytes]:
         """The bytes of values."""
@@ -152,8 +154,8 @@ _Reading: TypeAlias = Generator[list[Stored], list[bytes], "Tensor | Opaque"]
 def arrays(
     store: Store, names: Sequence[str], is_3: bool, zeros: Zeros | None = None
 ) -> dict[str, Tensor | Opaque]:
-    """The arrays with these names. With ``zeros``, their writer left out chunks of zeros. What
-    several arrays need of their files is read together."""
+    """Returns the arrays with these names. Reads the metadata of several arrays together. With
+    ``zeros``, their writer left out chunks of zeros."""
     found: dict[str, Tensor | Opaque] = {}
     for first in range(0, len(names), _ARRAYS_AT_ONCE):
         some = names[first : first + _ARRAYS_AT_ONCE]
