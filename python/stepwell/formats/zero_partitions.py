@@ -59,7 +59,7 @@ class ZeroState:
     is_reordered: bool = False
 
     def add_stage(self, other: ZeroState) -> None:
-        """Adds the state of another stage of a pipeline. Where both have a value, this one stays."""
+        """Adds the state of another stage of a pipeline. Its own values stay."""
         self.masters = {**other.masters, **self.masters}
         self.slots = {**other.slots, **self.slots}
         self.beside = {**other.beside, **self.beside}
