@@ -88,6 +88,11 @@ def latent_layers(config: Any) -> Any:
     return layers
 
 
+def mixed_layers(config: Any) -> Any:
+    """The layers of a model with dense layers between those with experts."""
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+
+
 class LinearWithNorm(RowParallelLinear):
     """A linear layer with a norm behind it, as Megatron Bridge has it for Gemma."""
 
@@ -136,6 +141,26 @@ def bert(vocab: int, **config: Any) -> Any:
     torch.manual_seed(1)
     options = {"share_embeddings_and_output_weights": True, "parallel_output": False}
     return BertModel(settings, 2, bert_layer_local_spec, vocab, max_sequence_length=64, **options).eval()
+
+
+def with_norms_behind(model: Any) -> Any:
+    """A BertModel whose residuals are the outputs of its norms, as in the original BERT. The layers
+    of Megatron-Core ignore the setting for it."""
+    for layer in model.encoder.layers:
+        _norm_first(layer, "_forward_attention", "input_layernorm")
+        _norm_first(layer, "_forward_mlp", "pre_mlp_layernorm")
+    return model
+
+
+def _norm_first(layer: Any, method: str, name: str) -> None:
+    norm, plain = getattr(layer, name), getattr(layer, method)
+    # The parameters stay where they are.
+    norm.forward, forward = lambda given: given, norm.forward
+
+    def changed(hidden_states: Any, *more: Any, **options: Any) -> Any:
+        return plain(forward(hidden_states), *more, **options)
+
+    setattr(layer, method, changed)
 
 
 def logits(model: Any, ids: Any) -> Any:

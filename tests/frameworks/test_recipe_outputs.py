@@ -157,6 +157,41 @@ PLAIN_SCORES = {
     "final_logit_softcapping": None,
 }
 
+QWEN2_MOE = Family(
+    recipe="hf-qwen2-moe-to-megatron",
+    model_type="qwen2_moe",
+    ours={**CHOSEN, "shared_expert_intermediate_size": 48},
+    theirs={
+        **EXPERTS,
+        "add_qkv_bias": True,
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_shared_expert_gate": True,
+        "moe_router_pre_softmax": True,
+    },
+    layers=OF_EXPERTS,
+    parameters=LOCAL,
+)
+QWEN3_MOE = Family(
+    recipe="hf-qwen3-moe-to-megatron",
+    model_type="qwen3_moe",
+    ours={**CHOSEN, "head_dim": 32, "norm_topk_prob": True},
+    theirs={**EXPERTS, "kv_channels": 32, "qk_layernorm": True},
+    layers={**OF_EXPERTS, "qk_layernorm": True},
+    parameters=LOCAL,
+)
+
+
+def with_dense_layers(family: Family, layers: list[int], **ours: object) -> Family:
+    """A model with experts in these layers only, of which each has tensors of its own."""
+    return dataclasses.replace(
+        family,
+        ours={**family.ours, **ours},
+        theirs={**family.theirs, "moe_layer_freq": layers, "moe_grouped_gemm": False},
+        layers=megatron.mixed_layers,
+        parameters={**family.parameters, "stacked": 0},
+    )
+
+
 #: Models on both sides.
 FAMILIES = {
     "llama": Family(recipe="hf-llama-to-megatron", model_type="llama"),
@@ -191,28 +226,10 @@ FAMILIES = {
         layers=OF_EXPERTS,
         parameters=LOCAL,
     ),
-    "qwen2-moe": Family(
-        recipe="hf-qwen2-moe-to-megatron",
-        model_type="qwen2_moe",
-        ours={**CHOSEN, "shared_expert_intermediate_size": 48},
-        theirs={
-            **EXPERTS,
-            "add_qkv_bias": True,
-            "moe_shared_expert_intermediate_size": 48,
-            "moe_shared_expert_gate": True,
-            "moe_router_pre_softmax": True,
-        },
-        layers=OF_EXPERTS,
-        parameters=LOCAL,
-    ),
-    "qwen3-moe": Family(
-        recipe="hf-qwen3-moe-to-megatron",
-        model_type="qwen3_moe",
-        ours={**CHOSEN, "head_dim": 32, "norm_topk_prob": True},
-        theirs={**EXPERTS, "kv_channels": 32, "qk_layernorm": True},
-        layers={**OF_EXPERTS, "qk_layernorm": True},
-        parameters=LOCAL,
-    ),
+    "qwen2-moe": QWEN2_MOE,
+    "qwen2-moe-dense-layers": with_dense_layers(QWEN2_MOE, [1, 0, 1], mlp_only_layers=[1]),
+    "qwen3-moe": QWEN3_MOE,
+    "qwen3-moe-dense-layers": with_dense_layers(QWEN3_MOE, [0, 1, 0], decoder_sparse_step=2),
     "deepseek": DEEPSEEK,
     "deepseek-dense-queries": dataclasses.replace(
         DEEPSEEK,
@@ -276,13 +293,46 @@ def test_a_model_gives_equal_outputs_and_comes_back(name: str, tmp_path: Path) -
 
 def test_bert_with_norms_in_front_gives_equal_outputs(tmp_path: Path) -> None:
     config = transformers.MegatronBertConfig(**{**OURS, "intermediate_size": 96})
-    torch.manual_seed(0)
-    ours = transformers.MegatronBertForPreTraining(config).eval()
-    with torch.no_grad():
-        for one in ours.parameters():
-            if one.ndim == 1:
-                one += torch.randn(one.shape) / 10
-    theirs = megatron.bert(
+    theirs = megatron_bert(config)
+    compare_bert(
+        "hf-megatron-bert-to-megatron", transformers.MegatronBertForPreTraining, config, theirs, tmp_path
+    )
+
+
+@pytest.mark.filterwarnings("ignore::stepwell.maps.MapWarning")
+def test_bert_with_norms_behind_gives_equal_outputs(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**{**OURS, "intermediate_size": 96})
+    theirs = megatron.with_norms_behind(megatron_bert(config))
+    compare_bert("hf-bert-to-megatron", transformers.BertForPreTraining, config, theirs, tmp_path)
+
+
+@pytest.mark.parametrize("cls", ["BertForPreTraining", "BertForMaskedLM", "BertForNextSentencePrediction"])
+def test_the_names_of_bert_come_back_with_a_warning(cls: str, tmp_path: Path) -> None:
+    config = transformers.BertConfig(**{**OURS, "intermediate_size": 96})
+    getattr(transformers, cls)(config).save_pretrained(tmp_path / "hf")
+    with pytest.warns(sw.maps.MapWarning, match="hf-bert-to-megatron: only names and shapes") as found:
+        sw.convert(tmp_path / "hf", tmp_path / "there", to="megatron", map="hf-bert-to-megatron")
+    assert [one.filename for one in found] == [__file__]
+    back = sw.maps.recipe("megatron-to-hf-bert", config=tmp_path / "hf")
+    with pytest.warns(sw.maps.MapWarning, match="megatron-to-hf-bert: only names") as found:
+        sw.export(tmp_path / "there", tmp_path / "back", map=back, files=tmp_path / "hf")
+    assert len(found) == 1
+    with sw.open(tmp_path / "hf") as checkpoint:
+        assert not checkpoint.diff(tmp_path / "back")
+    older = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    for name in list(older):
+        kind = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+        for new, old in kind.items():
+            if name.endswith(new):
+                older[name.replace(new, old)] = older.pop(name)
+    older["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    with pytest.warns(sw.maps.MapWarning):
+        compare_older(older, "hf-bert-to-megatron", tmp_path)
+
+
+def megatron_bert(config: Any) -> Any:
+    """A BertModel of the same sizes."""
+    return megatron.bert(
         PADDED,
         **THEIRS,
         add_bias_linear=True,
@@ -292,6 +342,16 @@ def test_bert_with_norms_in_front_gives_equal_outputs(tmp_path: Path) -> None:
         layernorm_epsilon=config.layer_norm_eps,
     )
 
+
+def compare_bert(recipe: str, cls: Any, config: Any, theirs: Any, folder: Path) -> None:
+    """Both heads have the same outputs on both sides."""
+    torch.manual_seed(0)
+    ours = cls(config).eval()
+    with torch.no_grad():
+        for one in ours.parameters():
+            if one.ndim == 1:
+                one += torch.randn(one.shape) / 10
+
     def of_ours(model: Any, ids: Any) -> tuple[Any, ...]:
         found = model(ids, token_type_ids=ids % 2)
         return found.prediction_logits, found.seq_relationship_logits
@@ -300,7 +360,7 @@ def test_bert_with_norms_in_front_gives_equal_outputs(tmp_path: Path) -> None:
         words, binary = model(ids, torch.ones_like(ids), tokentype_ids=ids % 2)
         return words[..., :VOCAB], binary
 
-    there_and_back("hf-megatron-bert-to-megatron", (ours, of_ours), (theirs, of_theirs), tmp_path)
+    there_and_back(recipe, (ours, of_ours), (theirs, of_theirs), folder)
 
 
 def there_and_back(
@@ -344,6 +404,10 @@ NAMES = {
     },
     "deepseek2": dataclasses.replace(DEEPSEEK, model_type="deepseek_v2", parameters={}),
     **{
+        f"{name}-transformer-engine": dataclasses.replace(FAMILIES[name], parameters={"stacked": 0})
+        for name in ("qwen2-moe-dense-layers", "qwen3-moe-dense-layers")
+    },
+    **{
         f"{name}-{names}": dataclasses.replace(FAMILIES[name], parameters=parameters)
         for name in ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
         for names, parameters in {
@@ -369,6 +433,24 @@ def test_the_bits_come_back_from_other_names(name: str, tmp_path: Path) -> None:
         assert ("lm_head.weight" in checkpoint) is not name.endswith("-tied")
     assert not difference
     assert difference.common > 10
+
+
+def test_norms_of_dense_layers_have_their_names(tmp_path: Path) -> None:
+    family = FAMILIES["qwen2-moe-dense-layers"]
+    family.of_hugging_face().save_pretrained(tmp_path / "hf")
+    names = [
+        {
+            name
+            for name in sw.restore(tmp_path / "hf", map=sw.maps.recipe(family.recipe, **parameters))
+            if re.fullmatch(r"decoder\.layers\.\d\.(pre_)?mlp.*norm.*", name)
+        }
+        for parameters in ({"stacked": 0}, family.parameters)
+    ]
+    fused = {f"decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight" for i in range(3)}
+    apart = {f"decoder.layers.{i}.pre_mlp_layernorm.weight" for i in (0, 2)}
+    assert names == [apart | {"decoder.layers.1.mlp.linear_fc1.layer_norm_weight"}, fused]
+    with pytest.raises(sw.MisuseError, match=r"of \{i\}, 1 is missing.*which stacked=0 leaves out"):
+        sw.restore(tmp_path / "hf", map=family.recipe)
 
 
 def test_older_files_of_gpt2_have_masks_and_no_prefix(tmp_path: Path) -> None:

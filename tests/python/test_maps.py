@@ -13,6 +13,7 @@ import pytest
 import stepwell as sw
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from stepwell._conversion import spec
 from stepwell.maps.arrangement import Arrangement, concat
 from stepwell.maps.patterns import Pattern
@@ -479,10 +480,80 @@ def test_a_capture_may_be_bounded_to_numbers(tmp_path: Path) -> None:
     found = sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", n=1))
     assert sorted(found) == ["layers.0.w", "layers.1.w", "layers.10.w"]
     for wrong in ("{i<x}", "{i<}", "{i>=1.5}", "{i<-1}"):
-        with pytest.raises(sw.MisuseError, match="the bound of"):
+        with pytest.raises(sw.MisuseError, match="takes a number, or"):
             sw.maps.Map([{"drop": f"layers.{wrong}.w"}])
     with pytest.raises(sw.MisuseError, match="no closing brace"):
         sw.maps.Map([{"drop": "layers.{i<2.w"}])
+
+
+def test_a_capture_may_be_shifted(tmp_path: Path) -> None:
+    state = {f"layers.{i}.w": np.array(at) for at, i in enumerate((*range(12), "x", "1" * 30))}
+    sw.save(tmp_path / "c", state)
+    there = sw.maps.Map([{"rename": "layers.{i+10}.w", "to": "mtp.{i}.w"}])
+    found = sw.restore(tmp_path / "c", map=there)
+    assert (found["mtp.0.w"], found["mtp.1.w"]) == (10, 11)
+    assert len(found) == len(state)
+    assert sum(name.startswith("layers.") for name in found) == 12
+    sw.save(tmp_path / "d", {"mtp.0.w": np.array(7), "mtp.12.w": np.array(8)})
+    assert sw.restore(tmp_path / "d", map=there.inverse()) == {"layers.10.w": 7, "layers.22.w": 8}
+    (tmp_path / "map.toml").write_text(
+        "parameters.n = {}\nrule = [{ rename = 'layers.{i}.w', to = 'all.{i+2 * n}.w' }]"
+    )
+    sw.save(tmp_path / "e", {"layers.3.w": np.array(1)})
+    assert list(sw.restore(tmp_path / "e", map=sw.maps.recipe(tmp_path / "map.toml", n=4))) == ["all.11.w"]
+    with pytest.raises(sw.MisuseError, match=r"\{i\+8\} takes numbers of at most 18 digits, not .*'x'"):
+        sw.restore(tmp_path / "c", map=sw.maps.recipe(tmp_path / "map.toml", n=4))
+    for wrong, says in (
+        ("{i+}", "takes a number, or"),
+        ("{i+1}.{i}", "is in .* twice"),
+        ("{i}.{i+1}", "twice"),
+    ):
+        with pytest.raises(sw.MisuseError, match=says):
+            sw.maps.Map([{"drop": f"layers.{wrong}.w"}])
+
+
+def test_a_rename_may_need_another_leaf(tmp_path: Path) -> None:
+    state = {
+        "a.0.x": np.ones(1),
+        "a.0.y": np.zeros(1),
+        "a.1.x": np.ones(2),
+        "s": {"a.0.y": {"m": np.ones(1)}},
+    }
+    sw.save(tmp_path / "c", state)
+    rules = [{"rename": "a.{i}.x", "to": "b.{i}.x", "beside": "a.{i}.y"}]
+    found = sw.restore(tmp_path / "c", map=rules)
+    assert sorted(found) == ["a.0.y", "a.1.x", "b.0.x", "s"]
+    sw.save(tmp_path / "d", found)
+    back = sw.restore(tmp_path / "d", map=sw.maps.Map(rules).inverse())
+    assert sorted(back) == sorted(state)
+    # A slot belongs to the slot of the other parameter.
+    sw.save(tmp_path / "e", {"s": {"a.0.x": {"m": np.ones(1)}, "a.0.y": {"n": np.ones(1)}}})
+    assert "a.0.x" in sw.restore(tmp_path / "e", map=rules)["s"]
+    with pytest.raises(sw.MisuseError, match=r"has the capture \{j\}"):
+        sw.maps.Map([{"rename": "a.{i}.x", "to": "b.{i}.x", "beside": "a.{j}.y"}])
+
+
+def test_copies_are_exported_and_ties_are_not(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"w": np.arange(3.0), "layers.4.n": np.ones(1), "layers.5.n": np.ones(1)})
+    rules = [{"copy": "w", "to": "layers.{i}.w", "beside": "layers.{i}.n"}]
+    sw.export(tmp_path / "c", tmp_path / "out.safetensors", map=rules)
+    found = load_file(tmp_path / "out.safetensors")
+    assert sorted(found) == ["layers.4.n", "layers.4.w", "layers.5.n", "layers.5.w", "w"]
+    for name in ("layers.4.w", "layers.5.w", "w"):
+        np.testing.assert_array_equal(found[name], np.arange(3.0))
+    for wrong, says in (
+        (
+            {"copy": "v", "to": "layers.{i}.w", "beside": "layers.{i}.n"},
+            "copies it from `v`, which is not there",
+        ),
+        ({"copy": "w", "to": "w", "beside": "layers.4.n"}, "copies it from `w`, and it is stored too"),
+        ({"copy": "w", "to": "v", "beside": "layers.4.m"}, "matches no leaf"),
+        ({"copy": "w", "to": "layers.{i}.w", "beside": "layers.4.n"}, r"has the capture \{i\}"),
+    ):
+        with pytest.raises(sw.MisuseError, match=says):
+            sw.restore(tmp_path / "c", map=[wrong])
+    with pytest.raises(sw.MisuseError, match=r"copy to `layers\.\{i\}\.w` has no way back"):
+        sw.maps.Map(rules).inverse()
 
 
 def test_rules_without_a_way_back_say_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,7 @@ def test_a_map_of_ones_own_has_parameters_too(model: Path, tmp_path: Path) -> No
         ("parameters.config = {}", "parameter 'config' needs another name"),
         ("parameters.'a b' = {}", "parameter 'a b' needs another name"),
         ("about = 3", "`about` of the map is text"),
+        ("warning = 3", "`warning` of the map is text"),
         ("from = 'x'", "`from` of the map is a list of texts"),
         ("to = ['{x']", "has no closing brace"),
         ("parameters.a = {}\nrule = [{ crop = 'w', size = 'b' }]", "has no parameter b"),
@@ -504,7 +506,11 @@ def test_exports_of_a_run_take_a_recipe(model: Path, tmp_path: Path) -> None:
 
 def test_the_command_line_lists_shows_and_checks(model: Path, tmp_path: Path) -> None:
     listed = run("recipe", "list").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == sw.maps.recipes()
+    names = sw.maps.recipes()
+    assert [line.split()[0] for line in listed[: len(names)]] == names
+    assert listed[len(names) :] == [
+        f"warning: hf-bert-to-megatron: {sw.maps.recipe('hf-bert-to-megatron').warning}"
+    ]
     assert run("recipe", "show", BACK).stdout == sw.maps.recipe_toml(THERE)
     assert run("recipe", "check", THERE, configured(model)).stdout == "it fits; 21 leaves covered\n"
     for wrong in (["recipe", "show", "hf-lama-to-megatron"], ["show", model, "--map", "hf-lama-to-megatron"]):
@@ -544,6 +550,45 @@ def test_commands_with_a_map_take_its_numbers(model: Path, tmp_path: Path) -> No
         found = run("show", model, *wrong)
         assert found.exit_code == 2
         assert says in found.stderr
+
+
+def test_missing_numbers_are_named_as_options(model: Path) -> None:
+    found = run("show", model, "--map", THERE)
+    assert found.exit_code == 2
+    options = ", ".join(f"--param {name}=N" for name in ("heads", "kv_heads", "head_dim", "vocab"))
+    assert (
+        f"Pass --config, which is the path of the model's config.json, or the numbers as parameters ({options})"
+        in (found.stderr)
+    )
+
+
+def test_a_map_may_have_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "map.toml").write_text("warning = 'not the same'\nrule = [{ rename = 'a', to = 'b' }]")
+    sw.save(tmp_path / "c", {"a": np.ones(1)})
+    there = sw.maps.Map.of(tmp_path / "map.toml")
+    assert there.warning == there.inverse().warning == "not the same"
+    for use in (
+        lambda: sw.restore(tmp_path / "c", map=there),
+        lambda: sw.open(tmp_path / "c", map=there),
+        lambda: sw.export(tmp_path / "c", tmp_path / "d", map=there),
+    ):
+        with pytest.warns(sw.maps.MapWarning, match="the map .*map.toml: not the same") as found:
+            use()
+        assert [one.filename for one in found] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert there.check(tmp_path / "c")
+        assert sw.restore(tmp_path / "c", map=[{"rename": "a", "to": "b"}])
+    for command in (
+        ["convert", tmp_path / "c", tmp_path / "e", "--to", "npz"],
+        ["show", tmp_path / "c"],
+        ["export", tmp_path / "c", tmp_path / "f"],
+    ):
+        found = run(*command, "--map", tmp_path / "map.toml")
+        assert found.exit_code == 0
+        assert found.stderr.count(f"warning: the map {tmp_path / 'map.toml'}: not the same\n") == 1
+    found = run("recipe", "check", tmp_path / "map.toml", tmp_path / "c")
+    assert found.stdout.splitlines()[-1] == "warning: not the same"
 
 
 def test_the_documents_have_the_documented_keys(model: Path) -> None:

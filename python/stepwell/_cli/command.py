@@ -8,8 +8,9 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 import click
 
@@ -29,7 +30,10 @@ def command(name: str, of: str = "") -> Callable[[Callable[..., int]], click.Com
             out = Output(f"{of} {name}".strip(), as_json)
             _print_warnings()
             try:
-                code = function(out, **arguments)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("always", UserWarning)
+                    warnings.showwarning = _print_warning
+                    code = function(out, **arguments)
                 sys.stdout.flush()
             except BrokenPipeError:
                 # The reader of the output has closed it (`| head`).
@@ -102,6 +106,9 @@ def _in_options(text: str) -> str:
         return text
     options = [name for one in context.command.params for name in one.opts if name.startswith("--")]
     by_keyword = {name[2:].replace("-", "_"): name for name in options}
+    if "param" in by_keyword:
+        # Numbers of a map.
+        text = re.sub(r"(?<![\w/.-])([A-Za-z_]\w*=(?:N|0|1))(?=[\s,.;:)]|$)", r"--param \1", text)
     keyword = rf"(?<![\w/.-])({'|'.join(by_keyword)})=(?:\"([^\"]*)\"|(?=[\s,.;:)]|$))"
     return re.sub(keyword, lambda found: " ".join(filter(None, (by_keyword[found[1]], found[2]))), text)
 
@@ -111,6 +118,18 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         click.echo(f"warning: {safe(record.getMessage())}", err=True)
+
+
+def _print_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Prints a warning of Python, such as that of a map, on standard error."""
+    click.echo(f"warning: {safe(str(message))}", err=True)
 
 
 def _print_warnings() -> None:

@@ -32,11 +32,20 @@ def recipe_list(out: Output) -> int:
     out.document(
         {
             "recipes": [
-                {"name": name, "about": one.about, "parameters": list(one.parameters)} for name, one in rows
+                {
+                    "name": name,
+                    "about": one.about,
+                    "warning": one.warning,
+                    "parameters": list(one.parameters),
+                }
+                for name, one in rows
             ]
         }
     )
     out.lines(columns([(name, one.about) for name, one in rows], "ll"))
+    for name, one in rows:
+        if one.warning:
+            out.line(f"{out.bad('warning')}: {name}: {one.warning}")
     return FINE
 
 
@@ -62,9 +71,12 @@ def recipe_check(
 
     RECIPE is the name of a recipe, or a TOML file. Exits with 1 if something does not fit.
     """
-    found = map_of(name, inverse, config, param).check(path.path, path.step)
-    out.document({"fits": bool(found), **fields_of(found)})
+    chosen = map_of(name, inverse, config, param)
+    found = chosen.check(path.path, path.step)
+    out.document({"fits": bool(found), "warning": chosen.warning, **fields_of(found)})
     out.lines(_lines(out, found))
+    if chosen.warning:
+        out.line(f"{out.bad('warning')}: {safe(chosen.warning)}")
     return FINE if found else PROBLEMS
 
 

@@ -23,7 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from .. import _core
@@ -48,6 +51,14 @@ MapLike: TypeAlias = "Map | str | os.PathLike[str] | Iterable[Mapping[str, objec
 
 #: Leaves that an error lists.
 _LISTED = 3
+#: Packages between a caller and a map.
+_PASSED_THROUGH = (__name__.partition(".")[0], "contextlib")
+
+
+@final
+class MapWarning(UserWarning):
+    """A map gives another model than the stored one, as its ``warning`` says. It is shown when a
+    checkpoint is opened, restored or converted with the map."""
 
 
 @final
@@ -97,6 +108,11 @@ class Map:
     def about(self) -> str:
         """The description in its TOML file."""
         return self._tables.about
+
+    @property
+    def warning(self) -> str:
+        """The warning in its TOML file, for users of its result; empty: none."""
+        return self._tables.warning
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -151,7 +167,10 @@ class Map:
     def _apply(self, core: _core.Checkpoint) -> _core.Checkpoint:
         """The same checkpoint with its leaves by this map."""
         stored, values = self._applied(core, None)
-        return core.mapped(*stored.rows(values))
+        mapped = core.mapped(*stored.rows(values))
+        if self.warning:
+            warnings.warn(f"{self._name}: {self.warning}", MapWarning, stacklevel=_levels_to_caller())
+        return mapped
 
     def _applied(self, core: _core.Checkpoint, observer: Observer | None) -> tuple[StoredLeaves, Values]:
         """The leaves of a checkpoint after the rules. An observer sees the errors, which are raised
@@ -163,11 +182,11 @@ class Map:
         numbers = self._tables.numbers(self._given, config, stored.number, self._name)
         told = "".join(f", {name} = {number}" for name, number in numbers.items())
         values = stored.values
-        for number, one in self._tables.rules(numbers, is_inverse=self._is_inverse):
+        for called, one in self._tables.rules(numbers, is_inverse=self._is_inverse):
             with contextlib.ExitStack() as stack:
                 if observer is not None:
                     stack.enter_context(observer.watching(one, values))
-                stack.enter_context(naming(f"rule {number} of {self._name}{told}"))
+                stack.enter_context(naming(f"{called} of {self._name}{told}"))
                 if isinstance(one, Concat):
                     after, alike = one.joined(values)
                     stored.check_alike(alike, values)
@@ -187,6 +206,18 @@ class Map:
         return stored, values
 
 
+def _levels_to_caller() -> int:
+    """The number of calls from the caller of this function to code of another package."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and _package(frame) in _PASSED_THROUGH:
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
 def recipe(
     name: str | os.PathLike[str], *, inverse: bool = False, config: Path | None = None, **numbers: int
 ) -> Map:
@@ -202,7 +233,7 @@ def recipe(
     return (found.inverse() if inverse else found).with_parameters(config, **numbers)
 
 
-for _public in (Map, Coverage, recipe, recipes, recipe_toml):
+for _public in (Map, MapWarning, Coverage, recipe, recipes, recipe_toml):
     _public.__module__ = __name__
 
-__all__ = ["Coverage", "Map", "MapLike", "recipe", "recipe_toml", "recipes"]
+__all__ = ["Coverage", "Map", "MapLike", "MapWarning", "recipe", "recipe_toml", "recipes"]

@@ -14,7 +14,7 @@ from ..formats.description import MAX_SIZE
 from .computing import FLOATS, READ, Add, Cast, Dequantise, Merge, Pad, Scale
 from .parameters import evaluated, names
 from .patterns import Pattern
-from .rules import Concat, Crop, Drop, Keep, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
+from .rules import Concat, Copy, Crop, Drop, Keep, Permute, Rename, Rotary, Rule, Split, Stack, Tie, Unstack
 
 _T = TypeVar("_T")
 #: The parameters of a map. ``None``: not known yet.
@@ -23,9 +23,9 @@ Numbers: TypeAlias = Mapping[str, int | None]
 #: A capture without its closing brace.
 _UNCLOSED = re.compile(r"\{[A-Za-z_]\w*(?:\.\.\.)?(?!\w|\.\.\.|\})")
 #: Negates the condition of a rule.
-_NOT = "not "
-#: A capture with a bound: all before the bound, and the bound.
-_BOUND = re.compile(r"(\{[A-Za-z_]\w*(?:<|>=))([^{}]*)\}")
+NOT = "not "
+#: A capture with a bound or a shift: all before that number, and the number.
+_BOUND = re.compile(r"(\{[A-Za-z_]\w*(?:<|>=|\+))([^{}]*)\}")
 #: How much a name resembles an operation that is meant.
 _LIKENESS = 0.8
 
@@ -64,7 +64,7 @@ class _Table:
         return self.value(value) if isinstance(value, str) else value
 
     def _bounded(self, value: object) -> object:
-        """A pattern, or a list of patterns, with the values of the bounds of its captures."""
+        """A pattern, or a list of patterns, with the values of the numbers in its captures."""
         if isinstance(value, list):
             return [self._bounded(one) for one in value]
         if not isinstance(value, str):
@@ -119,7 +119,7 @@ def condition(number: int, expression: str, numbers: Numbers) -> bool:
     """True if the condition of a rule holds: its expression is not zero, or with ``not`` before it,
     is zero."""
     table = _Table(number, {}, numbers)
-    plain = expression.removeprefix(_NOT)
+    plain = expression.removeprefix(NOT)
     try:
         return (table.value(plain) != 0) == (plain == expression)
     except ValueError as error:
@@ -131,7 +131,7 @@ def pattern_of(value: object) -> Pattern:
     if not isinstance(value, str):
         raise TypeError("it is a leaf path with captures such as {i}")
     if wrong := next((one for one in _BOUND.finditer(value) if not one[2].isdecimal()), None):
-        raise ValueError(f"the bound of {wrong[0]} is a number, or an expression over parameters")
+        raise ValueError(f"{wrong[0]} takes a number, or an expression over parameters")
     if found := _UNCLOSED.search(_BOUND.sub("", value)):
         raise ValueError(f"{found[0]} has no closing brace")
     return Pattern(value)
@@ -248,8 +248,13 @@ def _optional(table: _Table) -> bool:
 
 
 def _rename(table: _Table) -> Rule:
-    found = Rename(table.take("rename", pattern_of), table.take("to", pattern_of), optional=_optional(table))
-    _check_captures(table, (found.pattern,), (found.to,))
+    found = Rename(
+        table.take("rename", pattern_of),
+        table.take("to", pattern_of),
+        table.take("beside", pattern_of, None),
+        optional=_optional(table),
+    )
+    _check_captures(table, (found.pattern,), (found.to, *filter(None, [found.beside])))
     return found
 
 
@@ -336,6 +341,12 @@ def _tie(table: _Table) -> Rule:
     found = Tie(table.take("tie", pattern_of), table.take("to", pattern_of), optional=_optional(table))
     _check_captures(table, (found.pattern,), (found.to,))
     return found
+
+
+def _copy(table: _Table) -> Rule:
+    pattern, to, beside = (table.take(name, pattern_of) for name in ("copy", "to", "beside"))
+    _check_captures(table, (beside,), (pattern, to))
+    return Copy(pattern, to, beside, optional=_optional(table))
 
 
 def _drop(table: _Table) -> Rule:
@@ -432,6 +443,7 @@ _OPERATIONS: Mapping[str, Callable[[_Table], Rule]] = {
     "pad": _pad,
     "rotary": _rotary,
     "tie": _tie,
+    "copy": _copy,
     "drop": _drop,
     "keep": _keep,
     "cast": _cast,

@@ -1,5 +1,6 @@
 """Patterns over leaf paths that capture parts of them: ``layers.{i}.weight``. A bound makes a
-capture take numbers only: ``{i<3}``, ``{i>=3}``."""
+capture take numbers only: ``{i<3}``, ``{i>=3}``. A shift stands for another number: ``{i+3}`` for
+``i + 3``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from .._checks import shown
 from ..errors import MisuseError
 
-_CAPTURE = re.compile(r"\{([^\W\d]\w*)(\.\.\.|(<|>=)([0-9]{1,18}))?\}")
+_CAPTURE = re.compile(r"\{([^\W\d]\w*)(\.\.\.|(<|>=|\+)([0-9]{1,18}))?\}")
 #: The text of a capture: one name between dots, or any text.
 _NAME, _REST = r"[^./\[\]]+", r".+"
 #: The most digits of a number in a path.
@@ -40,15 +41,15 @@ class Pattern:
 
     text: str
     captures: tuple[str, ...] = field(init=False)
-    #: Captures that are numbers below a bound (true), or not below it (false).
-    _bounds: tuple[tuple[str, bool, int], ...] = field(init=False, repr=False)
+    #: Captures that are numbers, with their operator and its number.
+    _numbers: tuple[tuple[str, str, int], ...] = field(init=False, repr=False)
     _expression: re.Pattern[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
             raise MisuseError(f"a pattern is a leaf path with captures such as {{i}}, not {shown(self.text)}")
         names: list[str] = []
-        bounds: list[tuple[str, bool, int]] = []
+        numbers: list[tuple[str, str, int]] = []
         expression, at = "", 0
         for found in _CAPTURE.finditer(self.text):
             expression += re.escape(self.text[at : found.start()])
@@ -59,7 +60,9 @@ class Pattern:
                 f"(?P={name})" if name in names else f"(?P<{name}>{_REST if kind == '...' else _NAME})"
             )
             if operator:
-                bounds.append((name, operator == "<", int(bound)))
+                numbers.append((name, operator, int(bound)))
+            if name in names and any(one == name and kind == "+" for one, kind, _ in numbers):
+                raise MisuseError(f"{{{name}}} has a shift and is in `{self.text}` twice; use it once")
             if name not in names:
                 names.append(name)
             at = found.end()
@@ -67,7 +70,7 @@ class Pattern:
         # Groups around the captures have no names: a capture may have any.
         whole = rf"((?:.*?/)??){expression}((?:[/\[].*)?)"
         object.__setattr__(self, "captures", tuple(names))
-        object.__setattr__(self, "_bounds", tuple(bounds))
+        object.__setattr__(self, "_numbers", tuple(numbers))
         object.__setattr__(self, "_expression", re.compile(whole, re.DOTALL))
 
     def match(self, path: str) -> Match | None:
@@ -75,12 +78,29 @@ class Pattern:
         found = self._expression.fullmatch(path)
         if found is None:
             return None
-        for name, is_below, bound in self._bounds:
-            number = found[name]
-            if not (number.isdecimal() and len(number) <= _MAX_DIGITS) or (int(number) < bound) != is_below:
+        captures = found.groupdict()
+        for name, operator, bound in self._numbers:
+            number = _number(found[name])
+            if number is None or (number < bound) != (operator == "<"):
                 return None
-        return Match(found.groupdict(), found[1], found[len(self.captures) + 2])
+            if operator == "+":
+                captures[name] = str(number - bound)
+        return Match(captures, found[1], found[len(self.captures) + 2])
 
     def fill(self, captures: Mapping[str, str]) -> str:
-        """The path for these captures."""
-        return _CAPTURE.sub(lambda found: captures[found[1]], self.text)
+        """The path for these captures. Raises if one with a shift is no number."""
+        return _CAPTURE.sub(lambda found: _filled(found, captures), self.text)
+
+
+def _filled(found: re.Match[str], captures: Mapping[str, str]) -> str:
+    text = captures[found[1]]
+    if found[3] != "+":
+        return text
+    number = _number(text)
+    if number is None:
+        raise MisuseError(f"{found[0]} takes numbers of at most {_MAX_DIGITS} digits, not {shown(text)}")
+    return str(number + int(found[4]))
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) <= _MAX_DIGITS else None

@@ -84,10 +84,19 @@ class Rename(Rule):
 
     pattern: Pattern
     to: Pattern
+    #: Another leaf that has to be there with the same captures.
+    beside: Pattern | None = None
 
     def apply(self, values: Values) -> Values:
         found = self._found(self.pattern, values)
-        return renamed(values, {path: match.around(self.to.fill(match.captures)) for path, match in found})
+        return renamed(
+            values,
+            {
+                path: match.around(self.to.fill(match.captures))
+                for path, match in found
+                if self.beside is None or match.around(self.beside.fill(match.captures)) in values
+            },
+        )
 
     def inverse(self) -> Rule:
         _same_captures(self.pattern, self.to, "rename")
@@ -470,6 +479,37 @@ class Untie(Rule):
 
     def inverse(self) -> Rule:
         return Tie(self.to, self.pattern, optional=self.optional)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Rule):
+    """One more leaf with the value of another, which is written again, for each leaf that another
+    pattern matches."""
+
+    _takes: ClassVar[tuple[str, ...]] = ("pattern", "beside")
+    pattern: Pattern
+    to: Pattern
+    #: The leaves beside which the new ones are. Its captures are those of ``to``.
+    beside: Pattern
+
+    def apply(self, values: Values) -> Values:
+        after = dict(values)
+        for _, match in self._found(self.beside, values):
+            name = match.around(self.to.fill(match.captures))
+            source = match.around(self.pattern.fill(match.captures))
+            if source not in values:
+                if self.optional:
+                    continue
+                refuse(name, f"the map copies it from `{source}`, which is not there")
+            if name in after:
+                refuse(name, f"the map copies it from `{source}`, and it is stored too")
+            after[name] = untied(values, source)
+        return after
+
+    def inverse(self) -> Rule:
+        raise MisuseError(
+            f"the map's copy to `{self.to.text}` has no way back: drop the copy by another rule"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ from .rules import Rule
 _MAX_FILE_BYTES = 16 << 20
 _DIRECTIONS = ("forward", "inverse")
 
-#: Rules with their numbers, for messages.
-Numbered: TypeAlias = Sequence[tuple[int, Rule]]
+#: Rules with their names in messages.
+Called: TypeAlias = Sequence[tuple[str, Rule]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,12 @@ class _Entry:
     when: str | None
     #: The only direction that it applies in. It is written as it applies there.
     direction: str | None
+
+    def called(self) -> str:
+        """Its name in messages."""
+        if self.when is None or not (plain := self.when.removeprefix(parsing.NOT)).isidentifier():
+            return f"rule {self.number}"
+        return f"rule {self.number}, which {plain}={0 if plain == self.when else 1} leaves out,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class Tables:
     source: tuple[Pattern, ...]
     target: tuple[Pattern, ...]
     about: str
+    #: For users of its result; empty: none.
+    warning: str
 
     @classmethod
     def of_rules(cls, rules: object) -> Tables:
@@ -95,11 +103,9 @@ class Tables:
         known = parameters.declared(head.get("parameters", {}))
         model_types = _texts(head, "model_types")
         source, target = (_patterns(head, key) for key in ("from", "to"))
-        about = head.get("about", "")
-        if not isinstance(about, str):
-            raise MisuseError(f"`about` of the map is text, not {shown(about)}")
+        about, warning = _text(head, "about"), _text(head, "warning")
         entries = tuple(_entry(number, one) for number, one in enumerate(rules, start=1))
-        found = cls(name, inverse_name, entries, known, model_types, source, target, about)
+        found = cls(name, inverse_name, entries, known, model_types, source, target, about, warning)
         found.check()
         # The caller may change its tables.
         return replace(found, entries=copy.deepcopy(entries))
@@ -124,17 +130,17 @@ class Tables:
             )
         return parameters.resolved(self.parameters, given, config, stored, name)
 
-    def rules(self, numbers: parsing.Numbers, *, is_inverse: bool) -> Numbered:
+    def rules(self, numbers: parsing.Numbers, *, is_inverse: bool) -> Called:
         """The rules of a direction, in the order in which they apply."""
-        found: list[tuple[int, Rule]] = []
+        found: list[tuple[str, Rule]] = []
         for entry in reversed(self.entries) if is_inverse else self.entries:
             rule = parsing.rule(entry.number, entry.table, numbers)
             if entry.when is not None and not parsing.condition(entry.number, entry.when, numbers):
                 continue
             if entry.direction is None:
-                found.append((entry.number, rule.inverse() if is_inverse else rule))
+                found.append((entry.called(), rule.inverse() if is_inverse else rule))
             elif entry.direction == _DIRECTIONS[is_inverse]:
-                found.append((entry.number, rule))
+                found.append((entry.called(), rule))
         return found
 
 
@@ -162,7 +168,14 @@ def read_text(path: str, name: str) -> str:
 
 
 #: The keys of a file beside its rules.
-_HEAD = {"about", "model_types", "from", "to", "parameters"}
+_HEAD = {"about", "warning", "model_types", "from", "to", "parameters"}
+
+
+def _text(head: Mapping[str, object], key: str) -> str:
+    found = head.get(key, "")
+    if not isinstance(found, str):
+        raise MisuseError(f"`{key}` of the map is text, not {shown(found)}")
+    return found
 
 
 def _texts(head: Mapping[str, object], key: str) -> tuple[str, ...]:
