@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.tensor_parallel import random
     from megatron.core.tensor_parallel.layers import RowParallelLinear
@@ -131,6 +132,8 @@ def gpt(
         "share_embeddings_and_output_weights": False,
         **(model or {}),
     }
+    if settings.mtp_num_layers:
+        options["mtp_block_spec"] = get_gpt_mtp_block_spec(settings, spec, use_transformer_engine=False)
     torch.manual_seed(1)
     return GPTModel(settings, spec, vocab_size=vocab, max_sequence_length=64, **options).eval()
 
@@ -224,6 +227,11 @@ class _TensorsOnTheHost:
 def tensors(model: Any) -> dict[str, Any]:
     """Its sharded state dict without the states of FP8, which these models do not have."""
     return {name: one for name, one in model.sharded_state_dict().items() if "_extra_state" not in name}
+
+
+def keys(model: Any) -> set[str]:
+    """The keys under which Megatron stores its tensors."""
+    return {one.key for one in tensors(model).values()}
 
 
 def save(model: Any, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -500,6 +501,67 @@ def test_experts_have_the_names_of_modules(grouped: int, tmp_path: Path) -> None
     assert set(state) == theirs
 
 
+@pytest.mark.parametrize("stored", [0, 1, 2])
+def test_layers_of_mtp_are_the_ones_of_megatron(stored: int, tmp_path: Path) -> None:
+    ours = DEEPSEEK.of_hugging_face()
+    ours.config.num_nextn_predict_layers = 2
+    write_with_mtp(ours, tmp_path / "hf")
+    family = dataclasses.replace(DEEPSEEK, theirs={**DEEPSEEK.theirs, "mtp_num_layers": stored or None})
+    theirs = family.of_megatron(ours)
+    there = sw.maps.recipe(family.recipe, config=tmp_path / "hf", padded_vocab=PADDED, **family.parameters)
+    if stored < 2:
+        # Another number than that of the configuration.
+        with pytest.raises(sw.MisuseError, match=r"mtp_layers is 5, and num_nextn_predict_layers in .* is 2"):
+            sw.restore(tmp_path / "hf", map=there.with_parameters(mtp_layers=5))
+        configure(tmp_path / "hf", num_nextn_predict_layers=stored)
+    there = there.with_parameters(tmp_path / "hf")
+    assert there.check(tmp_path / "hf")
+    sw.convert(tmp_path / "hf", tmp_path / "there", to="megatron", map=there)
+    # Megatron takes every tensor, and has no other ones.
+    before = {name: one.clone() for name, one in theirs.state_dict().items() if isinstance(one, torch.Tensor)}
+    megatron.load(theirs, tmp_path / "there")
+    after = theirs.state_dict()
+    assert not [name for name, one in before.items() if torch.equal(one, after[name]) and one.ndim > 1]
+    with sw.open(tmp_path / "there") as checkpoint:
+        assert set(checkpoint) - {"checkpoint_version"} == megatron.keys(theirs)
+
+    megatron.save(theirs, tmp_path / "again")
+    sw.export(tmp_path / "again", tmp_path / "back", map=there.inverse())
+    with sw.open(tmp_path / "hf") as checkpoint:
+        difference = checkpoint.diff(tmp_path / "back")
+    assert {name.rpartition("layers.")[2][0] for name in difference.only_a} == set("34"[stored:])
+    assert not difference.only_b
+    assert not difference.changes
+
+
+def write_with_mtp(model: Any, folder: Path) -> None:
+    """Writes a model of three layers with two layers of MTP behind them, by the names of DeepSeek's
+    own files. transformers does not have such layers."""
+    model.save_pretrained(folder)
+    state = safetensors.load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, generator=generator)
+
+    for layer in (3, 4):
+        prefix = f"model.layers.{layer}."
+        for name, one in list(state.items()):
+            if name.startswith("model.layers.2."):
+                state[name.replace("model.layers.2.", prefix)] = random(*one.shape)
+        state |= {f"{prefix}{name}.weight": random(64) for name in ("enorm", "hnorm", "shared_head.norm")}
+        state[f"{prefix}eh_proj.weight"] = random(64, 128)
+        state[f"{prefix}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+        state[f"{prefix}shared_head.head.weight"] = state["lm_head.weight"].clone()
+    safetensors.save_file(state, folder / "model.safetensors")
+
+
+def configure(folder: Path, **changes: object) -> None:
+    """Changes the configuration of a model."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
 def test_blocks_of_fp8_become_bfloat16(tmp_path: Path) -> None:
     ours = DEEPSEEK.of_hugging_face()
     ours.save_pretrained(tmp_path / "hf")
@@ -513,10 +575,11 @@ def test_blocks_of_fp8_become_bfloat16(tmp_path: Path) -> None:
         quantised[name] = (one / scale).to(torch.float8_e4m3fn)
         quantised[f"{name}_scale_inv"] = scale
         plain[name] = (quantised[name].float() * scale).bfloat16()
-        # The layers behind the last one predict more tokens.
-        behind = re.sub(r"layers\.\d+", "layers.3", name)
-        quantised[behind], quantised[f"{behind}_scale_inv"] = quantised[name].clone(), scale.clone()
-    quantised["model.layers.3.enorm.weight"] = torch.ones(64)
+        # The layer behind the last one predicts more tokens.
+        if "layers.2." in name:
+            behind = name.replace("layers.2.", "layers.3.")
+            quantised[behind], quantised[f"{behind}_scale_inv"] = quantised[name].clone(), scale.clone()
+            plain[behind] = plain[name].clone()
     for folder, state in (("fp8", quantised), ("bf16", plain)):
         ours.config.save_pretrained(tmp_path / folder)
         safetensors.save_file(state, tmp_path / folder / "model.safetensors")
@@ -524,4 +587,4 @@ def test_blocks_of_fp8_become_bfloat16(tmp_path: Path) -> None:
     with sw.open(tmp_path / "fp8-dcp") as checkpoint:
         assert not checkpoint.diff(tmp_path / "bf16-dcp")
         assert "decoder.layers.2.mlp.experts.experts.linear_fc1.weight" in checkpoint
-        assert not any(name.startswith("decoder.layers.3") for name in checkpoint)
+        assert "mtp.layers.0.transformer_layer.mlp.experts.experts.linear_fc1.weight" in checkpoint

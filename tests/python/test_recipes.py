@@ -73,7 +73,7 @@ def configured(model: Path, **changes: object) -> Path:
 @pytest.mark.parametrize("name", sw.maps.recipes())
 def test_a_recipe_is_short_and_has_a_way_back(name: str) -> None:
     text = sw.maps.recipe_toml(name)
-    assert len(text.splitlines()) <= 80
+    assert len(text.splitlines()) <= 90
     assert sw.maps.recipe(name).about
     first, to, second = name.partition("-to-")
     assert to
