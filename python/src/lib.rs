@@ -80,7 +80,9 @@ mod _core {
     #[pymodule_export]
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
-    use crate::singular::{PathTicket, add_metrics, cuda, engine_choice, forget_damaged, open_path, repair};
+    use crate::singular::{
+        PathTicket, add_metrics, cuda, engine_choice, forget_damaged, keep_staging_memory, open_path, repair,
+    };
     #[pymodule_export]
     use crate::state::{State, covers, flatten, is_plain, shared_memory};
 

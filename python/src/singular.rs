@@ -8,6 +8,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 use stepwell_core::io::{Engine, Purpose};
+use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::{Driver, driver};
 use stepwell_manager::root::PathKind;
 use stepwell_manager::singular;
@@ -139,6 +140,12 @@ pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str)
 
 fn reader(path: &Path, environment: Environment) -> Result<Engined, Error> {
     Engined::open(path, Options { read_only: true, create: false, ..Options::default() }, environment)
+}
+
+/// Keeps the staging memory of this process until it ends.
+#[pyfunction]
+pub fn keep_staging_memory() {
+    StagingPool::keep();
 }
 
 /// Adds metrics to a committed step of a root, from outside its writer.

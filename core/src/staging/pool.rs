@@ -76,6 +76,12 @@ impl StagingPool {
         pool
     }
 
+    /// Keeps the pool of this process, with its memory, until the process ends: for callers who
+    /// open a manager for each checkpoint.
+    pub fn keep() {
+        std::mem::forget(Self::shared());
+    }
+
     /// Returns a separate pool with slots of `slot_bytes` (a multiple of 4096). It has at least
     /// `bytes` in all, and at least two slots.
     pub fn new(bytes: usize, slot_bytes: usize) -> Result<Arc<Self>> {

@@ -373,6 +373,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _why_not(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be stored; ``None`` where it can."""
     cls = type(tensor)
+    if cls.__name__ == "ShardedTensor":  # which answers no question about itself
+        return (
+            "a ShardedTensor of FSDP1 cannot be stored; shard with fully_shard (FSDP2), or pass device_mesh= to "
+            "FullyShardedDataParallel, so that its state has DTensors"
+        )
     if tensor.is_meta:
         return "a meta tensor has no data; it belongs into like=, not into a state"
     if tensor.layout is not torch.strided:
