@@ -24,7 +24,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed_model import Model, groups_of
 
@@ -112,24 +112,25 @@ def pipeline(setting: dict[str, Any]) -> Any:
 
 
 class Sparse(torch.nn.Module):
-    """Four experts, two on each rank."""
+    """Two layers: four experts, two on each rank, and two experts, one on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = torch.nn.Linear(7, 7)
         self.moe = MoE(7, torch.nn.Linear(7, 7), num_experts=4, ep_size=2)
+        self.last = MoE(7, torch.nn.Linear(7, 7), num_experts=2, ep_size=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.moe(self.a(x))[0].float().square().mean()
+        return self.last(self.moe(self.a(x))[0])[0].float().square().mean()
 
 
 def experts(setting: dict[str, Any]) -> Any:
     torch.manual_seed(7)
     model = Sparse()
-    groups = split_params_into_different_moe_groups_for_optimizer(
-        {"params": list(model.parameters()), "name": "parameters"}
+    split = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "parameters"}, setting.get("max_group_size", 1000)
     )
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    optimizer = torch.optim.AdamW(split, lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings_of(setting))
     for _ in range(2):
         engine.backward(engine(torch.randn(2, 4, 7).bfloat16()))
@@ -179,14 +180,29 @@ def live(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     for number, parameters in enumerate(optimizer.round_robin_bit16_groups):
         own = optimizer.single_partition_of_fp32_groups[number]
         flat = {"fp32": own.detach()} | {slot: optimizer.optimizer.state[own][slot] for slot in SLOTS}
+        ranks = optimizer.real_dp_process_group[number]
         for slot, partition in flat.items():
-            parts = [torch.empty_like(partition) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, partition.contiguous())
+            parts = [torch.empty_like(partition) for _ in range(dist.get_world_size(ranks))]
+            dist.all_gather(parts, partition.contiguous(), ranks)
             whole = torch.cat(parts)
             for one, begin in zip(parameters, optimizer.round_robin_bit16_offsets[number], strict=True):
                 value = whole[begin : begin + one.numel()].reshape(one.shape)
-                found.setdefault(engine.param_names[one], {})[slot] = value.clone()
-    return found
+                found.setdefault(in_model(engine, one), {})[slot] = value.clone()
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return {name: slots for one in everywhere for name, slots in one.items()}
+
+
+def in_model(engine: Any, parameter: torch.Tensor) -> str:
+    """The name of a parameter in the whole model. Ranks number their experts from 0."""
+    name = engine.param_names[parameter]
+    layer, found, rest = name.partition(".deepspeed_moe.experts.deepspeed_experts.")
+    if not found:
+        return name
+    number, end = rest.split(".", 1)
+    layer_of_experts = engine.module.get_submodule(layer)
+    rank = dist.get_rank(groups._get_expert_parallel_group(layer_of_experts.expert_group_name))
+    return f"{layer}{found}{rank * layer_of_experts.num_local_experts + int(number)}.{end}"
 
 
 def main() -> None:
@@ -199,7 +215,7 @@ def main() -> None:
             directory / name, client_state={"epoch": 3, "notes": {"a": [1, 2]}}, **setting.get("save", {})
         )
         dist.barrier()
-        is_live = kind == "data" and setting["stage"] and setting.get("steps", 3)
+        is_live = kind in ("data", "experts") and setting["stage"] and setting.get("steps", 3)
         values = live(engine) if is_live else {}
         if dist.get_rank() == 0:
             torch.save(values, directory / f"{name}.live")

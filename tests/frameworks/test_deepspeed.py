@@ -50,7 +50,8 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
         "four_z1": {"stage": 1, "config": BF16, "zero": ROUND_ROBIN},
         "four_z2": {"stage": 2, "config": BF16, "universal": True},
         "four_z3": {"stage": 3, "config": BF16},
-        "experts_z2": {"kind": "experts", "stage": 2, "config": BF16},
+        "experts_z1": {"kind": "experts", "stage": 1, "config": BF16},
+        "experts_z2": {"kind": "experts", "stage": 2, "config": BF16, "max_group_size": 60},
         "tensor_z3": {"kind": "tensor", "stage": 3, "config": BF16, "universal": True},
         "pipeline_bf16": {"kind": "pipeline", "stage": 0, "config": BF16},
     },
@@ -273,13 +274,28 @@ def test_parts_of_all_ranks_are_one_model(saves: Path, name: str) -> None:
         names = {"tied_modules.embed.word.weight", "1.weight", "1.bias", "3.weight", "3.bias"}
         assert found["model"].keys() == names | {"tied_modules.embed.mean"}
     if setting["kind"] == "experts":
-        assert sum("deepspeed_experts" in key for key in found["model"]) == 8
+        assert sum("deepspeed_experts" in key for key in found["model"]) == 12
     if setting["kind"] == "tensor":
         with sw.open(saves / f"{name}_universal") as universal, sw.open(saves / name) as original:
             difference = universal.diff(original)
         assert not difference.changes
         assert not difference.only_a
         assert not difference.only_b
+
+
+@pytest.mark.parametrize("name", ["experts_z1", "experts_z2"])
+def test_experts_of_all_groups_have_their_own_values(saves: Path, name: str) -> None:
+    wanted = torch.load(saves / f"{name}.live")
+    found = sw.restore(saves / name)
+    assert found["optimizer"]["state"].keys() == wanted.keys()
+    assert sum("deepspeed_experts" in key for key in wanted) == 12
+    for key, values in wanted.items():
+        same(found["model"][key], values["fp32"], key)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            same(found["optimizer"]["state"][key][slot], values[slot], key)
+    groups = [group["params"] for group in found["optimizer"]["groups"]]
+    assert len(groups) == (2 if name == "experts_z1" else 4)
+    assert sorted(name for group in groups for name in group) == sorted(wanted)
 
 
 def test_a_missing_layer_of_a_pipeline_is_refused(saves: Path, tmp_path: Path) -> None:

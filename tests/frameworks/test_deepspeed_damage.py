@@ -606,6 +606,90 @@ def test_slices_of_other_shapes_are_refused(tmp_path: Path) -> None:
         sw.open(write(tmp_path / "c", files))
 
 
+EXPERTS = "{}.deepspeed_moe.experts.deepspeed_experts.{}.w"
+#: The experts of two layers. Two expert-parallel ranks have half of those of each layer.
+OF_LAYERS = {"first": 4, "last": 2}
+
+
+def expert(layer: str, number: int) -> Any:
+    return torch.arange(3.0) + 10 * number + 100 * OF_LAYERS[layer]
+
+
+def of_experts() -> Content:
+    """ZeRO-2 on two ranks. The experts of a rank are in three groups."""
+    local = [("first", 0), ("first", 1), ("last", 0)]
+    shapes = [{"d": (4,)}, *({EXPERTS.format(*one): (3,)} for one in local)]
+    files: Content = {"mp_rank_00_model_states.pt": model_state(module={}, param_shapes=shapes)}
+    for number, (layer, count) in enumerate(OF_LAYERS.items()):
+        for at in range(count):
+            content = {EXPERTS.format(layer, at): expert(layer, at).bfloat16()}
+            files[f"layer_{number}_expert_{at}_mp_rank_00_model_states.pt"] = content
+    for rank in range(2):
+        own = [expert(layer, at + rank * OF_LAYERS[layer] // 2) for layer, at in local]
+        parts = [torch.arange(4.0)[rank * 2 :][:2].clone(), *own]
+        states = {number: {"exp_avg": one + 1000} for number, one in enumerate(parts)}
+        groups = [{"params": [number]} for number in range(4)]
+        state = {
+            "base_optimizer_state": {"state": states, "param_groups": groups},
+            "single_partition_of_fp32_groups": parts,
+            "zero_stage": 2,
+            "partition_count": [2, 1, 1, 1],
+        }
+        name = f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        files[name] = {"optimizer_state_dict": state}
+    return files
+
+
+def test_experts_of_several_groups_have_their_own_values(tmp_path: Path) -> None:
+    found = sw.restore(write(tmp_path / "c", of_experts()))
+    names = {EXPERTS.format(layer, at) for layer, count in OF_LAYERS.items() for at in range(count)}
+    assert found["model"].keys() == found["optimizer"]["state"].keys() == names | {"d"}
+    for layer, count in OF_LAYERS.items():
+        for at in range(count):
+            name = EXPERTS.format(layer, at)
+            np.testing.assert_array_equal(found["model"][name], expert(layer, at))
+            np.testing.assert_array_equal(
+                found["optimizer"]["state"][name]["exp_avg"], expert(layer, at) + 1000
+            )
+
+
+EXPERT_DAMAGE: dict[str, tuple[Callable[[Content], Any], str]] = {
+    "a lost expert": (
+        lambda files: files.pop("layer_0_expert_3_mp_rank_00_model_states.pt"),
+        r"not in the files layer_\*_expert_\*_model_states.pt",
+    ),
+    "half of the experts lost": (
+        lambda files: [files.pop(f"layer_0_expert_{at}_mp_rank_00_model_states.pt") for at in (2, 3)],
+        r"expert 1 of expert-parallel rank 0 is not in the files",
+    ),
+    "all experts of a layer lost": (
+        lambda files: [files.pop(f"layer_1_expert_{at}_mp_rank_00_model_states.pt") for at in (0, 1)],
+        r"`last.*` of shape \[3\]",
+    ),
+    "an expert of another shape": (
+        lambda files: files["layer_0_expert_2_mp_rank_00_model_states.pt"].update(
+            {EXPERTS.format("first", 2): torch.zeros(4)}
+        ),
+        r"`first.*\.2\.w` of shape \[3\]",
+    ),
+    "an expert in a group of all ranks": (
+        lambda files: changed(model(files)["param_shapes"], 0, {EXPERTS.format("first", 2): (4,)}),
+        r"`first.*\.2\.w` is in two groups",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPERT_DAMAGE)
+def test_damage_of_experts_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    damage, message = EXPERT_DAMAGE[name]
+    files = of_experts()
+    damage(files)
+    path = write(tmp_path / "c", files)
+    with pytest.raises(sw.CorruptCheckpoint, match=message) as caught:
+        sw.open(path)
+    assert str(path) in str(caught.value)
+
+
 #: Values that are in no sound file.
 JUNK = [
     *(None, "x", b"x", [], {}, (1, 2), 7, -1, 1 << 61, 1 << 80, 2.5, float("nan"), True),
@@ -623,7 +707,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value[key], (*path, key))
 
 
-@pytest.mark.parametrize("maker", [of_zero_2, of_zero_3, of_universal, of_slices])
+@pytest.mark.parametrize("maker", [of_zero_2, of_zero_3, of_universal, of_slices, of_experts])
 def test_no_value_in_any_place_is_a_crash(tmp_path: Path, maker: Callable[[], Content]) -> None:
     random = Random(maker.__name__)
     for number in range(60):

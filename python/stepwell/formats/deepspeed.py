@@ -82,6 +82,8 @@ class _Save:
         #: The states of the model and of the optimizer of each model-parallel rank.
         self._models = [self._of_rank(files.models, mp_rank) for mp_rank in files.mp_ranks]
         self._optimizers = [self._of_rank(files.optimizers, mp_rank) for mp_rank in files.mp_ranks]
+        #: The weights of all experts.
+        self._experts = self._expert_weights()
         firsts = [models[0] for models in self._models]
         #: The names of the buffers.
         self._buffers = {
@@ -101,7 +103,7 @@ class _Save:
         if self._universal is not None:
             part.zero = universal_state(self._universal, [one.first for one in parts], self._load)
             part.masters |= part.zero.masters
-        part.module |= self._experts()
+        part.module |= self._experts
         metadata = {}
         if part.zero is not None and part.zero.is_reordered:
             metadata["param_slice_mappings"] = "not used: their order is not that of param_shapes"
@@ -144,7 +146,7 @@ class _Save:
                 "or pass this file to read what is in it"
             )
         if optimizers:
-            zero = zero_state(first, optimizers, {**layers, **first.named("module")})
+            zero = zero_state(first, optimizers, {**layers, **first.named("module")}, self._experts)
         module = first.named("module")
         masters = {} if zero is None else dict(zero.masters)
         masters |= self._frozen(models, module)
@@ -276,7 +278,7 @@ class _Save:
             first.optimizers |= one.optimizers
         return first
 
-    def _experts(self) -> dict[str, object]:
+    def _expert_weights(self) -> dict[str, object]:
         """The weights of experts, which have files of their own."""
         found: dict[str, object] = {}
         for file in self._files.experts.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -39,7 +39,8 @@ _CONSUMED = frozenset(
     }
 )
 _STATE = "optimizer_state_dict"
-#: The name of an expert's parameter. The number is that among the experts of its rank.
+#: The name of an expert's parameter. In `param_shapes`, the number is that among the experts of its
+#: rank.
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d{1,6})(\..*)", re.DOTALL)
 
 
@@ -77,9 +78,12 @@ def _without(group: Mapping[object, object]) -> dict[object, object]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def zero_state(model: Fields, files: Sequence[Fields], module: Mapping[str, object]) -> ZeroState:
+def zero_state(
+    model: Fields, files: Sequence[Fields], module: Mapping[str, object], experts: Mapping[str, object]
+) -> ZeroState:
     """Returns the state that these files of all data-parallel ranks have. ``model`` has the names
-    of the parameters. ``module`` are the weights of the model itself."""
+    of the parameters. ``module`` are the weights of the model itself, ``experts`` those of all
+    experts, by their names in the whole model."""
     ranks = [file.fields(_STATE) for file in files]
     first = ranks[0]
     for file, rank in zip(files, ranks, strict=True):
@@ -95,7 +99,7 @@ def zero_state(model: Fields, files: Sequence[Fields], module: Mapping[str, obje
     else:
         shapes = _mapped_shapes(model, ranks, module)
     _check_counts(ranks, len(partitions[0]))
-    cut = _Cut(model.file, ranks, partitions)
+    cut = _Cut(model, ranks, partitions, experts)
     if len(shapes) != len(partitions[0]):
         first.wrong(f"`{key}` has {len(partitions[0])} groups, `param_shapes` {len(shapes)}")
     paddings, counts = _paddings(first, shapes), first.get("partition_count")
@@ -104,7 +108,7 @@ def zero_state(model: Fields, files: Sequence[Fields], module: Mapping[str, obje
         if is_3:
             cut.add(partial(of_shares, row, lengths, group))
         elif isinstance(counts, list) and counts[row] != len(ranks):
-            cut.add_experts(model, row, lengths, group, counts[row], paddings[row])
+            cut.add_experts(row, lengths, group, counts[row], paddings[row])
         else:
             cut.add(partial(of_group, row, lengths, group, paddings[row]))
     if not is_3:
@@ -116,6 +120,16 @@ def zero_state(model: Fields, files: Sequence[Fields], module: Mapping[str, obje
     cut.add_slots("optimizer_state_dict" if is_3 else "base_optimizer_state")
     cut.state.beside |= beside(first)
     return cut.state
+
+
+def _expert_counts(experts: Iterable[str]) -> dict[str, int]:
+    """Returns the number of experts of each layer, by the part of their names before the number."""
+    numbers: dict[str, set[int]] = {}
+    for name in experts:
+        match = _EXPERT.fullmatch(name)
+        if match is not None:
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    return {start: len(found) for start, found in numbers.items()}
 
 
 def shapes_of(model: Fields) -> list[dict[str, Size]]:
@@ -256,25 +270,33 @@ class _Partitions(NamedTuple):
 class _Cut:
     """Collects the parameters of partitions."""
 
-    def __init__(self, file: str, ranks: Sequence[Fields], partitions: Sequence[Sequence[Tensor]]) -> None:
-        self._file, self._ranks, self._partitions = file, ranks, partitions
+    def __init__(
+        self,
+        model: Fields,
+        ranks: Sequence[Fields],
+        partitions: Sequence[Sequence[Tensor]],
+        experts: Mapping[str, object],
+    ) -> None:
+        self._model, self._ranks, self._partitions = model, ranks, partitions
+        #: The weights of all experts, and how many there are in each layer.
+        self._experts, self._counts = experts, _expert_counts(experts)
         self._parameters: dict[str, Parameter] = {}
         self.state = ZeroState()
 
     def add(self, found: Callable[[], Mapping[str, Parameter]]) -> None:
         """Adds parameters, and their master weights."""
         try:
-            parameters = found()
-            for name, parameter in parameters.items():
+            for name, parameter in found().items():
+                if name in self._parameters:
+                    raise Malformed(f"`{printable(name)}` is in two groups")
                 rows = [own[parameter.row] for own in self._partitions]
                 self.state.masters[name] = assembled(parameter, rows)
-            self._parameters.update(parameters)
+                self._parameters[name] = parameter
         except Malformed as error:
             self._ranks[0].wrong(f"{error}. Copy the files of all ranks, and keep those of one save")
 
     def add_experts(
         self,
-        model: Fields,
         row: int,
         lengths: Sequence[int],
         shapes: Mapping[str, Size],
@@ -284,19 +306,33 @@ class _Cut:
         """Adds the parameters of a group of experts. ``shapes`` are those of the experts of rank 0;
         each of ``count`` partitions is that of as many ranks as there are expert-parallel ones."""
         names = [_EXPERT.fullmatch(name) for name in shapes]
-        if not count or len(lengths) % count or not all(names) or _is_transposed(model):
+        if not count or len(lengths) % count or not all(names) or _is_transposed(self._model):
             self.state.beside["experts"] = Opaque("state of experts, by expert-parallel rank")
             return
-        experts = len({one[2] for one in names if one is not None})
         size = len(lengths) // count
         for expert_rank in range(size):
             ranks = range(expert_rank, len(lengths), size)
             own = {
-                f"{one[1]}{int(one[2]) + expert_rank * experts}{one[3]}": shapes[one[0]]
+                self._expert(one, expert_rank, size, shapes[one[0]]): shapes[one[0]]
                 for one in names
                 if one is not None
             }
             self.add(partial(_of_ranks, ranks, row, lengths, own, paddings))
+
+    def _expert(self, local: re.Match[str], expert_rank: int, size: int, shape: Size) -> str:
+        """The name in the whole model of a parameter of an expert-parallel rank, one of ``size``. A
+        group may have some of the rank's experts only. Their files have all experts."""
+        own, rest = divmod(self._counts.get(local[1], 0), size)
+        number = int(local[2])
+        name = f"{local[1]}{expert_rank * own + number}{local[3]}"
+        weight = self._experts.get(name)
+        if rest or number >= own or not isinstance(weight, Tensor) or weight.shape != shape:
+            self._model.wrong(
+                f"expert {number} of expert-parallel rank {expert_rank} is not in the files "
+                f"layer_*_expert_*_model_states.pt as `{printable(name)}` of shape {list(shape)}. "
+                "Copy the files of all experts, and keep those of one save"
+            )
+        return name
 
     def add_slots(self, key: str) -> None:
         """Adds the slots of the parameters, and the groups."""
