@@ -427,6 +427,17 @@ def test_none_and_empty_values_are_converted(tmp_path: Path, to: Any) -> None:
     assert (found["none"], found["empty"], found["zero"]) == (None, (), 0)
 
 
+def test_a_state_without_names_is_not_written_for_megatron(tmp_path: Path) -> None:
+    sw.save(tmp_path / "list", [np.ones(3), {"lr": 0.1}])
+    sw.save(tmp_path / "leaf", np.ones(3))
+    for name, what in (("list", "a list"), ("leaf", "a single leaf")):
+        with pytest.raises(sw.MisuseError, match=f"this state is {what}. Name its leaves with map="):
+            sw.convert(tmp_path / name, tmp_path / "made", to="megatron")
+    named = [{"rename": "[0]", "to": "w"}, {"rename": "[1]", "to": "args"}]
+    made = sw.export(tmp_path / "list", tmp_path / "made", to="megatron", map=named)
+    assert sw.restore(made.path, exclude="w")["args"] == {"lr": 0.1}
+
+
 @pytest.mark.parametrize("cast", ["None", "'bfloat16'"])
 def test_each_byte_of_a_source_is_read_once(tmp_path: Path, cast: str) -> None:
     # The chunks of "wide" have a part of each of its rows, and some are in two windows of the file.

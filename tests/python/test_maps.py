@@ -146,6 +146,16 @@ def test_names_lists_and_objects_are_kept(tmp_path: Path) -> None:
     assert isinstance(alone["list"][2]["x"], tuple)
 
 
+def test_entries_of_a_list_may_get_names(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", [arange(3), {"lr": 0.1}])
+    mapped = restored(tmp_path / "c", {"rename": "[0]", "to": "w"}, {"rename": "[1]", "to": "args"})
+    assert list(mapped) == ["w", "args"]
+    np.testing.assert_array_equal(mapped["w"], arange(3))
+    assert mapped["args"] == {"lr": 0.1}
+    with pytest.raises(sw.MisuseError, match="gives names to a part of this list; map all of its entries"):
+        restored(tmp_path / "c", {"rename": "[0]", "to": "w"})
+
+
 def test_ties_stay_and_are_added(tmp_path: Path) -> None:
     shared = arange(4, 4)
     sw.save(tmp_path / "c", {"embed": shared, "head": shared, "other": arange(2)})

@@ -187,14 +187,14 @@ class StoredLeaves:
         self, container: _Container, prefix: str, part: str | int, origin: int | None
     ) -> Component:
         """How a container of the mapped state reaches a child, which came from a stored node."""
+        kind = None if container.node is None else self._kind(container.node)
+        if kind in _LISTS and isinstance(part, int):
+            return ("x", part)
         as_key: Component = ("k", part) if isinstance(part, str) else ("i", part)
         stored = self._nodes.get(extend(prefix, as_key), origin)
         found = None if stored is None else self._structure.nodes[stored][1]
         if found is not None:
             return found
-        kind = None if container.node is None else self._kind(container.node)
-        if kind in _LISTS and isinstance(part, int):
-            return ("x", part)
         return ("f", part) if kind in _FIELDS else as_key
 
     def _kind(self, node: int) -> str:
@@ -202,15 +202,26 @@ class StoredLeaves:
         return "" if isinstance(kind, int) else kind_of(kind)
 
     def _check_lists(self, root: _Container) -> None:
-        """Raises where a map takes entries out of a list, or adds one far behind its end."""
+        """Raises where a map takes entries out of a list, or adds one far behind its end. A list
+        whose entries all have names now is a dict."""
         pending = [root]
         while pending:
             one = pending.pop()
             if one.node is not None and self._kind(one.node) in _LISTS:
-                one.children = dict(sorted(one.children.items(), key=lambda child: int(child[0][1])))
-                if [key[1] for key in one.children] != list(range(len(one.children))):
-                    refuse(one.path, "the map leaves holes in this list; map all of its entries")
+                _check_list(one)
             pending.extend(child for child in one.children.values() if isinstance(child, _Container))
+
+
+def _check_list(one: _Container) -> None:
+    places = sorted(int(value) for tag, value in one.children if tag == "x")
+    if one.children and not places:
+        one.node = None
+    elif len(places) < len(one.children):
+        refuse(one.path, "the map gives names to a part of this list; map all of its entries")
+    elif places != list(range(len(places))):
+        refuse(one.path, "the map leaves holes in this list; map all of its entries")
+    else:
+        one.children = dict(sorted(one.children.items(), key=lambda child: int(child[0][1])))
 
 
 def _row(values: Values, path: str, numbers: Mapping[str, int], tensors: EngineRows) -> _core._MappedLeaf:

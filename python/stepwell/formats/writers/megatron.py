@@ -33,9 +33,15 @@ _NOTHING = object()
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans all files."""
+    if not isinstance(content.state, dict):
+        what = "list" if isinstance(content.state, (list, tuple)) else "single leaf"
+        raise MisuseError(
+            f'to="megatron" writes dicts with Megatron\'s keys, and this state is a {what}. Name its leaves with map=, or '
+            "choose a dict below it with subtree="
+        )
     common: dict[object, object] = dict([_VERSION])
     objects: dict[str, object] = {}
-    for key, value in content.state.items() if isinstance(content.state, dict) else ():
+    for key, value in content.state.items():
         if isinstance(value, dict) and value and all(_SHARD.fullmatch(str(name)) for name in value):
             objects |= {f"{key}/{name}": [one] for name, one in value.items()}
         elif (rest := _without_tensors(value)) is not _NOTHING:
