@@ -473,4 +473,35 @@ def test_steps_are_exported_to_orbax(tmp_path: Path) -> None:
         manager.save(3, {"w": np.arange(8, dtype=np.float32)})
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         found = checkpointer.restore(tmp_path / "exported" / "3")
-    same(found, {"w": np.arange(8, dtype=np.float32).astype(jnp.bfloat16)})
+    saved = {"w": np.arange(8, dtype=np.float32).astype(jnp.bfloat16)}
+    same(found, saved)
+    same(sw.restore(tmp_path / "exported" / "3"), saved)
+    same(sw.restore(tmp_path / "exported"), saved)
+
+
+def test_keys_of_dicts_become_text_in_orbax(tmp_path: Path) -> None:
+    ones, twos = np.ones(2, np.float32), np.full(2, 2, np.float32)
+    saved = {"state": {0: {"exp_avg": ones}, 1: {"exp_avg": twos}}, "list": [{}, ones, twos], "k": {7: "x"}}
+    sw.save(tmp_path / "c", saved)
+    made = sw.export(tmp_path / "c", tmp_path / "o", to="orbax")
+    assert made.verified
+    text = {"state": {"0": {"exp_avg": ones}, "1": {"exp_avg": twos}}, "list": [{}, ones, twos]}
+    same(sw.restore(made.path), {**text, "k": {"7": "x"}})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        same(checkpointer.restore(made.path), {**text, "k": {"7": "x"}})
+    part = sw.export(tmp_path / "c", tmp_path / "part", to="orbax", include="list", exclude="list[1]")
+    same(sw.restore(part.path), {"list": {"0": {}, "2": twos}})
+    sw.save(tmp_path / "top", [ones, twos])
+    assert sw.export(tmp_path / "top", tmp_path / "list", to="orbax").verified
+
+
+def test_a_state_without_arrays_has_no_database(tmp_path: Path) -> None:
+    saved = {"text": "hello", "none": None, "empty": {}}
+    of_handler(use_ocdbt=True)(tmp_path / "theirs", saved)
+    same(sw.restore(tmp_path / "theirs"), saved)
+    sw.save(tmp_path / "c", saved)
+    made = sw.export(tmp_path / "c", tmp_path / "ours", to="orbax")
+    assert made.files.keys() == {"_METADATA", "_strings.json"}
+    same(sw.restore(made.path), saved)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        same(checkpointer.restore(made.path), saved)

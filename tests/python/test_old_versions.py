@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def test_old_versions_of_orbax_are_read_bit_for_bit(name: str, tmp_path: Path) -
     assert sw.verify(path).ok
     made = sw.convert(path, tmp_path / "c", to="stepwell", verify=True)
     assert numbers(dict(leaves(sw.restore(made.path))), expected) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in ORBAX if "0.4.8" in name and "manager" not in name])
+def test_an_old_item_may_have_the_name_of_a_step(name: str, tmp_path: Path) -> None:
+    for called in ("100", "ckpt_5"):
+        shutil.copytree(FOLDER / name, tmp_path / "root" / called)
+        assert list(sw.restore(tmp_path / "root" / called)) == list(sw.restore(FOLDER / name))
+    assert sw.open_root(tmp_path / "root").latest.name == "100"
 
 
 def test_all_files_of_old_versions_are_there() -> None:

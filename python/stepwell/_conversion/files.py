@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from .. import _core
 from .._checkpoint import Checkpoint
-from .._paths import listed, named, render
+from .._paths import listed, named
 from ..errors import CorruptCheckpoint, FormatError, MisuseError
 from ..formats import find
 from ..formats.writers import WRITERS, Content, OutputFile, OutputTensor, PlainValue, Writer
@@ -77,7 +77,7 @@ def write(
             interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
             raise
         if what.verify:
-            _verify(core, conversion, content, sharing, beside)
+            _verify(core, conversion, content, writer.paths(content), sharing, beside)
         conversion.publish()
     seconds = time.monotonic() - begun
     return replace(result, resumed_nbytes=resumed, seconds=seconds, verified=what.verify)
@@ -107,11 +107,7 @@ def _content(
     first: dict[tuple[int, str], str] = {}
     for leaf, dtype, parts in zip(arrays, output_dtypes(arrays, choice), places(arrays), strict=True):
         name = names[leaf.number]
-        path = name
-        if not writer.is_nested:
-            keys = parts if writer.has_paths else (name,)
-            path = render(("k", part) if isinstance(part, str) else ("x", part) for part in keys)
-        tensors[leaf.number] = OutputTensor(name, path, leaf.number, dtype, leaf.shape, parts, leaf.path)
+        tensors[leaf.number] = OutputTensor(name, leaf.number, dtype, leaf.shape, parts, leaf.path)
         first.setdefault((leaf.holder, dtype), name)
     ties = {
         tensor.name: holder
@@ -158,16 +154,17 @@ def _verify(
     core: _core.Checkpoint,
     conversion: _core.Conversion,
     content: Content,
+    paths: Mapping[str, str],
     sharing: _core.Sharing,
     beside: _core.Manager | None,
 ) -> None:
     """Reads the output back and compares it with the source. Removes it if they differ."""
     partial = conversion.partial()
     try:
-        wrong = _different(core, partial, content, sharing, beside)
+        wrong = _different(core, partial, content, paths, sharing, beside)
         if wrong:
             raise CorruptCheckpoint(
-                f"{listed(tuple(tensor.path for tensor in wrong))} of {partial} differ from the source; the output was removed. "
+                f"{listed(tuple(paths[tensor.name] for tensor in wrong))} of {partial} differ from the source; the output was removed. "
                 "Convert again, and verify the disk"
             )
     except CorruptCheckpoint:
@@ -180,10 +177,12 @@ def _different(
     core: _core.Checkpoint,
     partial: str,
     content: Content,
+    paths: Mapping[str, str],
     sharing: _core.Sharing,
     beside: _core.Manager | None,
 ) -> list[OutputTensor]:
-    """The tensors of the output that are missing or differ from the source."""
+    """The tensors of the output that are missing or differ from the source. ``paths`` are theirs in
+    the output, by name."""
     try:
         found = find(partial)
         made = None if found is None else found.open("auto")
@@ -193,9 +192,9 @@ def _different(
         raise _unreadable(partial)
     try:
         leaves = {path: leaf for leaf, path in enumerate(made.leaf_paths())}
-        missing = [tensor for tensor in content.tensors if tensor.path not in leaves]
-        present = [tensor for tensor in content.tensors if tensor.path in leaves]
-        pairs = [(tensor.leaf, leaves[tensor.path], tensor.dtype) for tensor in present]
+        missing = [tensor for tensor in content.tensors if paths[tensor.name] not in leaves]
+        present = [tensor for tensor in content.tensors if paths[tensor.name] in leaves]
+        pairs = [(tensor.leaf, leaves[paths[tensor.name]], tensor.dtype) for tensor in present]
         return [*missing, *(present[at] for at in sharing.compare(core, made, pairs, beside))]
     finally:
         made.close()

@@ -41,11 +41,11 @@ def describe(path: str) -> Description | None:
     if not os.path.isdir(path):
         return None
     names = os.listdir(path)
-    items = [path] if _METADATA in names else []
-    if not items:
+    items = [path]
+    if _METADATA not in names:
         items = [os.path.join(path, name) for name in sorted(names) if _is_item(os.path.join(path, name))]
-    if OF_CHECKPOINT not in names and items and all(map(_is_step, items)):
-        return None  # a root
+        if OF_CHECKPOINT not in names and items and all(map(_is_step, items)):
+            return None  # a root
     if not any(os.path.exists(os.path.join(item, _METADATA)) for item in items):
         return None
     if _UNFINISHED in os.path.basename(os.path.realpath(path)):
@@ -128,8 +128,8 @@ class _Item:
         keeps_zeros = not self._is_3 or metadata.get("store_array_data_equal_to_fill_value") is True
         self._zeros = None if keeps_zeros else zarr.Zeros(memory)
         is_database = os.path.isfile(os.path.join(path, _MANIFEST))
-        if metadata.get("use_ocdbt") is True and not is_database:
-            raise corrupt(path, f"its {_MANIFEST} is missing")
+        #: Orbax writes no database for a tree without arrays.
+        self._lacks_database = metadata.get("use_ocdbt") is True and not is_database
         self._store: zarr.Store = _Database(path, memory) if is_database else zarr.Files(path)
         aggregate = os.path.join(path, _AGGREGATE)
         self._aggregate = flax.tree(aggregate) if os.path.isfile(aggregate) else None
@@ -140,6 +140,8 @@ class _Item:
         """The tree, with arrays as tensors."""
         rows = list(self._rows())
         wanted = [name for _, name, kind, value in rows if value is None and kind not in (*_EMPTY, "string")]
+        if wanted and self._lacks_database:
+            raise corrupt(self._path, f"its {_MANIFEST} is missing")
         arrays = zarr.arrays(self._store, wanted, self._is_3, self._zeros)
         root: dict[str | int, object] = {}
         for path, name, kind, value in rows:

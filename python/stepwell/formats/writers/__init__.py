@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ...errors import MisuseError
 from . import dcp, megatron, npz, orbax, safetensors, torch
-from .content import Content, FileOptions, PlainValue
+from .content import Content, FileOptions, PlainValue, named_paths, nested_paths
 from .output import OutputFile, OutputTensor
 
 __all__ = [
@@ -42,8 +42,8 @@ class Writer:
     #: The end of the name of an output that is one file. Any other name is that of a directory.
     #: Empty: the output is always one file. ``None``: always a directory.
     suffix: str | None
-    #: True if the output has the path of a tensor beside its name.
-    has_paths: bool = False
+    #: The rendered paths of tensors in the output, by name.
+    paths: Callable[[Content], Mapping[str, str]] = named_paths
 
 
 def _nothing(_: object) -> bool:
@@ -56,14 +56,19 @@ WRITERS: Mapping[str, Writer] = {
         safetensors.plan, _nothing, "dense tensors of ordinary dtypes", False, ".safetensors"
     ),
     "torch": Writer(
-        torch.plan, torch.is_plain, "dense tensors of ordinary dtypes and plain Python values", True, ""
+        torch.plan,
+        torch.is_plain,
+        "dense tensors of ordinary dtypes and plain Python values",
+        True,
+        "",
+        nested_paths,
     ),
     "npz": Writer(npz.plan, _nothing, "arrays", False, ""),
-    "dcp": Writer(dcp.plan, _nothing, "dense tensors of ordinary dtypes", False, None, has_paths=True),
+    "dcp": Writer(dcp.plan, _nothing, "dense tensors of ordinary dtypes", False, None, dcp.paths),
     "megatron": Writer(
         megatron.plan, torch.is_plain, "dense tensors of ordinary dtypes and plain Python values", False, None
     ),
-    "orbax": Writer(orbax.plan, orbax.is_held, "arrays, numbers, text and `None`", True, None),
+    "orbax": Writer(orbax.plan, orbax.is_held, "arrays, numbers, text and `None`", True, None, orbax.paths),
 }
 
 #: The formats that the ends of names mean; ``None``: one that is not written.

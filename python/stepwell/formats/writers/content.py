@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..._paths import extend
 from .output import OutputTensor
 
 
@@ -40,6 +41,16 @@ class Content:
     def every(self) -> tuple[OutputTensor, ...]:
         """All tensors, tied ones too."""
         return (*self.tensors, *self.tied)
+
+
+def named_paths(content: Content) -> dict[str, str]:
+    """The rendered paths of the tensors in an output that has them by name."""
+    return {one.name: extend("", ("k", one.name)) for one in content.every}
+
+
+def nested_paths(content: Content) -> dict[str, str]:
+    """Those in an output with the nesting of the source, where names are paths."""
+    return {one.name: one.name for one in content.every}
 
 
 @dataclass(frozen=True, slots=True)

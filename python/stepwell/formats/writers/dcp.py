@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from ..._paths import render
 from .content import Content, FileOptions
 from .output import OutputFile, OutputTensor
 from .pickling import Pickle
@@ -28,6 +29,14 @@ _Place: TypeAlias = tuple[str, int, int]
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans the data files and the metadata."""
     return plan_items(content, options, {})
+
+
+def paths(content: Content) -> dict[str, str]:
+    """The rendered paths of the tensors in the output, by name."""
+    return {
+        one.name: render(("k", part) if isinstance(part, str) else ("x", part) for part in one.places)
+        for one in content.every
+    }
 
 
 def plan_items(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
 from ... import _core
-from ..._paths import named, printable
+from ..._paths import named, printable, render
 from ..._state.specs import to_dtype
 from ...errors import MisuseError
 from .content import Content, FileOptions, PlainValue
@@ -50,15 +51,26 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
             file.add_tensor(tensor)
         files.append(file)
     tree = _Tree(content, starts)
-    node = OutputFile("tree")
-    node.add_bytes(_node([file.name for file in files], tree.values))
-    whole = OutputFile("manifest.ocdbt")
-    stored = sum(value[2] for value in tree.values.values() if isinstance(value, tuple))
-    whole.add_bytes(_manifest(node.name, node.length, len(tree.values), stored))
-    files += [node, whole, _json("_METADATA", tree.metadata())]
+    if tree.values:  # a node without values is invalid
+        node = OutputFile("tree")
+        node.add_bytes(_node([file.name for file in files], tree.values))
+        whole = OutputFile("manifest.ocdbt")
+        stored = sum(value[2] for value in tree.values.values() if isinstance(value, tuple))
+        whole.add_bytes(_manifest(node.name, node.length, len(tree.values), stored))
+        files += [node, whole]
+    files.append(_json("_METADATA", tree.metadata()))
     if tree.strings:
         files.append(_json("_strings.json", tree.strings))
     return files
+
+
+def paths(content: Content) -> dict[str, str]:
+    """The rendered paths of the tensors in the output, by name. Keys of dicts are text."""
+    return {
+        value.name: render(("k", key) if kind == _KEY else ("x", int(key)) for key, kind in path)
+        for path, value in _leaves(content.state, ())
+        if isinstance(value, OutputTensor)
+    }
 
 
 def is_held(value: object) -> bool:
@@ -78,6 +90,24 @@ def _json(name: str, value: object) -> OutputFile:
     return file
 
 
+#: Keys, each with its type.
+_Path: TypeAlias = tuple[tuple[str, int], ...]
+
+
+def _leaves(value: object, path: _Path) -> Iterator[tuple[_Path, object]]:
+    """The leaves of a state by path. An empty container is a leaf."""
+    if isinstance(value, PlainValue):
+        value = value.value
+    if isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from _leaves(one, (*path, (str(key), _KEY)))
+    elif isinstance(value, (list, tuple)) and value:
+        for at, one in enumerate(value):
+            yield from _leaves(one, (*path, (str(at), _INDEX)))
+    else:
+        yield path, value
+
+
 class _Tree:
     """The rows of the tree, and the values of the database."""
 
@@ -88,7 +118,8 @@ class _Tree:
         self._names: set[str] = set()
         self._ties = content.ties
         self._starts = starts
-        self._add(content.state, ())
+        for path, value in _leaves(content.state, ()):
+            self._add(value, path)
 
     def metadata(self) -> dict[str, object]:
         """The content of ``_METADATA``."""
@@ -100,19 +131,7 @@ class _Tree:
             "custom_metadata": None,
         }
 
-    def _add(self, value: object, path: tuple[tuple[str, int], ...]) -> None:
-        if isinstance(value, PlainValue):
-            value = value.value
-        if isinstance(value, dict) and value:
-            for key, one in value.items():
-                self._add(one, (*path, (str(key), _KEY)))
-        elif isinstance(value, (list, tuple)) and value:
-            for at, one in enumerate(value):
-                self._add(one, (*path, (str(at), _INDEX)))
-        else:
-            self._add_leaf(value, path)
-
-    def _add_leaf(self, value: object, path: tuple[tuple[str, int], ...]) -> None:
+    def _add(self, value: object, path: _Path) -> None:
         name = ".".join(key for key, _ in path)
         if not all(key for key, _ in path) or not path:
             raise MisuseError(

@@ -16,15 +16,14 @@ from ...errors import MisuseError
 class OutputTensor:
     """A tensor in an output file."""
 
-    #: Its name in the output, and its rendered path there.
+    #: Its name in the output.
     name: str
-    path: str
     #: The leaf of the source.
     leaf: int
     #: The dtype in the output.
     dtype: str
     shape: tuple[int, ...]
-    #: The keys and indices of its path.
+    #: The keys and indices of its path, as DCP has them.
     places: tuple[str | int, ...] = ()
     #: Its rendered path in the source, for messages.
     source: str = ""
