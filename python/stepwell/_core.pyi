@@ -49,6 +49,7 @@ __all__ = [
     "flat_pieces",
     "flatten",
     "forget_damaged",
+    "keep_staging_memory",
     "is_plain",
     "leftover_conversions",
     "match_state",
