@@ -2,11 +2,18 @@
 
     python tests/foreign/make_megatron.py FOLDER [NAME...]
 
-``tests/frameworks/test_megatron_files.py`` runs it with the installed version. The files of other
-versions are in ``megatron_<version>/``. They were made on a machine without a GPU: four processes
-with gloo, and what needs CUDA replaced. The file ``NAME.json`` has the tensors of a checkpoint by
-key: dtype, shape, and the digest of the bytes. The processes take them from memory, before they
-save.
+``tests/frameworks/test_megatron_checkpoints.py`` runs it with the installed version. The files of
+other versions are in ``megatron_<version>/``. Those of 0.8 to 0.12 were made with torch 2.2:
+
+    python3.11 -m venv old
+    old/bin/pip install torch==2.2.2 'numpy<2' 'zarr<3' 'numcodecs<0.16' 'tensorstore<=0.1.45'
+    old/bin/pip install --no-deps --target megatron megatron-core==0.8.0
+    PYTHONPATH=megatron old/bin/python tests/foreign/make_megatron.py FOLDER two_layers
+
+They were made on a machine without a GPU: four processes with gloo, and what needs CUDA replaced.
+Transformer Engine needs CUDA too, so the layers are local ones, whose keys are the same. The file
+``NAME.json`` has the tensors of a checkpoint by key: dtype, shape, and the digest of the bytes. The
+processes take them from memory, before they save.
 
 The distributed optimizer needs CUDA. Its tensors are made here as its source makes them out of
 those of the model: see ``DistributedOptimizer.sharded_state_dict``.
@@ -49,8 +56,9 @@ class Layout:
     is_grouped: bool = False
     is_tied: bool = False
     dtype: str = "float32"
-    #: The layout of the optimizer.
+    #: The layout of the optimizer, and the ends of the names of the parameters that it has.
     optimizer: str = ""
+    optimized: tuple[str, ...] = ("",)
     backend: str = "torch_dist"
     #: Saves with all ranks of a replica.
     is_parallel: bool = False
@@ -58,6 +66,7 @@ class Layout:
 
 LAYOUTS = {
     "dense": Layout(tensor=2, pipeline=2),
+    "two_layers": Layout(tensor=2, pipeline=2, layers=2),
     "tied": Layout(tensor=2, pipeline=2, metadata=("non_homogeneous_layers",), is_tied=True),
     "experts": Layout(tensor=2, expert=2, is_moe=True),
     "grouped": Layout(expert=2, pipeline=2, is_moe=True, is_grouped=True),
@@ -66,6 +75,12 @@ LAYOUTS = {
     "not_distributed": Layout(tensor=2, pipeline=2, optimizer="FP32Optimizer"),
     "model_shapes": Layout(tensor=2, pipeline=2, optimizer="fully_reshardable"),
     "flattened": Layout(tensor=2, layers=2, optimizer="fully_sharded_model_space"),
+    "flattened_part": Layout(
+        tensor=2,
+        layers=2,
+        optimizer="fully_sharded_model_space",
+        optimized=("self_attention.linear_qkv.weight", "final_layernorm.weight"),
+    ),
     "flattened_stages": Layout(pipeline=2, layers=2, is_moe=True, optimizer="fully_sharded_model_space"),
     "buckets": Layout(tensor=2, optimizer="dp_reshardable"),
     "gathered": Layout(tensor=2, optimizer="dp_zero_gather_scatter"),
@@ -148,13 +163,16 @@ def moments(tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def flattened(sharded: Any) -> Any:
-    """The run of a tensor that this data-parallel rank has. The runs are uneven."""
-    from megatron.core import parallel_state
+    """The run of a tensor that this data-parallel rank has. The runs are uneven. Before 0.12, one
+    rank has all of a tensor with one dimension: Megatron-Core does not save its parts."""
+    from megatron.core import package_info, parallel_state
 
     count = parallel_state.get_data_parallel_world_size()
     rank = parallel_state.get_data_parallel_rank()
     flat = sharded.data.reshape(-1)
     bounds = [0, *(flat.numel() * (2 * one + 1) // (2 * count) for one in range(1, count)), flat.numel()]
+    if len(getattr(sharded, "global_shape", ())) == 1 and package_info.MINOR < 12:
+        bounds = [0] + [flat.numel()] * count
     begin, end = bounds[rank], bounds[rank + 1]
     key = sharded.key.removeprefix("param.")
     key = f"fp32_param.{key}" if key != sharded.key else key
@@ -192,7 +210,7 @@ def optimizer(layout: Layout, tensors: dict[str, Any]) -> tuple[dict[str, Any], 
     groups = {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.99), "step": 7}]}
     state: dict[str, Any] = {"optimizer": groups, "param_state_sharding_type": kind}
     if kind.startswith("fully"):
-        whole = dict(moments(tensors))
+        whole = dict(moments({name: one for name, one in tensors.items() if name.endswith(layout.optimized)}))
         if kind == "fully_sharded_model_space":
             whole = {
                 name: replace(one, key=one.key.replace("param.", "fp32_param.", 1))
@@ -200,7 +218,8 @@ def optimizer(layout: Layout, tensors: dict[str, Any]) -> tuple[dict[str, Any], 
                 else one
                 for name, one in whole.items()
             }
-            state["param_state"] = {name: flattened(one) for name, one in whole.items()}
+            runs = {name: flattened(one) for name, one in whole.items()}
+            state["param_state"] = {name: one for name, one in runs.items() if one.data.numel()}
         else:
             state["param_state"] = whole
         prefixed = {
@@ -228,7 +247,7 @@ def state_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of a training run, and its tensors in the shapes of the model."""
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer import enums
 
     made = model(layout)
     tensors = made.sharded_state_dict(metadata=dict.fromkeys(layout.metadata, True))
@@ -240,7 +259,10 @@ def state_of(layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     state: dict[str, Any] = {
         "model": tensors,
         "args": argparse.Namespace(
-            lr=0.5, params_dtype=torch.float32, attention_backend=AttnBackend.auto, num_layers=layout.layers
+            lr=0.5,
+            params_dtype=torch.float32,
+            attention_backend=next(iter(getattr(enums, "AttnBackend", enums.AttnMaskType))),
+            num_layers=layout.layers,
         ),
         "checkpoint_version": 3.0,
         "iteration": 100,

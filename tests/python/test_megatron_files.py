@@ -15,9 +15,9 @@ from stepwell.formats.description import Opaque
 
 FOREIGN = Path(__file__).parents[1] / "foreign"
 OLD, NEW = FOREIGN / "megatron_0.12.3", FOREIGN / "megatron_0.19.2"
-CHECKPOINTS = [
-    one.with_suffix("") for folder in (OLD, NEW) for one in sorted(folder.glob("*.json")) if one.is_file()
-]
+CHECKPOINTS = [one.with_suffix("") for one in sorted(FOREIGN.glob("megatron_*/*.json"))]
+#: The enums of Megatron in ``args``: before 0.11, there is no ``AttnBackend``.
+ENUMS = {f"megatron.core.transformer.enums.{name}" for name in ("AttnBackend", "AttnMaskType")}
 SEQUENCE = "decoder.layers.self_attention.linear_qkv.weight"
 
 
@@ -44,13 +44,25 @@ def test_common_values_and_objects_of_grids_are_read(path: Path) -> None:
     assert found["iteration"] == 100
     assert found["checkpoint_version"] == 3.0
     assert found["args"]["lr"] == 0.5
-    assert found["args"]["attention_backend"] == Opaque("megatron.core.transformer.enums.AttnBackend")
+    enum = found["args"]["attention_backend"]
+    assert isinstance(enum, Opaque)
+    assert enum.what in ENUMS
     grid = sorted(found["rng_state"])
     assert grid[0].startswith("shard_0.0_")
     (one,) = found["rng_state"][grid[0]]
     assert one["seed"] == 0
     assert one["torch"].tolist() == [0, 1, 2, 3, 4]
     assert not any("/" in key for key in found)
+
+
+def test_all_supported_versions_have_a_checkpoint() -> None:
+    versions = {path.parent.name.removeprefix("megatron_") for path in CHECKPOINTS}
+    assert versions == {"0.8.0", "0.9.0", "0.10.0", "0.11.0", "0.12.3", "0.19.2"}
+    assert {path.name for path in CHECKPOINTS if "0.8.0" in str(path)} == {
+        "flattened_part",
+        "two_layers",
+        "zarr",
+    }
 
 
 def test_flattened_optimizer_states_are_restored_in_part() -> None:
