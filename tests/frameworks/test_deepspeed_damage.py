@@ -469,6 +469,50 @@ def test_universal_files_of_zero_3_are_read(tmp_path: Path) -> None:
     assert found["optimizer"]["groups"][1] == {"lr": 0.2, "params": ["c", "d"]}
 
 
+#: The last row of ``a`` is padding.
+VOCABULARY = {"vocabulary_parameter_patterns": ["^a$"], "original_vocab_size": 3}
+
+
+@pytest.mark.parametrize("maker", [of_zero_2, of_zero_3])
+def test_padding_of_the_vocabulary_is_left_out(tmp_path: Path, maker: Callable[[], Content]) -> None:
+    """The shape does not depend on the number of tensor-parallel ranks that saved it."""
+    files = maker()
+    for one in models(files):
+        # Other patterns are not asked for.
+        one["universal_checkpoint_info"] = VOCABULARY | {"tp_replicated_parameter_patterns": ["(a+)+$"]}
+    found = sw.restore(write(tmp_path / "c", files))
+    for name, value in (VALUES | {"a": VALUES["a"][:3]}).items():
+        np.testing.assert_array_equal(found["model"][name], value)
+        np.testing.assert_array_equal(found["optimizer"]["state"][name]["exp_avg"], value + 1000)
+        if maker is of_zero_2:
+            assert found["module"][name].shape == tuple(value.shape)
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_universal_files_without_padding_are_read(tmp_path: Path, is_cut: bool) -> None:
+    """DeepSpeed cuts the vocabulary of ZeRO-1 and ZeRO-2, and leaves that of ZeRO-3."""
+    files = of_universal()
+    model(files)["universal_checkpoint_info"] = VOCABULARY
+    for slot, add in (("fp32", 0), ("exp_avg", 1000), ("exp_avg_sq", 2000)) if is_cut else ():
+        content = {"param": (VALUES["a"][:3] + add).clone(), "vocab_tensor": True}
+        files[f"zero/a/{slot}.pt"] = content
+    found = sw.restore(write(tmp_path / "c", files))
+    np.testing.assert_array_equal(found["model"]["a"], VALUES["a"][:3])
+    np.testing.assert_array_equal(found["model"]["b"], VALUES["b"])
+    np.testing.assert_array_equal(found["optimizer"]["state"]["a"]["exp_avg_sq"], VALUES["a"][:3] + 2000)
+
+
+def test_tied_parameters_without_padding_stay_tied(tmp_path: Path) -> None:
+    files = of_slices()
+    for content in files.values():
+        content["module"]["head"] = content["module"]["embed"] = torch.ones(4, 3)
+        content["universal_checkpoint_info"]["vocabulary_parameter_patterns"] = ["^head$", "^embed$"]
+    with sw.open(write(tmp_path / "c", files)) as checkpoint:
+        assert checkpoint["model/head"].shape == (7, 3)
+        ties = {node.path: node.tied_to for node in checkpoint.contents() if node.tied_to}
+    assert ties == {"model/embed": "model/head"}
+
+
 UNIVERSAL_DAMAGE: dict[str, tuple[str, Any, str]] = {
     "no weights": ("zero/a/fp32.pt", None, r"`a` has no fp32.pt"),
     "no groups": ("zero/optimizer_state.pt", None, r"optimizer_state.pt"),

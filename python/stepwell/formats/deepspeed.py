@@ -99,9 +99,13 @@ class _Save:
         layers = [self._layers(piece) for piece in range(pieces)]
         parts = [self._part(mp_rank, layers[mp_rank % pieces]) for mp_rank in self._files.mp_ranks]
         slices = [self._pipeline(parts[piece::pieces], layers[piece]) for piece in range(pieces)]
-        part = slices[0] if pieces == 1 else self._whole(slices)
+        first = slices[0].first
+        is_cut = pieces > 1 and self._universal is None
+        rules = SlicingRules(first) if is_cut or first.has(KEY) else None
+        part = self._whole(slices, rules)
         if self._universal is not None:
-            part.zero = universal_state(self._universal, [one.first for one in parts], self._load)
+            models = [one.first for one in parts]
+            part.zero = universal_state(self._universal, models, rules, self._load)
             part.masters |= part.zero.masters
         part.module |= self._experts
         metadata = {}
@@ -243,11 +247,15 @@ class _Save:
             )
         return whole
 
-    def _whole(self, slices: Sequence[_Part]) -> _Part:
-        """The slices of all tensor-parallel ranks as whole tensors."""
+    def _whole(self, slices: Sequence[_Part], rules: SlicingRules | None) -> _Part:
+        """The slices of all tensor-parallel ranks as whole tensors, without padding."""
         first = slices[0]
-        is_known = self._universal is None or first.first.has(KEY)
-        rules = SlicingRules(first.first) if is_known else None
+        if rules is None:
+            if len(slices) > 1:  # Only the directory of a universal checkpoint has whole tensors.
+                first.module = {name: value for name, value in first.module.items() if name in self._buffers}
+            return first
+        #: Tied parameters stay one tensor.
+        made: dict[tuple[object, ...], Tensor] = {}
 
         def joined(name: str, values: Sequence[object]) -> object:
             tensors = [value for value in values if isinstance(value, Tensor)]
@@ -255,21 +263,22 @@ class _Save:
                 first.first.wrong(f"`{name[:200]}` is a tensor in some tensor-parallel ranks only")
             if not tensors:
                 return values[0]
-            cut = Cut(None) if name in self._buffers or rules is None else rules.cut(name)
+            cut = Cut(None) if name in self._buffers else rules.cut(name, len(slices))
             if isinstance(cut, str):
                 return Opaque(cut)
+            key = (cut, *map(id, tensors))
             try:
-                return whole(tensors, cut)
+                if key not in made:
+                    made[key] = whole(tensors, cut)
             except Malformed as error:
                 first.first.wrong(f"`{name[:200]}`: {error}")
+            return made[key]
 
         for key in ("masters", "module"):
             own = getattr(first, key)
             names = dict.fromkeys(name for one in slices for name in getattr(one, key))
-            for name in names if rules is not None else ():
+            for name in names:
                 own[name] = joined(name, [getattr(one, key).get(name) for one in slices])
-        if rules is None:
-            first.module = {name: value for name, value in first.module.items() if name in self._buffers}
         for name, slots in first.zero.slots.items() if first.zero is not None else ():
             others = [one.zero.slots.get(name, {}) if one.zero is not None else {} for one in slices]
             for slot in slots:

@@ -28,18 +28,25 @@ class SlicingRules:
                 "Save with one tensor-parallel rank, or with a version of DeepSpeed that writes it"
             )
         self._fields = model.fields(KEY)
-        self._patterns = {
-            key: self._category(key, self._fields.get(key))
-            for key in (_REPLICATED, _ROW, _VOCABULARY, _TWO_PARTS, _AVERAGED, _UNSUPPORTED)
-        }
-        parts = self._fields.get(_PARTS) or []
-        if not isinstance(parts, (list, tuple)):
-            self._fields.wrong(f"`{_PARTS}` is no list")
-        self._with_parts = [
-            self._category(_PARTS, Fields(model.file, one, f"an entry of `{_PARTS}`").get("patterns"))
-            for one in parts
-        ]
-        self._rows = self._fields.count("original_vocab_size")
+        #: The patterns of each category, once they are asked for.
+        self._patterns: dict[str, NamePatterns] = {}
+        self._with_parts: list[NamePatterns] | None = None
+
+    def _matches(self, key: str, name: str) -> bool:
+        """True if a name is of a category."""
+        if key not in self._patterns:
+            self._patterns[key] = self._category(key, self._fields.get(key))
+        return self._patterns[key].match(name)
+
+    def _has_parts(self, name: str) -> bool:
+        """True if a parameter is several ones in one."""
+        if self._with_parts is None:
+            parts = self._fields.get(_PARTS) or []
+            if not isinstance(parts, (list, tuple)):
+                self._fields.wrong(f"`{_PARTS}` is no list")
+            entries = [Fields(self._fields.file, one, f"an entry of `{_PARTS}`") for one in parts]
+            self._with_parts = [self._category(_PARTS, one.get("patterns")) for one in entries]
+        return any(one.match(name) for one in self._with_parts)
 
     def _category(self, key: str, value: object) -> NamePatterns:
         patterns = list(value) if isinstance(value, (list, tuple, dict)) else [] if value is None else None
@@ -50,19 +57,27 @@ class SlicingRules:
         except ValueError as error:
             self._fields.unread(f"`{key}`: {error}")
 
-    def cut(self, name: str) -> Cut | str:
-        """Returns how a parameter is cut, or why it is not read."""
-        if self._patterns[_AVERAGED].match(name):
+    def rows(self, name: str) -> int | None:
+        """Returns the rows of a parameter of the vocabulary. More rows are padding. ``None``: all
+        rows of the parameter count."""
+        if not self._matches(_VOCABULARY, name):
+            return None
+        found = self._fields.count("original_vocab_size")
+        if found is None:
+            self._fields.wrong("`original_vocab_size` is no number of rows")
+        return found
+
+    def cut(self, name: str, ranks: int) -> Cut | str:
+        """Returns how so many ranks have cut a parameter, or why it is not read."""
+        if ranks == 1:
+            return Cut(None, rows=self.rows(name))
+        if self._matches(_AVERAGED, name):
             return "a parameter that tensor-parallel ranks average"
-        if self._patterns[_UNSUPPORTED].match(name) or any(one.match(name) for one in self._with_parts):
+        if self._matches(_UNSUPPORTED, name) or self._has_parts(name):
             return "a parameter of several parts, in slices"
-        rows = None
-        if self._patterns[_VOCABULARY].match(name):
-            if self._rows is None:
-                self._fields.wrong("`original_vocab_size` is no number of rows")
-            rows = self._rows
-        if self._patterns[_REPLICATED].match(name):
+        rows = self.rows(name)
+        if self._matches(_REPLICATED, name):
             return Cut(None, rows=rows)
-        if self._patterns[_TWO_PARTS].match(name):
+        if self._matches(_TWO_PARTS, name):
             return Cut(0, parts=2, rows=rows)
-        return Cut(1 if self._patterns[_ROW].match(name) else 0, rows=rows)
+        return Cut(1 if self._matches(_ROW, name) else 0, rows=rows)

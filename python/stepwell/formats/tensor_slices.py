@@ -32,7 +32,7 @@ class Cut:
 def whole(slices: Sequence[Tensor], cut: Cut) -> Tensor:
     """Returns the whole tensor of these slices."""
     first, axis = slices[0], cut.axis
-    if first.shape == () or (axis is None and cut.rows is None):
+    if first.shape == () or (axis is None and (cut.rows is None or cut.rows >= first.shape[0])):
         return first
     if axis is None:
         slices, axis = slices[:1], 0

@@ -14,6 +14,8 @@ from dataclasses import replace
 
 from .description import Chunk, Tensor
 from .files import corrupt
+from .slicing_rules import SlicingRules
+from .tensor_slices import Cut, whole
 from .typed_fields import Fields, Size, plain
 from .zero_partitions import ZeroState, beside, named_group, shapes_of
 
@@ -26,9 +28,9 @@ _END = ".pt"
 Load = Callable[[str], object]
 
 
-def universal_state(path: str, models: Sequence[Fields], load: Load) -> ZeroState:
+def universal_state(path: str, models: Sequence[Fields], rules: SlicingRules | None, load: Load) -> ZeroState:
     """Returns the state of the optimizer in a directory. ``models`` have the names of the
-    parameters: one for each model-parallel rank."""
+    parameters: one for each model-parallel rank. ``rules`` say which rows are padding."""
     state = ZeroState()
     names: dict[int, list[str]] = {}
     is_whole = len(models) == 1
@@ -37,7 +39,8 @@ def universal_state(path: str, models: Sequence[Fields], load: Load) -> ZeroStat
             for name, size in group.items():
                 if name not in state.masters:
                     names.setdefault(row, []).append(name)
-                    _add(state, path, name, size if is_whole else None, load)
+                    rows = None if rules is None else rules.rows(name)
+                    _add(state, path, name, size if is_whole else None, rows, load)
     file = os.path.join(path, _GROUPS)
     fields = Fields(file, load(file))
     state.groups = [named_group(file, group, names) for group in fields.list("param_groups")]
@@ -47,8 +50,8 @@ def universal_state(path: str, models: Sequence[Fields], load: Load) -> ZeroStat
     return state
 
 
-def _add(state: ZeroState, path: str, name: str, size: Size | None, load: Load) -> None:
-    """Adds a parameter."""
+def _add(state: ZeroState, path: str, name: str, size: Size | None, rows: int | None, load: Load) -> None:
+    """Adds a parameter of that shape, without the padding behind ``rows``."""
     if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise corrupt(path, f"parameter `{name[:200]}` has no name of a directory")
     directory = os.path.join(path, name)
@@ -64,7 +67,7 @@ def _add(state: ZeroState, path: str, name: str, size: Size | None, load: Load) 
         if isinstance(value, dict):
             value = plain(value.get("param"))
         if isinstance(value, Tensor) and value.shape:
-            value = _shaped(where, value, size)
+            value = _shaped(where, value, size, rows)
         if slot == _WEIGHTS:
             state.masters[name] = value
         else:
@@ -73,14 +76,17 @@ def _add(state: ZeroState, path: str, name: str, size: Size | None, load: Load) 
         raise corrupt(os.path.join(directory, _WEIGHTS + _END), "a tensor was expected")
 
 
-def _shaped(file: str, tensor: Tensor, size: Size | None) -> Tensor:
-    """A tensor of that shape, which may be stored as a row. ``None``: its own shape."""
-    if size is None or tensor.shape == size:
-        return tensor
-    is_row = len(tensor.shape) == 1 and all(one.strides is None for one in tensor.chunks)
-    if not is_row or tensor.shape[0] != math.prod(size):
-        raise corrupt(file, f"a tensor of shape {list(size)} was expected, not of {list(tensor.shape)}")
-    return replace(tensor, shape=size, chunks=tuple(map(_as_run, tensor.chunks)))
+def _shaped(file: str, tensor: Tensor, size: Size | None, rows: int | None) -> Tensor:
+    """A tensor of that shape without padding, which may be stored as a row or without padding.
+    ``None``: its own shape."""
+    shape = tensor.shape
+    without = None if size is None or rows is None else (*map(min, size[:1], (rows,)), *size[1:])
+    if size is not None and shape not in (size, without):
+        is_row = len(shape) == 1 and all(one.strides is None for one in tensor.chunks)
+        if not is_row or shape[0] != math.prod(size):
+            raise corrupt(file, f"a tensor of shape {list(size)} was expected, not of {list(shape)}")
+        tensor = replace(tensor, shape=size, chunks=tuple(map(_as_run, tensor.chunks)))
+    return whole([tensor], Cut(None, rows=rows))
 
 
 def _as_run(chunk: Chunk) -> Chunk:
