@@ -734,6 +734,53 @@ def test_damage_of_experts_is_refused_by_name(tmp_path: Path, name: str) -> None
     assert str(path) in str(caught.value)
 
 
+def of_many_names_in_a_group() -> Content:
+    """A group that names a partition of many parameters often."""
+    files = of_zero_2()
+    model(files)["param_shapes"][0].update({f"e{number}": torch.Size([0]) for number in range(3000)})
+    for rank in range(RANKS):
+        base(files, rank)["param_groups"][0]["params"] = [0] * 200_000
+    return files
+
+
+def of_many_tied_layers() -> Content:
+    tied = [f"tied_modules.k{number}.z" for number in range(12_000)]
+    module = model_state(module={}, param_shapes=None, buffer_names=tied)
+    layer = {f"w{number}": 0 for number in range(12_000)}
+    return {"mp_rank_00_model_states.pt": module, "layer_00-model_states.pt": layer}
+
+
+def of_many_mapped_groups() -> Content:
+    """Names in as many groups, without ``param_shapes``."""
+    one, names = torch.zeros(1), [f"p{number}" for number in range(20_000)]
+    state = {
+        "single_partition_of_fp32_groups": [one],
+        "param_slice_mappings": [{name: 0} for name in names],
+        "partition_count": [1],
+    }
+    module = model_state(module=dict.fromkeys(names, one), param_shapes=None)
+    return {
+        "mp_rank_00_model_states.pt": module,
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": {"optimizer_state_dict": state},
+    }
+
+
+@pytest.mark.parametrize(
+    ("maker", "message"),
+    [
+        (of_many_names_in_a_group, r"name a partition twice"),
+        (of_many_mapped_groups, r"1 groups, .*20000"),
+        (of_many_tied_layers, None),
+    ],
+)
+def test_many_names_take_no_long_time(tmp_path: Path, maker: Callable[[], Content], message: str) -> None:
+    path = write(tmp_path / "c", maker())
+    begin = time.monotonic()
+    with pytest.raises(sw.CorruptCheckpoint, match=message) if message else contextlib.nullcontext():
+        sw.open(path).close()
+    assert time.monotonic() - begin < 5
+
+
 #: Values that are in no sound file.
 JUNK = [
     *(None, "x", b"x", [], {}, (1, 2), 7, -1, 1 << 61, 1 << 80, 2.5, float("nan"), True),

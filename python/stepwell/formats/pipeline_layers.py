@@ -12,13 +12,17 @@ _TIED = "tied_modules."
 def named_layers(layers: Mapping[int, Fields], known: Collection[str]) -> dict[str, object]:
     """Returns the tensors of layers, by their numbers. A name in a file lacks the layer. ``known``
     are the names of parameters and buffers. There, tied layers have a name instead of a number."""
-    tied = {name.split(".")[1] for name in known if name.startswith(_TIED) and name.count(".") > 1}
+    tied: dict[str, str] = {}
+    for name in sorted(known):
+        if name.startswith(_TIED) and name.count(".") > 1:
+            key, rest = name.removeprefix(_TIED).split(".", 1)
+            tied.setdefault(rest, f"{_TIED}{key}.")
     found: dict[str, object] = {}
     for number, layer in layers.items():
         own = dict(layer.named_entries())
-        prefixes = [f"{number}.", *(f"{_TIED}{key}." for key in sorted(tied))]
-        fitting = [prefix for prefix in prefixes if any(prefix + name in known for name in own)]
-        prefix = fitting[0] if fitting else prefixes[0]
+        prefix = f"{number}."
+        if not any(prefix + name in known for name in own):
+            prefix = min((tied[name] for name in own if name in tied), default=prefix)
         for name, value in own.items():
             found.setdefault(prefix + name, value)
     return found

@@ -17,7 +17,7 @@ from .files import corrupt
 from .slicing_rules import SlicingRules
 from .tensor_slices import Cut, whole
 from .typed_fields import Fields, Size, plain
-from .zero_partitions import ZeroState, beside, named_group, shapes_of
+from .zero_partitions import ZeroState, beside, named_groups, shapes_of
 
 DIRECTORY = "zero"
 _WEIGHTS = "fp32"
@@ -43,7 +43,7 @@ def universal_state(path: str, models: Sequence[Fields], rules: SlicingRules | N
                     _add(state, path, name, size if is_whole else None, rows, load)
     file = os.path.join(path, _GROUPS)
     fields = Fields(file, load(file))
-    state.groups = [named_group(file, group, names) for group in fields.list("param_groups")]
+    state.groups = named_groups(file, fields.list("param_groups"), names)
     state.beside = beside(fields)
     if fields.has("optimizer_state_dict"):
         _add_steps(state, fields.fields("optimizer_state_dict"), names)

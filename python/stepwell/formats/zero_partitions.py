@@ -177,13 +177,15 @@ def _mapped_shapes(
     if ranks[0].has("zero_stage") or not _mapped_groups(ranks):
         model.wrong("it has no `param_shapes`, which name the parameters in *_optim_states.pt")
     found: list[dict[str, Size]] = []
+    seen: set[str] = set()
     for row in range(_mapped_groups(ranks)):
         found.append({})
-        for name in _mapped(ranks, row):
-            weight = module.get(str(name))
-            if not isinstance(weight, Tensor) or any(name in group for group in found):
-                model.wrong(f"`{name!s:.200}` of `param_slice_mappings` is twice, or has no weight")
-            found[-1][str(name)] = weight.shape
+        for name in map(str, _mapped(ranks, row)):
+            weight = module.get(name)
+            if not isinstance(weight, Tensor) or name in seen:
+                model.wrong(f"`{name[:200]}` of `param_slice_mappings` is twice, or has no weight")
+            seen.add(name)
+            found[-1][name] = weight.shape
     return found
 
 
@@ -355,7 +357,7 @@ class _Cut:
                     for name in own:
                         self.state.slots.setdefault(name, {})[slot] = self._of_parameter(name, slot, cut)
         file = self._ranks[0].file
-        self.state.groups = [named_group(file, group, names) for group in groups]
+        self.state.groups = named_groups(file, groups, names)
 
     def _base_states(self, key: str) -> tuple[list[Mapping[object, object]], Sequence[object]]:
         """The state of each rank by partition, and the groups."""
@@ -413,13 +415,22 @@ class _Cut:
                 rank.wrong("its step differs from that of rank 0. Keep the files of one save")
 
 
-def named_group(file: str, value: object, names: Mapping[int, Sequence[str]]) -> object:
-    """Returns a group of parameters with the names of these, which are numbered by partition."""
-    fields = Fields(file, value, "a group of parameters")
-    rows = fields.get("params")
-    if not isinstance(rows, (list, tuple)) or not all(is_count(row) for row in rows):
-        fields.wrong("a group has no list of parameters")
-    return {**fields.entries, "params": [name for row in rows for name in names.get(row, ())]}
+def named_groups(file: str, groups: Sequence[object], names: Mapping[int, Sequence[str]]) -> list[object]:
+    """Returns groups of parameters with the names of these, which are numbered by partition."""
+    found: list[object] = []
+    seen: set[int] = set()
+    for group in groups:
+        fields = Fields(file, group, "a group of parameters")
+        numbers = fields.get("params")
+        if not isinstance(numbers, (list, tuple)) or not all(map(is_count, numbers)):
+            fields.wrong("a group has no list of parameters")
+        before = len(seen)
+        seen.update(numbers)
+        if len(seen) != before + len(numbers):
+            fields.wrong("its groups name a partition twice. Copy the file again")
+        params = [name for number in numbers for name in names.get(number, ())]
+        found.append({**fields.entries, "params": params})
+    return found
 
 
 def beside(fields: Fields) -> dict[str, object]:
