@@ -1,0 +1,262 @@
+"""``transformers.Trainer`` with checkpoints of stepwell.
+
+    import stepwell.integrations.transformers
+
+    trainer = Trainer(model, arguments, train_dataset=data)
+    stepwell.integrations.transformers.use(trainer)
+    trainer.train(resume_from_checkpoint=True)
+
+Each ``checkpoint-N`` of the trainer gets a directory ``stepwell`` with the model, the optimizer,
+the scheduler, the scaler and the states of random numbers, committed as one. It takes the place of
+``optimizer.pt``, ``scheduler.pt``, ``scaler.pt`` and ``rng_state.pth``. The model's own files stay,
+so that ``from_pretrained`` reads the directory. Training goes on while the step is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from typing import TypeVar
+
+import numpy as np
+import torch
+import transformers
+from transformers.trainer_utils import rotate_checkpoints
+
+from .. import _lifecycle as lifecycle
+from .. import coordinators
+from .._opening import metadata, restore
+from .._roots import open_root
+from .._state.specs import PerRank
+from ..errors import MisuseError, StepwellError
+from ..formats.files import corrupt, read_whole
+from ..torch import TrainState
+from . import _guest
+
+_Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
+
+_TESTED = "transformers 5.24"
+#: The directory with our root, in that of a checkpoint.
+_DIRECTORY = "stepwell"
+_STATE_FILE = "trainer_state.json"
+_MAX_STATE_BYTES = 256 << 20
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
+_INFO, _WARNING = 20, 30
+
+
+def use(trainer: _Trainer) -> _Trainer:
+    """Has a ``transformers.Trainer``, or one of a class derived from it, save and resume with
+    stepwell. Call it before ``trainer.train()``, on all ranks. Returns the trainer.
+
+    * ``train(resume_from_checkpoint=True)`` takes the newest checkpoint that is complete, and logs
+      what it passes over. Checkpoints that the trainer has written by itself still resume.
+    * ``save_total_limit`` deletes older checkpoints once a newer one is committed: when the next
+      save begins, and at the end of the training.
+    * The next save, or the end of the training, raises the failure of a save.
+
+    Raises:
+        MisuseError: the trainer uses DeepSpeed, FSDP, SageMaker's model parallelism or XLA, which
+            save in ways of their own. Or its version of transformers lacks a method.
+    """
+    if not isinstance(trainer, transformers.Trainer):
+        raise MisuseError(f"use() takes a transformers.Trainer, not {type(trainer).__name__}")
+    other = [
+        name
+        for name, flag in (
+            ("DeepSpeed", "is_deepspeed_enabled"),
+            ("FSDP", "is_fsdp_enabled"),
+            ("FSDP on XLA", "is_fsdp_xla_enabled"),
+        )
+        if getattr(trainer, flag, False)
+    ]
+    if other:
+        raise MisuseError(
+            f"this trainer saves with {other[0]}. Use stepwell.integrations.dcp.use() for FSDP with SHARDED_STATE_DICT"
+        )
+    lacking = [
+        name for name in vars(StepwellTrainer) if not hasattr(trainer, name) and "stepwell" not in name
+    ]
+    if lacking:
+        raise MisuseError(
+            f"the Trainer of transformers {transformers.__version__} has no {lacking[0]}(). Tested with {_TESTED}"
+        )
+    kind = type(trainer)
+    if not issubclass(kind, StepwellTrainer):
+        trainer.__class__ = type(f"Stepwell{kind.__name__}", (StepwellTrainer, kind), {})
+    return trainer
+
+
+class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers declares no types
+    """A trainer that saves and resumes with stepwell, as :func:`use` makes one. Put it in front of
+    the class of another library: ``class Own(StepwellTrainer, SFTTrainer)``."""
+
+    #: The save that has begun last, until somebody has waited for it.
+    _stepwell_pending: _guest.GuestSave[None] | None = None
+
+    # ---- saves
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
+        self._stepwell_settle(trial)
+        arguments = self.args
+        if arguments.save_only_model:
+            super()._save_checkpoint(model, trial)
+            return
+        limit, arguments.save_total_limit = arguments.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            arguments.save_total_limit = limit
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Everything is saved by :meth:`_save_rng_state`, which is the last one."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """As above."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        state = {
+            "train": self._stepwell_train_state(),
+            "scaler": self.accelerator.scaler,
+            "random": _random_numbers(),
+        }
+        os.makedirs(output_dir, exist_ok=True)
+        board = coordinators.TorchStore() if self.args.world_size > 1 else None
+        self._stepwell_pending = _guest.save(
+            os.path.join(output_dir, _DIRECTORY),
+            state,
+            board,
+            {"world_size": self.args.world_size},
+            lambda: None,
+        )
+
+    def _stepwell_train_state(self) -> TrainState:
+        model = self.model_wrapped
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model = self.model
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        scheduler = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)
+        # The base of an adapter is not trained, and comes from elsewhere.
+        return TrainState(model, optimizer, scheduler, trainable_only=hasattr(self.model, "peft_config"))
+
+    def _stepwell_settle(self, trial: object) -> None:
+        """Waits for the pending save, and deletes checkpoints beyond ``save_total_limit``."""
+        pending, self._stepwell_pending = self._stepwell_pending, None
+        if pending is None:
+            return
+        pending.result()
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=self._get_output_dir(trial=trial),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _finalize_training(self, trial: object, *args: object, **kwargs: object) -> object:
+        self._stepwell_settle(trial)
+        return super()._finalize_training(trial, *args, **kwargs)
+
+    # ---- loads
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object
+    ) -> object:
+        """See ``Trainer.train``."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"no complete checkpoint in {self.args.output_dir}")
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: torch.nn.Module | None = None
+    ) -> None:
+        if not _is_ours(resume_from_checkpoint) or hasattr(self.model, "peft_config"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        target = self.model if model is None else model
+        _restore(resume_from_checkpoint, {"train": TrainState(target)}, "train/model/**")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        parts = ["train/optimizer/**", "train/scheduler/**"]
+        if hasattr(self.model, "peft_config"):
+            parts.append("train/model/**")
+        _restore(checkpoint, {"train": self._stepwell_train_state()}, parts)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_scaler(checkpoint)
+            return
+        if self.accelerator.scaler is not None:
+            _restore(checkpoint, {"scaler": self.accelerator.scaler}, "scaler/**")
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_rng_state(checkpoint)
+            return
+        found = metadata(os.path.join(checkpoint, _DIRECTORY)).custom_metadata
+        if found != {"world_size": self.args.world_size}:
+            _log(
+                _INFO,
+                f"{checkpoint} was saved by another number of ranks: random numbers begin with the seed",
+            )
+            return
+        _restore(checkpoint, {"random": _random_numbers()}, "random/**")
+
+
+def newest_checkpoint(output_dir: str) -> str | None:
+    """Returns the newest checkpoint of a trainer that is complete; ``None`` without one. Logs why
+    it passes over newer ones."""
+    try:
+        theirs = {step.path: step.incomplete for step in open_root(output_dir).steps}
+    except (StepwellError, OSError):
+        theirs = {}
+    found = [
+        (int(match[1]), name) for name in os.listdir(output_dir) if (match := _CHECKPOINT.fullmatch(name))
+    ]
+    for _, name in sorted(found, reverse=True):
+        path = os.path.join(output_dir, name)
+        why = (
+            _why_not(path)
+            if os.path.lexists(os.path.join(path, _DIRECTORY))
+            else theirs.get(path, "no checkpoint")
+        )
+        if why is None:
+            return path
+        _log(_WARNING, f"{path} is passed over: {why}")
+    return None
+
+
+def _why_not(path: str) -> str | None:
+    """Why a checkpoint of ours cannot resume."""
+    state = os.path.join(path, _STATE_FILE)
+    try:
+        json.loads(read_whole(state, _MAX_STATE_BYTES, lambda size: corrupt(state, f"{size} bytes")))
+        metadata(os.path.join(path, _DIRECTORY))
+    except (StepwellError, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _is_ours(checkpoint: str) -> bool:
+    return os.path.lexists(os.path.join(checkpoint, _DIRECTORY))
+
+
+def _restore(checkpoint: str, into: dict[str, object], include: str | list[str]) -> None:
+    restore(os.path.join(checkpoint, _DIRECTORY), into=into, include=include)
+
+
+def _random_numbers() -> PerRank[dict[str, object]]:
+    generators: dict[str, object] = {"python": random, "numpy": np.random, "torch": torch.default_generator}
+    if torch.cuda.is_available():
+        generators["cuda"] = list(torch.cuda.default_generators)
+    return PerRank(generators)
+
+
+def _log(level: int, text: str) -> None:
+    lifecycle.log(level, "stepwell.transformers", text)

@@ -1,0 +1,191 @@
+"""``stepwell.integrations.transformers``: the Trainer of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import stepwell as sw
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "python")]
+
+import stepwell.integrations.transformers as ours
+import trainer_job
+from ranks import free_port
+from trainer_job import Losses, committed, trainer
+from transformers import GPT2LMHeadModel, Trainer
+
+JOB = trainer_job.__file__
+
+
+def job(output: Path, *arguments: str, world: int = 1) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the training in processes of its own."""
+    port = str(free_port())
+    processes = []
+    for rank in range(world):
+        ranks = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, JOB, str(output), *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={
+                    **os.environ,
+                    **({**ranks, "MASTER_PORT": port} if world > 1 else {}),
+                    "OMP_NUM_THREADS": "1",
+                },
+            )
+        )
+    found = []
+    for one in processes:
+        out, err = one.communicate(timeout=300)
+        found.append(subprocess.CompletedProcess(one.args, one.returncode, out, err))
+    return found
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> dict[int, float]:
+    assert done.returncode == 0, done.stderr
+    return {int(step): loss for step, loss in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
+    whole, plain = Losses(), Losses()
+    trainer(tmp_path / "plain", plain).train()
+    ours.use(trainer(tmp_path / "whole", whole)).train()
+    assert whole.found == plain.found
+    assert sorted(os.listdir(tmp_path / "whole")) == sorted(os.listdir(tmp_path / "plain"))
+
+    output = tmp_path / "halves"
+    (killed,) = job(output, "fresh", "8")
+    assert killed.returncode == -9
+    rest = Losses()
+    ours.use(trainer(output, rest, seed=3)).train(resume_from_checkpoint=True)
+    first = min(rest.found)
+    assert first in (5, 9)
+    assert rest.found == {step: whole.found[step] for step in range(first, 15)}
+    assert not (output / "checkpoint-14" / "optimizer.pt").exists()
+    model = GPT2LMHeadModel.from_pretrained(output / "checkpoint-14")
+    stored = sw.restore(output / "checkpoint-14" / "stepwell", include="train/model/**", to="torch")
+    for name, value in stored["train"]["model"].items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def test_two_ranks_save_together_and_one_resumes(tmp_path: Path) -> None:
+    output = tmp_path / "two"
+    whole = [losses_of(one) for one in job(tmp_path / "whole", "fresh", world=2)]
+    assert all(one.returncode == -9 for one in job(output, "fresh", "8", world=2))
+    rest = [losses_of(one) for one in job(output, "resume", world=2)]
+    first = min(rest[0])
+    assert first in (5, 9)
+    assert rest[0] == {step: whole[0][step] for step in range(first, 15)}
+    one = Losses()
+    ours.use(trainer(output, one, max_steps=16)).train(resume_from_checkpoint=str(output / "checkpoint-12"))
+    assert min(one.found) == 13
+
+
+def test_a_committed_checkpoint_exists_at_every_moment(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    seen: list[set[int]] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            if output.exists():
+                seen.append(set(committed(output)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        ours.use(trainer(output, Losses(), save_steps=2, save_total_limit=1)).train()
+    finally:
+        ended.set()
+        watcher.join()
+    first = next(number for number, one in enumerate(seen) if one)
+    assert all(seen[first:])
+    assert sorted(os.listdir(output)) == ["checkpoint-14"]
+
+
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    output = tmp_path / "run"
+    trainer(output, Losses(), save_total_limit=None).train()  # by the Trainer itself
+    (output / "checkpoint-12" / "trainer_state.json").write_text('{"epoch": 1.')
+    (output / "checkpoint-12" / "stepwell").mkdir()
+    (output / "checkpoint-14" / "trainer_state.json").unlink()
+    found = Losses()
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        ours.use(trainer(output, found)).train(resume_from_checkpoint=True)
+    assert min(found.found) == 9
+    assert "checkpoint-12 is passed over" in caplog.text
+    assert "checkpoint-14 is passed over" in caplog.text
+
+
+def test_without_a_complete_checkpoint_nothing_resumes(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint-3" / "stepwell").mkdir(parents=True)
+    one = ours.use(trainer(tmp_path / "run", Losses()))
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        one.train(resume_from_checkpoint=True)
+    with pytest.raises(sw.StepwellError, match="no step"):
+        one.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+
+
+def test_a_failed_save_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    begin = ours._guest.save
+    monkeypatch.setattr(ours._guest, "save", lambda *arguments: begin(*arguments[:-1], fail))
+    with pytest.raises(OSError, match="No space left"):
+        ours.use(trainer(tmp_path / "run", Losses())).train()
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-4"]
+
+
+def test_classes_of_others_stay_in_front(tmp_path: Path) -> None:
+    calls = []
+
+    class Own(Trainer):
+        def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
+            calls.append(self.state.global_step)
+            super()._save_checkpoint(model, trial)
+
+    one = trainer(tmp_path / "run", Losses(), max_steps=4)
+    one.__class__ = Own
+    ours.use(ours.use(one)).train()
+    assert calls == [4]
+    assert isinstance(one, Own)
+    assert set(committed(tmp_path / "run")) == {4}
+    with pytest.raises(sw.MisuseError, match="takes a transformers"):
+        ours.use(object())  # type: ignore[type-var]
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    one = trainer(
+        tmp_path / "run",
+        Losses(),
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_total_limit=1,
+        metric_for_best_model="loss",
+    )
+    ours.use(one).train()
+    best = one.state.best_model_checkpoint
+    assert best is not None
+    stored = sw.restore(os.path.join(best, "stepwell"), include="train/model/**", to="torch")
+    for name, value in stored["train"]["model"].items():
+        assert torch.equal(one.model.state_dict()[name], value)
