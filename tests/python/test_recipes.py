@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from pathlib import Path
@@ -550,6 +551,83 @@ def test_commands_with_a_map_take_its_numbers(model: Path, tmp_path: Path) -> No
         found = run("show", model, *wrong)
         assert found.exit_code == 2
         assert says in found.stderr
+
+
+def deepseek_v3() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The names of all tensors of DeepSeek-V3 in FP8, with small shapes."""
+    experts = 256
+    found: dict[str, tuple[str, tuple[int, ...]]] = {
+        "model.embed_tokens.weight": ("BF16", (8, 4)),
+        "lm_head.weight": ("BF16", (8, 4)),
+        "model.norm.weight": ("BF16", (4,)),
+    }
+    norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_a_layernorm",
+        "self_attn.kv_a_layernorm",
+    )
+    attention = [
+        f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    ]
+    for i in range(62):
+        parts = ["mlp"] if i < 3 else ["mlp.shared_experts", *(f"mlp.experts.{e}" for e in range(experts))]
+        plain: dict[str, tuple[int, ...]] = {f"{name}.weight": (4,) for name in norms}
+        if i >= 3:
+            plain["mlp.gate.weight"] = (experts, 4)
+            found[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] = ("F32", (experts,))
+        if i == 61:
+            plain |= {f"{name}.weight": (4,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            plain |= {f"{name}.weight": (8, 4) for name in ("embed_tokens", "shared_head.head")}
+            plain["eh_proj.weight"] = (4, 8)
+        for name, shape in plain.items():
+            found[f"model.layers.{i}.{name}"] = ("BF16", shape)
+        for name in [*attention, *(f"{part}.{one}_proj" for part in parts for one in ("gate", "up", "down"))]:
+            found[f"model.layers.{i}.{name}.weight"] = ("F8_E4M3", (4, 4))
+            found[f"model.layers.{i}.{name}.weight_scale_inv"] = ("F32", (1, 1))
+    return found
+
+
+def write_zeros(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Writes tensors of zeros, of which only the header takes space."""
+    header, offset = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + math.prod(shape) * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + offset)
+
+
+def test_all_names_of_deepseek_v3_come_back(tmp_path: Path) -> None:
+    stored = deepseek_v3()
+    assert len(stored) == 91_991
+    write_zeros(tmp_path / "hf.safetensors", stored)
+    config = {"model_type": "deepseek_v3", "vocab_size": 8, "num_hidden_layers": 61}
+    config |= {"first_k_dense_replace": 3, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def cost(map: str | None) -> float:
+        before = time.process_time()
+        sw.open(tmp_path / "hf.safetensors", map=map).close()
+        return time.process_time() - before
+
+    alone = min(cost(None) for _ in range(2))
+    assert min(cost("hf-deepseek-to-megatron") for _ in range(2)) < 4 * alone
+    with sw.open(tmp_path / "hf.safetensors", map="hf-deepseek-to-megatron") as checkpoint:
+        there = {name: checkpoint[name] for name in checkpoint}
+    mtp = {name.removeprefix("mtp.layers.0.") for name in there if name.startswith("mtp")}
+    layer = {name.removeprefix("decoder.layers.60.") for name in there if ".60." in name}
+    own = {f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")}
+    assert mtp == own | {f"transformer_layer.{name}" for name in layer}
+    dtypes = {"bfloat16": "BF16", "float32": "F32"}
+    rows = {name: (dtypes[str(one.dtype)], one.shape) for name, one in there.items()}
+    write_zeros(tmp_path / "there.safetensors", rows)
+    with sw.open(tmp_path / "there.safetensors", map="megatron-to-hf-deepseek") as checkpoint:
+        back = {name: checkpoint[name].shape for name in checkpoint}
+    assert back == {name: shape for name, (_, shape) in stored.items() if "scale_inv" not in name}
 
 
 def test_missing_numbers_are_named_as_options(model: Path) -> None:

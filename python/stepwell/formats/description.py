@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from .. import _core
 from .._manifest import Manifest
 from .._paths import Component
+from .._restore import collector as collecting
 from .._state.specs import to_dtype
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class Description:
         found = {self.path, *self.files, *map(_path_of, rows.files)}
         return sorted(file for file in found if os.path.isfile(file))
 
+    @collecting.paused()
     def open(self, engine: str) -> _core.Checkpoint:
         """Opens it."""
         rows = _Rows()

@@ -33,6 +33,7 @@ from .. import _core
 from .._checks import meant
 from .._locations import Path
 from .._paths import named
+from .._restore import collector as collecting
 from ..errors import MisuseError
 from . import parameters, shipped
 from .coverage import Coverage, Observer
@@ -154,7 +155,8 @@ class Map:
 
         with opened(source, step, None) as checkpoint:
             observer = Observer()
-            self._applied(checkpoint._open(), observer)
+            with collecting.paused():
+                self._applied(checkpoint._open(), observer)
             return observer.coverage()
 
     def __repr__(self) -> str:
@@ -166,8 +168,11 @@ class Map:
 
     def _apply(self, core: _core.Checkpoint) -> _core.Checkpoint:
         """The same checkpoint with its leaves by this map."""
-        stored, values = self._applied(core, None)
-        mapped = core.mapped(*stored.rows(values))
+        with collecting.paused():
+            stored, values = self._applied(core, None)
+            mapped = core.mapped(*stored.rows(values))
+            # They go before the collector sees them.
+            del stored, values
         if self.warning:
             warnings.warn(f"{self._name}: {self.warning}", MapWarning, stacklevel=_levels_to_caller())
         return mapped
@@ -194,7 +199,8 @@ class Map:
                 else:
                     values = one.apply(values)
         covered = self._tables.target if self._is_inverse else self._tables.source
-        left = [path for path in values if any(pattern.match(path) for pattern in covered)]
+        matched = {path for pattern in covered for path, _ in pattern.among(values)}
+        left = [path for path in values if path in matched]
         if observer is not None:
             observer.end(stored.values, values, left if covered else None)
         elif left:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 from .. import _core
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor, and the stored elements that it holds."""
 
     #: First element and number of elements along each dimension.
@@ -25,8 +25,7 @@ class Piece:
     axes: tuple[tuple[int | None, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrangement:
+class Arrangement(NamedTuple):
     """A tensor made of parts of stored ones."""
 
     dtype: str
@@ -36,12 +35,13 @@ class Arrangement:
     @classmethod
     def whole(cls, source: int | Computed, dtype: str, shape: tuple[int, ...]) -> Arrangement:
         """A stored or computed tensor as it is."""
-        zeros = (0,) * len(shape)
-        axes = tuple((axis, 1) for axis in range(len(shape)))
+        zeros, axes = _unmoved(len(shape))
         return cls(dtype, shape, (Piece(zeros, shape, source, zeros, axes),))
 
     def take(self, axis: int, start: int, count: int, step: int = 1) -> Arrangement:
         """``count`` elements along an axis: ``start``, ``start + step``, …, all of which exist."""
+        if (start, count, step) == (0, self.shape[axis], 1):
+            return self
         pieces = []
         for one in self.pieces:
             at, n = one.start[axis], one.extent[axis]
@@ -156,9 +156,9 @@ class EngineRows:
 
 def concat(parts: Sequence[Arrangement], axis: int) -> Arrangement:
     """Tensors one behind the other along an axis. Their other sizes are the same."""
-    pieces = []
-    length = 0
-    for part in parts:
+    pieces = list(parts[0].pieces)
+    length = parts[0].shape[axis]
+    for part in parts[1:]:
         pieces += [
             Piece(
                 _with(one.start, axis, one.start[axis] + length), one.extent, one.source, one.first, one.axes
@@ -167,6 +167,12 @@ def concat(parts: Sequence[Arrangement], axis: int) -> Arrangement:
         ]
         length += part.shape[axis]
     return Arrangement(parts[0].dtype, _with(parts[0].shape, axis, length), tuple(pieces))
+
+
+@cache
+def _unmoved(ndim: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """The first element of a tensor, and its own axes."""
+    return (0,) * ndim, tuple((axis, 1) for axis in range(ndim))
 
 
 def _with(values: tuple[_T, ...], axis: int, value: _T) -> tuple[_T, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from math import prod, sqrt
 from typing import ClassVar, Literal, NoReturn
 
@@ -165,6 +166,7 @@ class Dequantise(Rule):
     def apply(self, values: Values) -> Values:
         made: Made = {}
         gone: set[str] = set()
+        blocks_of = cache(self._blocks)
         for path, match in self._found(self.pattern, values):
             if slot_name(match) in SLOTS:
                 continue
@@ -178,13 +180,12 @@ class Dequantise(Rule):
                 refuse(path, "it is an object, which maps cannot dequantise")
             if not isinstance(scales, Arrangement):
                 refuse(other, f"it is an object, and not the scales of `{path}`")
-            for name, tensor in ((path, weight), (other, scales)):
-                if tensor.dtype not in READ:
-                    refuse(name, f"it is {tensor.dtype}, which maps cannot dequantise")
+            if weight.dtype not in READ or scales.dtype not in READ:
+                name, tensor = (path, weight) if weight.dtype not in READ else (other, scales)
+                refuse(name, f"it is {tensor.dtype}, which maps cannot dequantise")
             if not weight.shape or len(weight.shape) != len(self.block):
                 refuse(path, f"its shape {list(weight.shape)} has no blocks of {list(self.block)}")
-            block = tuple(size or max(n, 1) for n, size in zip(weight.shape, self.block, strict=True))
-            blocks = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+            block, blocks = blocks_of(weight.shape)
             while prod(blocks) == prod(scales.shape) == 1 and len(scales.shape) < len(blocks):
                 # One scale for the whole tensor.
                 scales = scales.insert(0)
@@ -199,6 +200,11 @@ class Dequantise(Rule):
         if not made and not self.optional:
             _found_none("dequantise", self.pattern, f"scales `{self.scale.text}`")
         return consumed(values, made, gone)
+
+    def _blocks(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The block of a tensor, and its number of blocks along each axis."""
+        block = tuple(size or max(n, 1) for n, size in zip(shape, self.block, strict=True))
+        return block, tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
 
     def inverse(self) -> Rule:
         _no_way_back("dequantise", self.pattern, "maps do not quantise")

@@ -48,7 +48,7 @@ class Observer:
     def watching(self, rule: Rule, values: Values) -> Iterator[None]:
         """Notes the leaves that a rule takes. An error leaves them as they are."""
         for pattern in rule.taken():
-            self._taken.update(path for path in values if pattern.match(path) is not None)
+            self._taken.update(path for path, _ in pattern.among(values))
         try:
             yield
         except NoMatch as error:

@@ -5,8 +5,9 @@ capture take numbers only: ``{i<3}``, ``{i>=3}``. A shift stands for another num
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .._checks import shown
 from ..errors import MisuseError
@@ -18,8 +19,7 @@ _NAME, _REST = r"[^./\[\]]+", r".+"
 _MAX_DIGITS = 18
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """A path that a pattern matches."""
 
     #: Text by capture.
@@ -44,15 +44,23 @@ class Pattern:
     #: Captures that are numbers, with their operator and its number.
     _numbers: tuple[tuple[str, str, int], ...] = field(init=False, repr=False)
     _expression: re.Pattern[str] = field(init=False, repr=False)
+    #: Text that is in each path that it matches.
+    _literal: str = field(init=False, repr=False)
+    #: Its text with ``%s`` for each capture, and those with their shifts.
+    _template: str = field(init=False, repr=False)
+    _fields: tuple[tuple[str, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
             raise MisuseError(f"a pattern is a leaf path with captures such as {{i}}, not {shown(self.text)}")
         names: list[str] = []
         numbers: list[tuple[str, str, int]] = []
+        literals: list[str] = []
+        fields: list[tuple[str, int]] = []
         expression, at = "", 0
         for found in _CAPTURE.finditer(self.text):
-            expression += re.escape(self.text[at : found.start()])
+            literals.append(self.text[at : found.start()])
+            expression += re.escape(literals[-1])
             name, kind, operator, bound = found.groups()
             if not name.isascii():
                 raise MisuseError(f"the name of the capture {found[0]} is not ASCII")
@@ -65,13 +73,25 @@ class Pattern:
                 raise MisuseError(f"{{{name}}} has a shift and is in `{self.text}` twice; use it once")
             if name not in names:
                 names.append(name)
+            fields.append((name, int(bound) if operator == "+" else 0))
             at = found.end()
-        expression += re.escape(self.text[at:])
+        literals.append(self.text[at:])
+        expression += re.escape(literals[-1])
         # Groups around the captures have no names: a capture may have any.
         whole = rf"((?:.*?/)??){expression}((?:[/\[].*)?)"
         object.__setattr__(self, "captures", tuple(names))
         object.__setattr__(self, "_numbers", tuple(numbers))
         object.__setattr__(self, "_expression", re.compile(whole, re.DOTALL))
+        object.__setattr__(self, "_literal", max(literals, key=len))
+        object.__setattr__(self, "_template", "%s".join(one.replace("%", "%%") for one in literals))
+        object.__setattr__(self, "_fields", tuple(fields))
+
+    def among(self, paths: Iterable[str]) -> Iterator[tuple[str, Match]]:
+        """The paths that it matches, in their order."""
+        literal, match = self._literal, self.match
+        for path in [one for one in paths if literal in one]:
+            if (found := match(path)) is not None:
+                yield path, found
 
     def match(self, path: str) -> Match | None:
         """The captures of a path; ``None`` where it does not match."""
@@ -89,17 +109,18 @@ class Pattern:
 
     def fill(self, captures: Mapping[str, str]) -> str:
         """The path for these captures. Raises if one with a shift is no number."""
-        return _CAPTURE.sub(lambda found: _filled(found, captures), self.text)
+        return self._template % tuple([_shifted(captures[name], shift) for name, shift in self._fields])
 
 
-def _filled(found: re.Match[str], captures: Mapping[str, str]) -> str:
-    text = captures[found[1]]
-    if found[3] != "+":
+def _shifted(text: str, shift: int) -> str:
+    if not shift:
         return text
     number = _number(text)
     if number is None:
-        raise MisuseError(f"{found[0]} takes numbers of at most {_MAX_DIGITS} digits, not {shown(text)}")
-    return str(number + int(found[4]))
+        raise MisuseError(
+            f"a shift by {shift} takes numbers of at most {_MAX_DIGITS} digits, not {shown(text)}"
+        )
+    return str(number + shift)
 
 
 def _number(text: str) -> int | None:

@@ -57,10 +57,9 @@ class Rule:
     def _found(self, pattern: Pattern, values: Values) -> Iterator[tuple[str, Match]]:
         """The paths that a pattern matches. Raises if it matches none and has to."""
         none = True
-        for path in values:
-            if (match := pattern.match(path)) is not None:
-                none = False
-                yield path, match
+        for found in pattern.among(values):
+            none = False
+            yield found
         if none and not self.optional:
             compared = itertools.islice(values, _MAX_COMPARED)
             near = difflib.get_close_matches(pattern.text, compared, 3, 0.4)
@@ -466,11 +465,7 @@ class Untie(Rule):
     to: Pattern
 
     def apply(self, values: Values) -> Values:
-        own = {
-            path: match.around(self.to.fill(match.captures))
-            for path in values
-            if (match := self.pattern.match(path)) is not None
-        }
+        own = {path: match.around(self.to.fill(match.captures)) for path, match in self.pattern.among(values)}
         if not own:
             # Raises if neither of the two is there.
             list(self._found(self.to, values))
@@ -599,14 +594,15 @@ def _unfit(
         how: what is wrong with another shape, for messages.
         name: the pattern that names the parameter of a match.
     """
-    fitting: set[str] = set()
     unfit: dict[str, Match] = {}
+    others: list[Match] = []
     for path, match in found:
         value = untied(values, path)
         if isinstance(value, Arrangement) and fits(value.shape):
-            fitting.add(name.fill(match.captures))
+            others.append(match)
         else:
             unfit[path] = match
+    fitting = {name.fill(match.captures) for match in others} if unfit else ()
     for path, match in unfit.items():
         value, slot = untied(values, path), slot_name(match, shortest=1)
         single = not isinstance(value, Arrangement) or prod(value.shape) <= 1

@@ -22,6 +22,8 @@ def slot_name(match: Match, shortest: int = 2) -> str | None:
     A name before it that is shorter than ``shortest`` is one of a module."""
     if match.after:
         return next(reversed(_names(match.after)), "")
+    if not match.before:
+        return None
     names = _names(match.before)
     return next((name for name in reversed(names) if len(name) >= shortest and SLOTS.get(name)), None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
@@ -60,9 +60,11 @@ def _without_ties_to(values: Values, paths: Container[str]) -> Values:
     }
 
 
-def consumed(values: Values, made: Made, gone: Container[str]) -> Values:
+def consumed(values: Values, made: Made, gone: Set[str]) -> Values:
     """As :func:`_replaced`, for operations that make other values. Leaves that were tied to those
     that are gone keep the value."""
+    if not made and not gone:
+        return values
     return _replaced(_without_ties_to(values, gone), made, gone)
 
 
@@ -85,6 +87,8 @@ def _replaced(values: Values, made: Made, gone: Container[str]) -> Values:
 
 def renamed(values: Values, moved: Mapping[str, str]) -> Values:
     """The leaves under other paths. Ties follow them."""
+    if not moved:
+        return values
     made: Made = {}
     for path, new in moved.items():
         add(made, new, values[path], path)
