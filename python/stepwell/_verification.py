@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from ._checkpoint import Checkpoint, Damage, VerifyReport
 from ._locations import MANIFEST, is_directory
+from ._paths import printable
 from ._steps import inspect
 from .errors import CorruptCheckpoint, StepGone, StepNotFound, StorageError
 
@@ -81,5 +82,5 @@ def _one(
         # The damage names the file and the block already.
         block = getattr(error, "block", None)
         where = " is corrupt: " if block is None else f" is corrupt, block {block}: "
-        what = str(error).removeprefix(f"{error.file}{where}").removeprefix(f"{error.file}: ")
+        what = str(error).removeprefix(f"{error.file}{where}").removeprefix(printable(f"{error.file}: "))
         return VerifyReport(0, 0, (Damage(error.file, block, (), what),), at, step)

@@ -547,6 +547,20 @@ def test_damage_of_universal_files_is_refused_by_name(tmp_path: Path, name: str)
     assert str(path) in str(caught.value)
 
 
+def test_names_in_errors_are_fit_for_a_terminal(tmp_path: Path) -> None:
+    files = of_universal()
+    model(files)["param_shapes"] = [{"a\x1b[31m\ud800": (4, 5)}]
+    with pytest.raises(sw.CorruptCheckpoint, match=r"parameter `a\\x1b\[31m\\ud800` has no fp32") as caught:
+        sw.open(write(tmp_path / "c", files))
+    assert str(caught.value).isprintable()
+    files["mp_rank_00_model_states.pt"]["universal_checkpoint_info"] = {
+        "vocabulary_parameter_patterns": ["\x1b(a+)+$"]
+    }
+    with pytest.raises(sw.errors.FormatError, match=r"the pattern .* is not understood") as refused:
+        sw.open(write(tmp_path / "d", files))
+    assert str(refused.value).isprintable()
+
+
 def of_slices(**info: Any) -> Content:
     """Two tensor-parallel ranks without ZeRO."""
     rules = {

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from .. import _core
-from .._paths import named, printable
+from .._paths import named
 from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, FormatError
 from .dcp_layouts import Layouts, TensorLayout
@@ -331,7 +331,7 @@ class Checkpoint:
         return archived(archives[place]).state
 
     def _wrong(self, name: str, what: str) -> CorruptCheckpoint:
-        error = corrupt(self._path, f"{named(printable(name))}: {what}")
+        error = corrupt(self._path, f"{named(name)}: {what}")
         error.leaf = name
         return error
 

@@ -140,7 +140,7 @@ class _Reader:
             elif kind == "TensorStorageMetadata":
                 saved.tensors[name] = self._tensor(name, value, places)
             else:
-                self._wrong(f"`{printable(name)}` is a {kind}, neither a tensor nor an object")
+                self._wrong(f"`{name}` is a {kind}, neither a tensor nor an object")
         self._add_flattened(saved, fields.get("mcore_data"))
         planner = fields.get("planner_data")
         if planner is not None:
@@ -158,9 +158,9 @@ class _Reader:
             tensor = saved.tensors.get(name)
             if tensor is None or not _is_grid_of(tensor.shape, whole):
                 stored = "" if tensor is None else f" of {list(tensor.shape)}"
-                self._wrong(f"`{printable(name)}`: flattened boxes{stored} do not form {list(whole)}")
+                self._wrong(f"`{name}`: flattened boxes{stored} do not form {list(whole)}")
             if not _has_all_runs(tensor):
-                self._wrong(f"`{printable(name)}`: its runs leave elements out, or have some of them twice")
+                self._wrong(f"`{name}`: its runs leave elements out, or have some of them twice")
             tensor.flattened = whole
 
     def _places(self, storage: object) -> dict[tuple[str, tuple[int, ...] | None], Place]:
@@ -187,7 +187,7 @@ class _Reader:
         place = places.get((name, offsets))
         if place is None:
             at = "" if offsets is None else f" at {list(offsets)}"
-            self._wrong(f"no file is named for `{printable(name)}`{at}")
+            self._wrong(f"no file is named for `{name}`{at}")
         return place
 
     def _tensor(
@@ -202,7 +202,7 @@ class _Reader:
             offsets, sizes = self._sizes(box.get("offsets")), self._sizes(box.get("sizes"))
             ends = map(add, offsets, sizes)
             if not (len(offsets) == len(sizes) == len(shape) and all(map(le, ends, shape))):
-                self._wrong(f"`{printable(name)}`: a part at {offsets} of {sizes} is not in {shape}")
+                self._wrong(f"`{name}`: a part at {offsets} of {sizes} is not in {shape}")
             parts[offsets] = Part(offsets, sizes, self._place(places, name, offsets))
         return SavedTensor(DTYPES.get(dtype), dtype, shape, list(parts.values()))
 
@@ -261,7 +261,7 @@ class _Reader:
         try:
             value.encode()
         except UnicodeEncodeError:
-            self._wrong(f"`{printable(value[:200])}` is no valid UTF-8")
+            self._wrong(f"`{value[:200]}` is no valid UTF-8")
         return value
 
     def _texts(self, value: object) -> tuple[str, ...]:

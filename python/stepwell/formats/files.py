@@ -57,8 +57,8 @@ def json_value(path: str) -> object:
 
 
 def corrupt(path: str, what: str) -> CorruptCheckpoint:
-    """The error of a damaged file."""
-    error = CorruptCheckpoint(f"{path}: {what}")
+    """The error of a damaged file. Names from files may be in its text."""
+    error = CorruptCheckpoint(printable(f"{path}: {what}"))
     error.file = path
     return error
 

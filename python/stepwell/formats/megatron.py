@@ -98,7 +98,7 @@ class _Leaves:
     def add(self, key: str, value: object) -> None:
         """Adds a tensor or an object."""
         if key in self.state:
-            raise corrupt(self._path, f"{named(printable(key))} is in it twice")
+            raise corrupt(self._path, f"{named(key)} is in it twice")
         self.state[key] = value
 
     def add_shard(self, key: str, shard: str, value: object) -> None:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from .. import _core
-from .._paths import printable
 from ..errors import FormatError
 from . import flax, zarr
 from .description import Description, Value
@@ -171,12 +170,10 @@ class _Item:
         for key in path[:-1]:
             child = at.setdefault(key, {})
             if type(child) is not dict:
-                raise corrupt(
-                    self._file, f"`{printable(str(path[-1])[:200])}` is below another leaf of its tree"
-                )
+                raise corrupt(self._file, f"`{str(path[-1])[:200]}` is below another leaf of its tree")
             at = child
         if path[-1] in at:
-            raise corrupt(self._file, f"`{printable(str(path[-1])[:200])}` is twice in its tree")
+            raise corrupt(self._file, f"`{str(path[-1])[:200]}` is twice in its tree")
         at[path[-1]] = value
 
     def _aggregated(self, path: Sequence[str | int]) -> object:
@@ -199,7 +196,7 @@ class _Item:
             return type(empty)() if isinstance(empty, (dict, list, tuple)) else Value(None)
         strings = self._strings
         if not isinstance(strings, dict) or not isinstance(strings.get(name), str):
-            raise corrupt(self._path, f"the text `{printable(name[:200])}` is missing in {_STRINGS}")
+            raise corrupt(self._path, f"the text `{name[:200]}` is missing in {_STRINGS}")
         return Value(strings[name])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NoReturn, TypeGuard
 
+from .._paths import printable
 from ..errors import FormatError
 from .description import MAX_SIZE, Tensor, Value
 from .files import corrupt
@@ -35,7 +36,7 @@ class Fields:
 
     def unread(self, what: str) -> NoReturn:
         """Raises the error of a form that is not read."""
-        raise FormatError(f"{self.file}: {what}")
+        raise FormatError(printable(f"{self.file}: {what}"))
 
     def get(self, key: str) -> object:
         """Returns an entry as plain values, or ``None``."""

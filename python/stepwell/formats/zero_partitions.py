@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from .._paths import printable
 from .description import Opaque, Tensor, Unlocated
 from .files import read
 from .flat_partitions import Parameter, assembled, of_group, of_shares
@@ -290,7 +289,7 @@ class _Cut:
         try:
             for name, parameter in found().items():
                 if name in self._parameters:
-                    raise Malformed(f"`{printable(name)}` is in two groups")
+                    raise Malformed(f"`{name[:200]}` is in two groups")
                 rows = [own[parameter.row] for own in self._partitions]
                 self.state.masters[name] = assembled(parameter, rows)
                 self._parameters[name] = parameter
@@ -331,7 +330,7 @@ class _Cut:
         if rest or number >= own or not isinstance(weight, Tensor) or weight.shape != shape:
             self._model.wrong(
                 f"expert {number} of expert-parallel rank {expert_rank} is not in the files "
-                f"layer_*_expert_*_model_states.pt as `{printable(name)}` of shape {list(shape)}. "
+                f"layer_*_expert_*_model_states.pt as `{name[:200]}` of shape {list(shape)}. "
                 "Copy the files of all experts, and keep those of one save"
             )
         return name
@@ -398,7 +397,7 @@ class _Cut:
         try:
             return assembled(self._parameters[name], cut.of_ranks)
         except Malformed as error:
-            self._ranks[0].wrong(f"`{slot}` of `{printable(name)}`: {error}")
+            self._ranks[0].wrong(f"`{slot}` of `{name[:200]}`: {error}")
 
     def _padding(self, rank: Fields, row: int) -> int:
         """Elements at the end of a rank's slots that its master weights do not have."""
