@@ -12,12 +12,12 @@
 //! ```
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use stepwell_core::format::checksum::crc32c;
 use stepwell_core::io::{Disk, File, Transfer};
 use stepwell_core::sys::Buffer;
 
+use super::WRITE_TIMEOUT;
 use super::checksums::PieceSum;
 use super::windows::WINDOW_ALIGNMENT;
 use crate::error::{Error, Result};
@@ -29,8 +29,6 @@ const HEAD: usize = 104;
 const SUM: usize = 12;
 /// The longest journal that is read.
 const MAX_BYTES: usize = 1 << 30;
-/// How long a write of the journal may take.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The content of a journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -62,6 +62,9 @@ pub use save_pauses::SavePauses;
 pub use sharing::Sharing;
 pub use stored_provider::{StoredProvider, StoredReads};
 
+/// How long a write of an output or of its journal may take.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
+
 /// The kind of an output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OutputKind {

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, TryRecvError};
 
 use stepwell_core::io::{Dir, Disk, File, Queue, Transfer};
 use stepwell_core::sys::Buffer;
 
+use super::WRITE_TIMEOUT;
 use super::checksums::PieceSum;
 use super::journal::Journal;
 use super::windows::{OutputWindow, WINDOW_ALIGNMENT};
@@ -17,8 +17,6 @@ use crate::error::{Error, Result};
 
 /// Writes in flight. Windows are large: more are not faster.
 const QUEUE_DEPTH: usize = 4;
-/// How long a write may take.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A window with its bytes.
 pub(super) struct FilledWindow {
