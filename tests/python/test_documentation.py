@@ -19,7 +19,7 @@ from command_line import DOCUMENT
 WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md"} | {
     f"docs/guide/{name}.md"
     for name in (
-        "converting", "evaluators", "gpu", "jax", "memory", "moving", "moving_over", "preemption", "pytorch", "restoring", "retention", "saving", "states",
+        "converting", "evaluators", "gpu", "jax", "memory", "moving", "preemption", "pytorch", "restoring", "resuming_from_others", "retention", "saving", "states",
     )
 }  # fmt: skip
 DEADLINE = 120.0
