@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, final
 from .. import _core
 from .._checks import flag, one_of, shown
 from ..errors import MisuseError
+from ..formats.description import MAX_SIZE
 from ..formats.writers import WRITERS, FileOptions
 
 #: A format to write.
@@ -109,8 +110,9 @@ def _bytes(size: object) -> int:
             if found[3] and found[2]
             else _UNITS[found[2].upper()]
         )
-        size = int(float(found[1]) * unit)
-    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        # A number that no disk has may be too large for an integer.
+        size = int(min(float(found[1]) * unit, MAX_SIZE))
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < MAX_SIZE:
         raise MisuseError(
             f'shard_size is a number of bytes, or text such as "5GB" or "512MiB", not {shown(size)}'
         )
