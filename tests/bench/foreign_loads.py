@@ -225,9 +225,9 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
     DCP_OF_RANKS: {OURS: ours, "dcp.load": dcp_load},
     ORBAX_2: {OURS: ours, "Orbax": orbax},
     ORBAX_3: {OURS: ours, "Orbax": orbax},
+    ZERO_2: {OURS: ours_of_zero, "zero_to_fp32": zero_to_fp32},
+    ZERO_3: {OURS: ours_of_zero, "zero_to_fp32": zero_to_fp32},
 }
-for kind in (ZERO_2, ZERO_3) if importlib.util.find_spec("deepspeed") else ():
-    CONTESTANTS[kind] = {OURS: ours_of_zero, "zero_to_fp32": zero_to_fp32}
 if NEWEST_SAFETENSORS.is_dir():
     CONTESTANTS[SAFETENSORS]["safetensors, pread"] = safetensors_pread
 if importlib.util.find_spec("fastsafetensors"):
@@ -273,6 +273,9 @@ def main() -> None:
     arguments.add_argument("--only", default="", help="formats with this text in their names")
     arguments.add_argument("--directory", type=Path)
     given = arguments.parse_args()
+    of_zero = [kind for kind in (ZERO_2, ZERO_3) if given.only in kind]
+    if of_zero and importlib.util.find_spec("deepspeed") is None:
+        arguments.error(f"deepspeed is missing, and {of_zero} need it. Run `make build`, or pass --only")
     folder = Path(tempfile.mkdtemp(prefix="bench-loads-", dir=given.directory))
     try:
         nbytes = write_models(folder, given.gib)
