@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use stepwell_core::compression::{Compression, Decompressor};
 use stepwell_core::foreign::Fault;
@@ -13,9 +12,8 @@ use stepwell_core::foreign::zip::{self, ZipMember, ZipMethod};
 use stepwell_core::io::File;
 use stepwell_core::sys::each;
 
-use crate::adoption;
-use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::foreign_reading::ForeignFiles;
 
 /// Local headers of an archive that are not further apart are read together.
 const NEAR_BYTES: u64 = 4096;
@@ -34,13 +32,8 @@ const ARCHIVES_AT_ONCE: usize = 1024;
 const THREADS: usize = 16;
 
 /// Reads bytes of a foreign file, as far as it has them. Also returns its length.
-pub fn read_foreign(
-    path: &Path,
-    offset: u64,
-    length: usize,
-    environment: &Environment,
-) -> Result<(Vec<u8>, u64)> {
-    let file = open(path, environment)?;
+pub fn read_foreign(path: &Path, offset: u64, length: usize, files: &ForeignFiles) -> Result<(Vec<u8>, u64)> {
+    let file = files.open(path)?;
     let file_length = file.len()?;
     // A length that a file names must not decide how much memory is reserved.
     let length = file_length.saturating_sub(offset).min(length as u64);
@@ -49,12 +42,9 @@ pub fn read_foreign(
 
 /// Reads bytes of several foreign files, as far as these have them: path, offset and length of
 /// each.
-pub fn read_foreign_ranges(
-    ranges: &[(PathBuf, u64, usize)],
-    environment: &Environment,
-) -> Result<Vec<Vec<u8>>> {
+pub fn read_foreign_ranges(ranges: &[(PathBuf, u64, usize)], files: &ForeignFiles) -> Result<Vec<Vec<u8>>> {
     let read = |(path, offset, length): &(PathBuf, u64, usize)| {
-        read_foreign(path, *offset, *length, environment).map(|(bytes, _)| bytes)
+        read_foreign(path, *offset, *length, files).map(|(bytes, _)| bytes)
     };
     each("stepwell-foreign", THREADS, ranges, read).into_iter().collect()
 }
@@ -77,8 +67,8 @@ pub struct ZipDirectory {
 
 impl ZipDirectory {
     /// Reads the directory of a file that is an archive.
-    pub fn read(path: &Path, environment: &Environment) -> Result<Self> {
-        let file = open(path, environment)?;
+    pub fn read(path: &Path, files: &ForeignFiles) -> Result<Self> {
+        let file = files.open(path)?;
         let bytes = ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: &[], tail: &[] };
         let (place, members) = listed(&bytes, zip::MAX_TAIL_BYTES).map_err(|error| error.at(path))?;
         Ok(Self { path: path.to_owned(), place, members })
@@ -95,8 +85,8 @@ impl ZipDirectory {
     }
 
     /// Reads the offsets of the contents of the members with these numbers.
-    pub fn contents(&self, numbers: &[usize], environment: &Environment) -> Result<Vec<u64>> {
-        let file = open(&self.path, environment)?;
+    pub fn contents(&self, numbers: &[usize], files: &ForeignFiles) -> Result<Vec<u64>> {
+        let file = files.open(&self.path)?;
         let bytes = ArchiveBytes { file: &*file, begin: 0, length: file.len()?, head: &[], tail: &[] };
         contents(&bytes, &self.place, &self.members, numbers).map_err(|error| error.at(&self.path))
     }
@@ -108,9 +98,9 @@ pub fn archives(
     path: &Path,
     places: &[(u64, u64)],
     wanted: &[&str],
-    environment: &Environment,
+    files: &ForeignFiles,
 ) -> Result<Vec<Archive>> {
-    let file = open(path, environment)?;
+    let file = files.open(path)?;
     let file_length = file.len()?;
     let outside =
         places.iter().find(|(at, length)| at.checked_add(*length).is_none_or(|end| end > file_length));
@@ -214,9 +204,9 @@ pub fn compressed_archives(
     compression: Compression,
     wanted: &[&str],
     head: u64,
-    environment: &Environment,
+    files: &ForeignFiles,
 ) -> Result<Vec<Archive>> {
-    let file = open(path, environment)?;
+    let file = files.open(path)?;
     let archive = |&(offset, length): &(u64, u64)| {
         let place = StreamPlace { name: String::new(), offset, length, compression: Some(compression) };
         let head = first_bytes(&*file, &place, head)?;
@@ -353,8 +343,8 @@ const COMPRESSED_BYTES: u64 = 4096;
 const NPY_START_BYTES: u64 = 256;
 
 /// The headers of arrays in a file.
-pub fn npy_headers(path: &Path, places: &[StreamPlace], environment: &Environment) -> Result<Vec<NpyHeader>> {
-    let file = open(path, environment)?;
+pub fn npy_headers(path: &Path, places: &[StreamPlace], files: &ForeignFiles) -> Result<Vec<NpyHeader>> {
+    let file = files.open(path)?;
     places.iter().map(|place| npy_header(&*file, place)).collect()
 }
 
@@ -401,8 +391,8 @@ fn first_bytes(file: &dyn File, place: &StreamPlace, wanted: u64) -> Result<Vec<
 }
 
 /// The value in a MessagePack file. Values of the application's types `nested` contain a value.
-pub fn msgpack(path: &Path, nested: &[i8], environment: &Environment) -> Result<Vec<MsgpackNode>> {
-    let file = open(path, environment)?;
+pub fn msgpack(path: &Path, nested: &[i8], files: &ForeignFiles) -> Result<Vec<MsgpackNode>> {
+    let file = files.open(path)?;
     let fault = |fault: Fault| Error::from(stepwell_core::Error::corrupt(path, fault.to_string()));
     let mut parser = MsgpackParser::new(file.len()?, nested);
     while let Some(wanted) = parser.wants() {
@@ -410,13 +400,4 @@ pub fn msgpack(path: &Path, nested: &[i8], environment: &Environment) -> Result<
         parser.feed(&bytes).map_err(fault)?;
     }
     parser.finish().map_err(fault)
-}
-
-/// Opens a file of another library.
-pub(crate) fn open(path: &Path, environment: &Environment) -> Result<Arc<dyn File>> {
-    let name = path.file_name().and_then(|name| name.to_str());
-    let (Some(parent), Some(name)) = (path.parent(), name) else {
-        return Err(Error::Invalid(format!("{} is no path of a file", path.display())));
-    };
-    adoption::checked(path, environment.disk.open_dir(parent)?.open_file(name)?)
 }

@@ -10,7 +10,7 @@
 //! | [`singular`] | one state under one path |
 //! | [`copy`] | verified copies of checkpoints |
 //! | [`convert`] | files of other formats, made from checkpoints |
-//! | [`AdoptedFile`] | checksums of files of other libraries |
+//! | [`ForeignReading`] | files of other libraries, and their checksums |
 //! | [`Reader`], [`checkpoint`] | files opened for reading; one step, leased |
 //! | [`save`] | one save: its preparation, its run, its handle |
 //! | [`state`] [`options`] [`environment`] | the inputs |
@@ -20,7 +20,6 @@
 //! | [`coordination`] | the agreement of ranks |
 #![forbid(unsafe_code)]
 
-mod adoption;
 pub mod checkpoint;
 pub mod commit;
 mod control;
@@ -33,6 +32,7 @@ pub mod discovery;
 pub mod environment;
 pub mod error;
 mod foreign;
+mod foreign_reading;
 mod guard;
 pub mod lease;
 pub mod manager;
@@ -58,7 +58,6 @@ pub mod step_name;
 mod stored_index;
 pub mod writer_heartbeat;
 
-pub use adoption::AdoptedFile;
 pub use checkpoint::Checkpoint;
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
@@ -66,6 +65,7 @@ pub use foreign::{
     Archive, StreamPlace, ZipDirectory, archives, compressed_archives, msgpack, npy_headers, read_foreign,
     read_foreign_ranges,
 };
+pub use foreign_reading::{ForeignFiles, ForeignReading};
 pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
 pub use ocdbt::ocdbt_entries;
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};

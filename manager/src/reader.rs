@@ -27,10 +27,10 @@ use stepwell_reshard::matching::{self, Report, StoredLeaf, Wanted};
 use stepwell_reshard::read_plan::{self, Request};
 
 use self::operands::{SHARED_BYTES, SharedOperands};
-use crate::adoption;
 use crate::directory_layout::MANIFEST;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::foreign_reading::ForeignReading;
 use crate::options::Options;
 use crate::stored_index::StoredIndex;
 
@@ -106,10 +106,19 @@ impl Reader {
 
     /// Opens files below `dir` that another library wrote. `index` describes them; chunks that it
     /// lacks are described later. The lengths of the files are checked when they are opened.
-    /// Compressed files in a file without a name are in `memory`.
-    pub fn foreign(dir: &Path, index: Index, memory: Vec<u8>, environment: &Environment) -> Result<Self> {
+    /// Compressed files in a file without a name are in `memory`. Fails if a file of the reading
+    /// has changed since it was first read.
+    pub fn foreign(
+        dir: &Path,
+        index: Index,
+        memory: Vec<u8>,
+        reading: &ForeignReading,
+        environment: &Environment,
+    ) -> Result<Self> {
         let dir = environment.disk.open_dir(dir)?;
-        let files = FileSet::foreign(Arc::clone(&dir), &index.files, memory, &adoption::checksums_of)?;
+        let known = |path: &Path| reading.known(path);
+        let files = FileSet::foreign(Arc::clone(&dir), &index.files, memory, &known)?;
+        reading.check_unchanged(&*environment.disk)?;
         let load_options = Options::default().load_options(false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))

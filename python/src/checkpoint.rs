@@ -18,13 +18,14 @@ use stepwell_core::load::{BlockChecksums, FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
-use stepwell_manager::{Error, ReadFailure, Reader, copy};
+use stepwell_manager::{Error, ForeignReading, ReadFailure, Reader, copy};
 use stepwell_reshard::mapping::MappedLeaf;
 use stepwell_reshard::read_plan::Request;
 
 use crate::array_group::{ArrayGroup, request};
 use crate::arrays;
 use crate::errors::{closed, invalid, raise, raise_manager};
+use crate::foreign::{Reading, entered};
 use crate::hooks::hooks;
 use crate::ingest::{HeldBuffer, streams_of, target_of};
 use crate::options;
@@ -91,6 +92,8 @@ struct ForeignFacts {
     manifest: String,
     /// Names chunks and checksums when they are needed.
     details: Py<PyAny>,
+    /// The reading that its files belong to.
+    reading: Arc<ForeignReading>,
     /// Tensors whose chunks are not described yet.
     undescribed: Mutex<BTreeSet<u32>>,
 }
@@ -238,7 +241,7 @@ impl Checkpoint {
     /// nodes of the tree, its leaves, and the objects by leaf. `manifest` has facts about them, in
     /// the form of a manifest. `details.chunks(leaves)` returns the chunks that leaves lack, and
     /// `details.guarded()` the ranges of files that have checksums. Compressed files in a file
-    /// without a name are in `memory`.
+    /// without a name are in `memory`. The files belong to the entered [`Reading`].
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "a description, part by part")]
     fn foreign(
@@ -264,12 +267,15 @@ impl Checkpoint {
             leaves: leaves.into_iter().map(foreign_leaf).collect::<PyResult<_>>()?,
             files: files.into_iter().map(foreign_file).collect::<PyResult<_>>()?,
         };
+        let reading = entered();
+        let known = Arc::clone(&reading);
         let opened = wait::on_thread(py, move || {
             let environment = options::environment(&directory, engine, Purpose::Read)?;
-            Reader::foreign(&directory, index, memory, &environment)
+            Reader::foreign(&directory, index, memory, &known, &environment)
         })?
         .map_err(|error| raise_manager(py, &error))?;
-        let foreign = Some(ForeignFacts { objects, manifest, details, undescribed: Mutex::new(undescribed) });
+        let undescribed = Mutex::new(undescribed);
+        let foreign = Some(ForeignFacts { objects, manifest, details, reading, undescribed });
         Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), foreign })
     }
 
@@ -298,6 +304,7 @@ impl Checkpoint {
                 objects: (0_u32..).zip(&leaves).filter_map(object).collect(),
                 manifest: facts.manifest.clone(),
                 details: facts.details.clone_ref(py),
+                reading: Arc::clone(&facts.reading),
                 undescribed: Mutex::default(),
             }
         });
@@ -307,6 +314,11 @@ impl Checkpoint {
         };
         let reader = mapped.map_err(|error| raise_manager(py, &error))?;
         Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Mapped(inner, reader)))), foreign })
+    }
+
+    /// Returns the reading that files beside those of the checkpoint are read in, too.
+    fn reading(&self) -> Reading {
+        Reading(self.foreign.as_ref().map(|facts| Arc::clone(&facts.reading)).unwrap_or_default())
     }
 
     fn close(&self, py: Python<'_>) {

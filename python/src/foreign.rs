@@ -1,5 +1,6 @@
 //! Foreign files for the package's format modules: bytes of them, and parsers of these bytes.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use stepwell_core::foreign::zip::{ZipMember, ZipMethod};
 use stepwell_core::foreign::{Fault, safetensors};
 use stepwell_core::format::checksum;
 use stepwell_core::io::{Engine, Purpose};
-use stepwell_manager::{Archive, StreamPlace};
+use stepwell_manager::{Archive, ForeignFiles, ForeignReading, StreamPlace};
 
 use crate::errors::{raise, raise_manager};
 use crate::manager::call;
@@ -28,26 +29,70 @@ type TensorRow = (String, String, Vec<u64>, u64, u64);
 /// Metadata by name, and the tensors.
 type HeaderRows = (Vec<(String, String)>, Vec<TensorRow>);
 
-/// A file of another library whose blocks have known checksums. Reads of its path are checked as
-/// long as this exists.
-#[pyclass(frozen, module = "stepwell._core")]
-pub struct AdoptedFile {
-    _file: stepwell_manager::AdoptedFile,
+thread_local! {
+    /// The readings that this thread has entered, the innermost one last.
+    static ENTERED: RefCell<Vec<Arc<ForeignReading>>> = const { RefCell::new(Vec::new()) };
 }
 
+/// One reading of another library's checkpoint: what is known of its files. Files that are read in
+/// its `with` statement belong to it.
+#[pyclass(frozen, module = "stepwell._core")]
+pub struct Reading(pub Arc<ForeignReading>);
+
 #[pymethods]
-impl AdoptedFile {
-    /// `crcs` has the CRC-32C of each block: four bytes each, the least significant one first.
+impl Reading {
     #[new]
-    fn of(py: Python<'_>, path: PathBuf, block_bytes: u64, length: u64, crcs: &[u8]) -> PyResult<Self> {
+    fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    /// From now on, reads of the file are checked. `crcs` has the CRC-32C of each block: four bytes
+    /// each, the least significant one first.
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        block_bytes: u64,
+        length: u64,
+        crcs: &[u8],
+    ) -> PyResult<()> {
         let (words, rest) = crcs.as_chunks::<4>();
         if !rest.is_empty() {
             return Err(PyValueError::new_err("a checksum has four bytes"));
         }
         let crcs = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
-        let file = stepwell_manager::AdoptedFile::new(path, block_bytes, length, crcs);
-        Ok(Self { _file: file.map_err(|error| raise_manager(py, &error))? })
+        self.0.adopt(path, block_bytes, length, crcs).map_err(|error| raise_manager(py, &error))
     }
+
+    fn __enter__(&self) {
+        ENTERED.with_borrow_mut(|entered| entered.push(Arc::clone(&self.0)));
+    }
+
+    fn __exit__(&self, _kind: &Bound<'_, PyAny>, _error: &Bound<'_, PyAny>, _trace: &Bound<'_, PyAny>) {
+        ENTERED.with_borrow_mut(|entered| {
+            if let Some(at) = entered.iter().rposition(|one| Arc::ptr_eq(one, &self.0)) {
+                entered.remove(at);
+            }
+        });
+    }
+}
+
+/// Returns the reading that this thread is in. Without one, it is new.
+pub fn entered() -> Arc<ForeignReading> {
+    ENTERED.with_borrow(|entered| entered.last().cloned()).unwrap_or_default()
+}
+
+/// Reads a file, or several ones, with the disk of a path.
+pub fn read<T: Send + 'static>(
+    py: Python<'_>,
+    path: PathBuf,
+    work: impl FnOnce(&Path, &ForeignFiles) -> Result<T, stepwell_manager::Error> + Send + 'static,
+) -> PyResult<T> {
+    let reading = entered();
+    call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+        work(&path, &ForeignFiles::new(environment.disk, reading))
+    })
 }
 
 /// Reads bytes of a file, as far as it has them. Also returns its length.
@@ -58,10 +103,8 @@ pub fn read_foreign(
     offset: u64,
     length: usize,
 ) -> PyResult<(Bound<'_, PyBytes>, u64)> {
-    let (bytes, file_length) = call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
-        stepwell_manager::read_foreign(&path, offset, length, &environment)
-    })?;
+    let (bytes, file_length) =
+        read(py, path, move |path, files| stepwell_manager::read_foreign(path, offset, length, files))?;
     Ok((PyBytes::new(py, &bytes), file_length))
 }
 
@@ -73,10 +116,7 @@ pub fn read_foreign_ranges(
 ) -> PyResult<Vec<Bound<'_, PyBytes>>> {
     let Some((first, ..)) = ranges.first() else { return Ok(Vec::new()) };
     let first = first.clone();
-    let contents = call(py, move || {
-        let environment = options::environment(&first, Engine::Auto, Purpose::Read)?;
-        stepwell_manager::read_foreign_ranges(&ranges, &environment)
-    })?;
+    let contents = read(py, first, move |_, files| stepwell_manager::read_foreign_ranges(&ranges, files))?;
     Ok(contents.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
 }
 
@@ -122,12 +162,9 @@ pub struct ZipDirectory(Arc<stepwell_manager::ZipDirectory>);
 #[pymethods]
 impl ZipDirectory {
     #[new]
-    fn read(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        let read = call(py, move || {
-            let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
-            stepwell_manager::ZipDirectory::read(&path, &environment)
-        })?;
-        Ok(Self(Arc::new(read)))
+    fn of(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let found = read(py, path, stepwell_manager::ZipDirectory::read)?;
+        Ok(Self(Arc::new(found)))
     }
 
     /// Returns the members, in the order of the directory.
@@ -138,10 +175,8 @@ impl ZipDirectory {
     /// Reads the offsets of the contents of the members with these numbers.
     fn contents(&self, py: Python<'_>, numbers: Vec<usize>) -> PyResult<Vec<u64>> {
         let directory = Arc::clone(&self.0);
-        call(py, move || {
-            let environment = options::environment(directory.path(), Engine::Auto, Purpose::Read)?;
-            directory.contents(&numbers, &environment)
-        })
+        let path = directory.path().to_owned();
+        read(py, path, move |_, files| directory.contents(&numbers, files))
     }
 }
 
@@ -165,10 +200,9 @@ pub fn zip_archives(
     places: Vec<(u64, u64)>,
     wanted: Vec<String>,
 ) -> PyResult<Vec<ArchiveRow<'_>>> {
-    let found = call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+    let found = read(py, path, move |path, files| {
         let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
-        stepwell_manager::archives(&path, &places, &wanted, &environment)
+        stepwell_manager::archives(path, &places, &wanted, files)
     })?;
     Ok(archive_rows(py, found))
 }
@@ -186,10 +220,9 @@ pub fn compressed_archives<'py>(
     head: u64,
 ) -> PyResult<Vec<ArchiveRow<'py>>> {
     let compression = compression_named(compression)?;
-    let found = call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+    let found = read(py, path, move |path, files| {
         let wanted: Vec<&str> = wanted.iter().map(String::as_str).collect();
-        stepwell_manager::compressed_archives(&path, &places, compression, &wanted, head, &environment)
+        stepwell_manager::compressed_archives(path, &places, compression, &wanted, head, files)
     })?;
     Ok(archive_rows(py, found))
 }
@@ -211,11 +244,7 @@ type OcdbtRow<'py> = (String, Option<Bound<'py, PyBytes>>, Option<(usize, u64, u
 /// The data files of the OCDBT database in a directory, by their paths below it, and its entries.
 #[pyfunction]
 pub fn ocdbt_entries(py: Python<'_>, path: PathBuf) -> PyResult<(Vec<String>, Vec<OcdbtRow<'_>>)> {
-    let at = path.clone();
-    let entries = call(py, move || {
-        let environment = options::environment(&at, Engine::Auto, Purpose::Read)?;
-        stepwell_manager::ocdbt_entries(&at, &environment)
-    })?;
+    let entries = read(py, path.clone(), stepwell_manager::ocdbt_entries)?;
     let (mut files, mut numbers) = (Vec::new(), HashMap::new());
     let mut row = |(key, value): (Vec<u8>, OcdbtValue)| {
         let key = String::from_utf8(key).map_err(|_| {
@@ -268,10 +297,7 @@ pub fn npy_headers(py: Python<'_>, path: PathBuf, places: Vec<NpyPlaceRow>) -> P
         Ok::<_, PyErr>(StreamPlace { name, offset, length, compression })
     };
     let places = places.into_iter().map(place).collect::<PyResult<Vec<_>>>()?;
-    let headers = call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
-        stepwell_manager::npy_headers(&path, &places, &environment)
-    })?;
+    let headers = read(py, path, move |path, files| stepwell_manager::npy_headers(path, &places, files))?;
     let row = |one: NpyHeader| (one.descr, one.fortran_order, one.shape, one.length);
     Ok(headers.into_iter().map(row).collect())
 }

@@ -66,7 +66,7 @@ mod _core {
     use crate::events::Events;
     #[pymodule_export]
     use crate::foreign::{
-        AdoptedFile, ZipDirectory, compressed_archives, crc32c, npy_headers, ocdbt_entries, read_foreign,
+        Reading, ZipDirectory, compressed_archives, crc32c, npy_headers, ocdbt_entries, read_foreign,
         read_foreign_ranges, safetensors_header, safetensors_header_length, zip_archives,
     };
     #[pymodule_export]

@@ -8,11 +8,9 @@ use pyo3::types::{PyDict, PyList};
 
 use stepwell_core::Error;
 use stepwell_core::foreign::msgpack::MsgpackNode;
-use stepwell_core::io::{Engine, Purpose};
 
 use crate::errors::raise;
-use crate::manager::call;
-use crate::options;
+use crate::foreign::read;
 
 /// Returns the value in a MessagePack file. Arrays are lists, and maps are dicts, with keys that
 /// are text or integers. Bytes are their place, `(offset, length)`. A value of an application's
@@ -20,10 +18,7 @@ use crate::options;
 #[pyfunction]
 pub fn msgpack(py: Python<'_>, path: PathBuf, nested: Vec<i8>) -> PyResult<Bound<'_, PyAny>> {
     let file = path.clone();
-    let nodes = call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
-        stepwell_manager::msgpack(&path, &nested, &environment)
-    })?;
+    let nodes = read(py, path, move |path, files| stepwell_manager::msgpack(path, &nested, files))?;
     // The parts of a container follow it: from the end, they are there when it is reached.
     let mut values: Vec<Bound<'_, PyAny>> = Vec::new();
     for node in nodes.into_iter().rev() {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -96,10 +96,25 @@ def adopt(
     if found is None:
         raise StepNotFound(f"{where} is no checkpoint of another library: {explain(where)}")
     target = where if found.step is None and step is None else found.path
-    files = adoption.files_below(target) if os.path.isdir(target) else found.own_files()
+    files = found.own_files()
+    if os.path.isdir(target):
+        files = _of_directory(target, files)
     found.open("auto").close()  # refuses what cannot be read
     before = None if replace else adoption.of(target)
     return _report(target, adoption.write(target, files, found.guarded, before, progress), (), ())
+
+
+def _of_directory(path: str, read: Sequence[str]) -> list[str]:
+    """The files of a directory. Those that are read must be among them."""
+    from .formats import adoption
+
+    files = adoption.files_below(path, read)
+    real = {os.path.realpath(file) for file in files}
+    if outside := [file for file in read if os.path.realpath(file) not in real]:
+        raise MisuseError(
+            f"{outside[0]} is a part of this checkpoint, and is not below {path}. Copy it to a directory there"
+        )
+    return files
 
 
 def _checked(path: str, known: Adoption, progress: _Progress | None) -> AdoptReport:
@@ -107,7 +122,8 @@ def _checked(path: str, known: Adoption, progress: _Progress | None) -> AdoptRep
 
     rows = known.verify((), progress)[2]
     damages = tuple(Damage(file, block, tuple(leaves), what) for file, block, leaves, what in rows)
-    present = adoption.files_below(path) if os.path.isdir(path) else []
+    listed = [os.path.join(known.directory, name) for name in known.rows]
+    present = adoption.files_below(path, listed) if os.path.isdir(path) else []
     names = [os.path.relpath(file, known.directory) for file in present]
     return _report(path, known, damages, tuple(name for name in names if name not in known.rows))
 

@@ -17,7 +17,6 @@ __all__ = [
     "MAX_NAME_BYTES",
     "MAX_STEP",
     "VERSION",
-    "AdoptedFile",
     "ArrayGroup",
     "Board",
     "Checkpoint",
@@ -26,6 +25,7 @@ __all__ = [
     "Held",
     "Manager",
     "PathTicket",
+    "Reading",
     "SaveHandle",
     "Sharing",
     "State",
@@ -352,8 +352,11 @@ def safetensors_header(
 _ZipMember = tuple[str, str, int | None, int, int]
 
 @final
-class AdoptedFile:
-    def __new__(cls, path: _Path, block_bytes: int, length: int, crcs: bytes) -> AdoptedFile: ...
+class Reading:
+    def __new__(cls) -> Reading: ...
+    def adopt(self, path: _Path, block_bytes: int, length: int, crcs: bytes) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, kind: object, error: object, trace: object) -> None: ...
 
 @final
 class ZipDirectory:
@@ -479,6 +482,7 @@ class Checkpoint:
         leaves: Sequence[_MappedLeaf],
         computed: Sequence[_ComputedTensor],
     ) -> Checkpoint: ...
+    def reading(self) -> Reading: ...
     def close(self) -> None: ...
     def path(self) -> str: ...
     def step(self) -> int: ...

@@ -216,9 +216,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
         sw.open(tmp_path / "c")
 
 
-def framed(magic: int, body: bytes) -> bytes:
-    """A manifest or a node of OCDBT that is not compressed."""
-    head = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + bytes(2)
+def framed(magic: int, body: bytes, method: int = 0) -> bytes:
+    """A manifest or a node of OCDBT, compressed by that method or by none."""
+    head = struct.pack(">I", magic) + struct.pack("<Q", len(body) + 18) + bytes([0, method])
     return head + body + struct.pack("<I", _core.crc32c(head + body))
 
 
@@ -262,7 +262,25 @@ def test_keys_of_a_database_are_bounded(tmp_path: Path) -> None:
     prefix = varint(60_000)
     child = bytes([1, 1, 6, 0]) + b"d/leaf" + bytes([1]) + prefix + prefix + b"a" * 60_000
     with_root(tmp_path / "c", 1, child + bytes([0, 0]) + varint(len(leaf)) + bytes([1, 1, 1]))
-    with pytest.raises(sw.CorruptCheckpoint, match="its keys have more than"):
+    with pytest.raises(sw.CorruptCheckpoint, match="its entries take more than"):
+        sw.open(tmp_path / "c")
+
+
+def test_values_in_a_database_are_bounded(tmp_path: Path) -> None:
+    import zstandard
+
+    WRITERS["zarr2 in OCDBT"](tmp_path / "c", {"w": jnp.arange(4.0)})
+    # 100 nodes, each with a value of 1 MB of zeros: a file of 8 KB.
+    size, count = 1_000_000, 100
+    leaf = bytes([0, 0, 1, 1]) + b"k" + varint(size) + bytes(1) + bytes(size)
+    packed = zstandard.ZstdCompressor(level=19).compress(leaf)
+    leaf = framed(0x0CDB20DE, packed, method=1)
+    (tmp_path / "c" / "d" / "leaf").write_bytes(leaf * count)
+    names = [b"%02d" % number for number in range(count)]
+    child = bytes([1, 1, 6, 0]) + b"d/leaf" + varint(count) + bytes(count - 1) + bytes([2]) * 2 * count
+    places = b"".join(varint(number * len(leaf)) for number in range(count)) + varint(len(leaf)) * count
+    with_root(tmp_path / "c", 1, child + b"".join(names) + bytes(count) + places + bytes([1, 1, 1]) * count)
+    with pytest.raises(sw.CorruptCheckpoint, match="its entries take more than"):
         sw.open(tmp_path / "c")
 
 

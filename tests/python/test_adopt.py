@@ -84,8 +84,8 @@ def test_every_flipped_byte_is_found(model: Path, file: str) -> None:
             sw.restore(model)
         assert failure.value.file == str(path)
         assert failure.value.block == at // BLOCK
-        for damage in (sw.adopt(model, check=True).damages, sw.verify(model).damages if at >= BLOCK else ()):
-            assert [(one.file, one.block) for one in damage] in ([(str(path), at // BLOCK)], [])
+        for damage in (sw.adopt(model, check=True).damages, sw.verify(model).damages):
+            assert [(one.file, one.block) for one in damage] == [(str(path), at // BLOCK)]
         assert not sw.adopt(model, check=True).ok
         flip(path, at)
     assert sw.restore(model).keys() == {"a", "b", "c"}
@@ -156,6 +156,68 @@ def test_adopting_again_does_not_hide_damage(model: Path) -> None:
         sw.restore(model)
     assert sw.adopt(model, replace=True).ok
     assert (sw.restore(model)["a"] == 0).all()
+
+
+def test_a_deleted_file_is_called_missing(model: Path) -> None:
+    sw.adopt(model)
+    (model / "config.json").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"config\.json: it is missing, and had checksums"):
+        sw.adopt(model)
+    (model / "empty.txt").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match="it is missing, as 1 other files"):
+        sw.adopt(model)
+    assert sw.adopt(model, replace=True).files == 3
+
+
+def test_checksums_are_replaced_while_a_handle_is_open(model: Path) -> None:
+    sw.adopt(model)
+    with sw.open(model) as old:
+        save_file({"a": np.zeros(3)}, model / "model-00001-of-00002.safetensors")
+        assert sw.adopt(model, replace=True).ok
+        assert (sw.restore(model)["a"] == 0).all()
+        with pytest.raises(sw.CorruptCheckpoint):
+            old["a"][:]
+
+
+def test_linked_directories_are_adopted_with_their_files(tmp_path: Path) -> None:
+    sw.save(tmp_path / "source", tensors())
+    sw.convert(tmp_path / "source", tmp_path / "elsewhere", to="orbax")
+    step = tmp_path / "step"
+    step.mkdir()
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    (step / "default").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "log.txt").write_text("not a part of the checkpoint")
+    (step / "logs").symlink_to(tmp_path / "logs")
+    report = sw.adopt(step)
+    assert report.files == 1 + sum(one.is_file() for one in (tmp_path / "elsewhere").rglob("*"))
+    assert sw.adopt(step, check=True).ok
+    assert sw.verify(step).unguarded_nbytes == 0
+    data = max((tmp_path / "elsewhere").rglob("*"), key=lambda one: one.stat().st_size)
+    flip(data, 5)
+    with pytest.raises(sw.CorruptCheckpoint) as failure:
+        sw.restore(step)
+    assert failure.value.file == str(data)
+    assert [one.file for one in sw.adopt(step, check=True).damages] == [str(data)]
+
+
+@pytest.mark.parametrize("text", [b"none", b'{"stepwell_checksums": 1}\n00000000\n'])
+def test_damaged_checksums_of_others_are_passed_over(
+    model: Path, caplog: pytest.LogCaptureFixture, text: bytes
+) -> None:
+    (model.parent / ".stepwell-checksums").write_bytes(text)
+    with caplog.at_level("WARNING", "stepwell"):
+        assert sw.restore(model).keys() == {"a", "b", "c"}
+    assert "ignoring checksums above the checkpoint" in caplog.text
+    assert str(model.parent / ".stepwell-checksums") in caplog.text
+
+
+@pytest.mark.parametrize("path", [".", "model-00001-of-00002.safetensors"])
+def test_damaged_checksums_of_a_part_are_an_error(model: Path, path: str) -> None:
+    sw.adopt(model)
+    flip(model / ".stepwell-checksums", 3)
+    with pytest.raises(sw.CorruptCheckpoint, match="these checksums are damaged"):
+        sw.restore(model / path)
 
 
 def test_files_and_directories_above_a_path_check_it(model: Path) -> None:
@@ -253,6 +315,10 @@ def test_what_cannot_be_adopted_is_an_error(tmp_path: Path, model: Path) -> None
         b'{"stepwell_checksums": 1, "block_bytes": 65536, "files": [{"path": "x", "bytes": 9, "crc32c": "!"}]}',
         b'{"stepwell_checksums": 1, "block_bytes": 65536, "files": [{"path": "x", "bytes": 9, "crc32c": "AAAA"}]}',
         b'{"stepwell_checksums": 1, "block_bytes": 65536, "files": [{"path": "x", "bytes": 1e99, "crc32c": ""}]}',
+        b'{"stepwell_checksums": 1, "block_bytes": "65536", "files": [{"path": "x", "bytes": 0, "crc32c": ""}]}',
+        b'{"stepwell_checksums": 1, "block_bytes": [65536], "files": []}',
+        b'{"stepwell_checksums": 1, "block_bytes": 1e99, "files": []}',
+        b'{"stepwell_checksums": 1, "block_bytes": true, "files": []}',
         b"[" * 100_000,
     ],
 )
@@ -289,6 +355,13 @@ def test_an_adopted_model_is_exported_without_its_checksums(model: Path) -> None
         "config.json",
         "model.safetensors",
     ]
+
+
+def test_files_beside_an_adopted_model_are_checked(model: Path) -> None:
+    sw.adopt(model)
+    flip(model / "config.json", 3)
+    with pytest.raises(sw.CorruptCheckpoint, match=r"config\.json"):
+        sw.export(model, model.parent / "out", files=model)
 
 
 KILLS = 100 if os.environ.get("STEPWELL_LONG") else 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -172,7 +173,7 @@ ROOTS: dict[str, tuple[dict[str, str], list[tuple[int | None, str, str | None]],
         },
         [
             (10, "global_step_10", None),
-            (20, "global_step_20", r"ranks \[0\]"),
+            (20, "global_step_20", r"ranks: \[0\] are missing"),
             (30, "global_step_30", "names step 20"),
         ],
         "global_step_10",
@@ -283,6 +284,42 @@ def test_a_damaged_tracker_is_an_error(tmp_path: Path, name: str, text: str) -> 
     with pytest.raises(sw.CorruptCheckpoint, match=f"{tracker}: .* was expected") as failure:
         sw.open_root(tmp_path)
     assert failure.value.file == str(tmp_path / tracker)
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ({"checkpoint-1/trainer_state.json": "{}"}, "checkpoint-{}/trainer_state.json"),
+        ({"epoch=0-step=1.ckpt": "x"}, "epoch=0-step={}.ckpt"),
+        ({"m-step=1/weights/.metadata": ""}, "m-step={}/weights/.metadata"),
+        ({"global_step1/mp_rank_00_model_states.pt": ""}, "global_step{}/mp_rank_00_model_states.pt"),
+    ],
+)
+def test_a_number_of_many_digits_is_no_step(tmp_path: Path, files: dict[str, str], name: str) -> None:
+    write(tmp_path, {**files, name.format("9" * 18): "{}", name.format("9" * 19): "{}"})
+    numbers = {step.number for step in sw.open_root(tmp_path).steps}
+    assert {1, 10**18 - 1} <= numbers <= {1, 10**18 - 1, None}
+
+
+def test_a_directory_is_opened_without_reading_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(100):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    listed: list[str] = []
+    real = os.listdir
+
+    def listdir(path: str) -> list[str]:
+        listed.append(str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    with pytest.raises(sw.CorruptCheckpoint, match="was not finished"):
+        sw.open(tmp_path / "checkpoint-7")
+    with sw.CheckpointManager(tmp_path / "checkpoint-8") as mgr:
+        mgr.save(1, {"w": np.zeros(3)})
+    assert {Path(one).name for one in listed} <= {"checkpoint-7", "checkpoint-8", tmp_path.name}
+    assert len([one for one in listed if one == str(tmp_path)]) <= 2  # for messages
 
 
 def test_steps_of_two_libraries_are_an_error(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import stepwell as sw
 from command_line import run
 from safetensors.numpy import save_file
+from stepwell import formats
 
 TENSORS: dict[str, np.ndarray] = {
     "model.embed.weight": np.arange(96, dtype=np.float32).reshape(8, 12),
@@ -217,6 +218,39 @@ def test_a_file_that_is_replaced_is_not_mixed_in(model: Path) -> None:
         ) as failure:
             checkpoint["odd"].load()
     assert str(file) in str(failure.value)
+
+
+def swap(file: Path, content: bytes) -> None:
+    """Replaces a file as writers do."""
+    (file.parent / "new").write_bytes(content)
+    os.replace(file.parent / "new", file)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_files_that_change_between_parse_and_open_are_refused(tmp_path: Path, name: str, how: str) -> None:
+    first, second = (np.full(4, number, np.float32) for number in (1, 2))
+    layout = {"a": entry("F32", [4], 0, 16), "b": entry("F32", [4], 16, 32)}
+    other = {"b": entry("F32", [4], 0, 16), "a": entry("F32", [4], 16, 32)}
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (tmp_path / shards[0]).write_bytes(written(layout, first.tobytes() + second.tobytes()))
+    save_file({"c": first}, tmp_path / shards[1])
+    index = json.dumps({"weight_map": {"a": shards[0], "b": shards[0], "c": shards[1]}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    description = formats.find(str(tmp_path))
+    assert description is not None
+    if how == "removed":
+        (tmp_path / name).unlink()
+    elif name == shards[0]:
+        swap(tmp_path / name, written(other, second.tobytes() + first.tobytes()))
+    else:
+        swap(tmp_path / name, index.encode())
+    with pytest.raises((sw.CorruptCheckpoint, FileNotFoundError)) as failure:
+        description.open("auto")
+    assert name in str(failure.value)
+    if how == "replaced":
+        assert "it has changed while the checkpoint was opened" in str(failure.value)
+        assert sw.restore(tmp_path)["a"].tolist() == [1] * 4
 
 
 def test_a_file_that_changes_length_is_damage(model: Path) -> None:

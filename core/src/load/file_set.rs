@@ -4,8 +4,8 @@
 //! are compared with the index (length, id, trailer CRC). A checksum page is read with the first of
 //! its blocks. Errors name the file.
 //!
-//! Foreign files have no such records. Each one is compared with its length and time of change at
-//! the creation of the set, whenever it is opened.
+//! Foreign files have no such records. Whenever one is opened, its length and time of change are
+//! compared with those before its header was read, or else with those at the creation of the set.
 
 mod info;
 
@@ -39,12 +39,21 @@ enum FileOrigin {
     Foreign,
 }
 
+/// The known facts about a foreign file.
+#[derive(Clone, Debug, Default)]
+pub struct KnownFile {
+    /// Its facts before it was first read.
+    pub first: Option<Stat>,
+    /// The checksums of its blocks.
+    pub checksums: Option<Arc<BlockChecksums>>,
+}
+
 /// The files of one item. All readers of a checkpoint share it, from any thread.
 pub struct FileSet {
     dir: Arc<dyn Dir>,
     records: Vec<FileRecord>,
     origin: FileOrigin,
-    /// Foreign files at the creation of the set, by name.
+    /// Foreign files before they were first read, by name.
     described: HashMap<String, Stat>,
     /// The checksums of foreign files, by name.
     checksums: HashMap<String, Arc<BlockChecksums>>,
@@ -81,13 +90,13 @@ impl FileSet {
     }
 
     /// Creates the set of a foreign checkpoint's files below `dir`. Streams in a file without a
-    /// name are in `memory`. `checksums` returns those of the blocks of a file, if it has any, by
-    /// its path. Fails if a compressed file claims to become more bytes than it can.
+    /// name are in `memory`. `known` returns the facts about a file, by its path. Fails if a
+    /// compressed file claims to become more bytes than it can.
     pub fn foreign(
         dir: Arc<dyn Dir>,
         records: &[FileRecord],
         memory: Vec<u8>,
-        checksums: &dyn Fn(&Path) -> Option<Arc<BlockChecksums>>,
+        known: &dyn Fn(&Path) -> KnownFile,
     ) -> Result<Self> {
         for record in records {
             let Some(stream) = record.stream() else { continue };
@@ -102,8 +111,9 @@ impl FileSet {
             if !set.described.contains_key(name)
                 && let Some(stat) = set.dir.stat(name)?.filter(|stat| stat.kind == EntryKind::File)
             {
-                set.described.insert(name.to_owned(), stat);
-                if let Some(found) = checksums(&set.dir.path().join(name)) {
+                let known = known(&set.dir.path().join(name));
+                set.described.insert(name.to_owned(), known.first.unwrap_or(stat));
+                if let Some(found) = known.checksums {
                     set.checksums.insert(name.to_owned(), found);
                 }
             }

@@ -14,6 +14,7 @@
 //! | [`read_objects`] | object leaves, decoded |
 //! | [`index_in_footer`] | the index that a data file holds of itself |
 //! | [`verify()`] | every block of every file, all damage reported |
+//! | [`KnownFile`] | facts about a foreign file, from before it is opened |
 //! | [`BlockChecksums`] [`checksums()`] | checksums of whole foreign files, computed once |
 //! | [`CheckedFile`] | a foreign file with such checksums, for parsers |
 //! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify()`] |
@@ -51,7 +52,7 @@ mod verify;
 pub use block_checksums::{BlockChecksums, CheckedFile, checksums};
 pub use destination::{Destination, DeviceTarget, Fence};
 pub use execute::{Compute, ComputedCells, FileReads, execute, execute_computing, execute_while, plan};
-pub use file_set::FileSet;
+pub use file_set::{FileSet, KnownFile};
 pub use footer_index::index_in_footer;
 pub use guards::GuardedRange;
 pub use objects::{copies_of_objects, read_objects};

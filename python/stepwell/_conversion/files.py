@@ -48,7 +48,8 @@ def write(
     leaves = selected(checkpoint, core, what.choice, what.subtree)
     values, skipped = held_objects(core, leaves, what.to, what.objects, writer.holds, writer.held)
     content = _content(checkpoint, leaves, values, what.choice, writer, what.subtree)
-    passed = as_output(what.files)
+    with core.reading():  # files beside an adopted source are checked
+        passed = as_output(what.files)
     files = [*writer.plan(content, options), *passed, *extra]
     sizes = {file.name: file.length for file in files}
     if len(sizes) < len(files):

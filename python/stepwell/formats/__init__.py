@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from .. import _core
 from .._restore import collector as collecting
 from ..errors import FormatError, StepwellError, from_system
 from . import adoption, dcp, deepspeed, flax, megatron, npz, orbax, roots, safetensors, torch_save
@@ -47,7 +48,7 @@ def find(path: str, *, adopted: bool = True) -> Description | None:
     root is its newest complete step. A known format that is not read is refused by its name. Reads
     are checked if the checkpoint was adopted, unless ``adopted`` is false."""
     with _explaining(path):
-        found = _describe(path, adopted)
+        found = _describe(path, _core.Reading(), adopted)
         if found is None and (listing := roots.find(path)) is not None:
             found = _of_step(listing, None, adopted)
         if found is None:
@@ -82,55 +83,60 @@ def _explaining(path: str) -> Iterator[None]:
         raise from_system(f"{path} cannot be read", error, path) from error
 
 
-def _describe(path: str, adopted: bool) -> Description | None:
-    known = adoption.find(path) if adopted else None
-    held = [] if known is None else known.held()
-    for describe in _FORMATS:
-        found = describe(path)
-        if found is not None:
-            found.adoption, found.adopted = known, held
-            return found
+def _describe(path: str, reading: _core.Reading, adopted: bool) -> Description | None:
+    known = _checking(path, reading, adopted)
+    with reading:
+        for describe in _FORMATS:
+            found = describe(path)
+            if found is not None:
+                found.adoption, found.reading = known, reading
+                return found
     return None
+
+
+def _checking(path: str, reading: _core.Reading, adopted: bool) -> adoption.Adoption | None:
+    """Has the reads of an adopted checkpoint checked, and returns its checksums."""
+    known = adoption.find(path) if adopted else None
+    if known is not None:
+        known.check_in(reading)
+    return known
 
 
 def _of_step(listing: roots.Listing, wanted: int | str | None, adopted: bool) -> Description:
     step = listing.step(wanted)
-    known = adoption.find(step.path) if adopted else None
-    held = [] if known is None else known.held()
+    reading = _core.Reading()
+    known = _checking(step.path, reading, adopted)
     # The checksums of a step are those of its parts, and are read once.
     of_their_own = adopted and known is None
     if step.parts:
-        parts = {name: _part(path, of_their_own) for name, path in step.parts.items()}
+        parts = {name: _part(path, reading, of_their_own) for name, path in step.parts.items()}
         found = of_parts(listing.family, step.path, parts)
     else:
-        found = _required(step.checkpoint or step.path, of_their_own)
+        found = _required(step.checkpoint or step.path, reading, of_their_own)
     found.path, found.step = step.path, step.number
-    found.adoption, found.adopted = known, [*held, *found.adopted]
+    found.adoption, found.reading = known, reading
     return found
 
 
 def _step_at(path: str, adopted: bool) -> Description | None:
     """The description of a directory that is a checkpoint only as a step of the root above it."""
-    above, name = os.path.split(path)
     try:
-        listing = roots.find(above) if os.path.isdir(path) else None
+        listing = roots.containing(path)
     except StepwellError:  # of the directory above, which nobody has asked for
         return None
-    if listing is None or all(step.path != path for step in listing.steps):
-        return None
-    return _of_step(listing, name, adopted)
+    return None if listing is None else _of_step(listing, os.path.basename(path), adopted)
 
 
-def _part(path: str, adopted: bool) -> Description:
+def _part(path: str, reading: _core.Reading, adopted: bool) -> Description:
     if not path.endswith(".json"):
-        return _required(path, adopted)
-    known = adoption.find(path) if adopted else None
-    held = [] if known is None else known.held()
-    return Description("JSON", path, Value(json_value(path)), files=[path], adopted=held)
+        return _required(path, reading, adopted)
+    _checking(path, reading, adopted)
+    with reading:
+        return Description("JSON", path, Value(json_value(path)), files=[path])
 
 
-def _required(path: str, adopted: bool) -> Description:
-    found = _describe(path, adopted)
+def _required(path: str, reading: _core.Reading, adopted: bool) -> Description:
+    found = _describe(path, reading, adopted)
     if found is None:
         refuse(path)
         raise FormatError(f"{path}: this is in no format that is read")

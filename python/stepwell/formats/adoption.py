@@ -11,14 +11,15 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from .. import _core
 from .._locations import MANIFEST
-from ..errors import CorruptCheckpoint, MisuseError
+from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from . import roots
 from .description import MAX_SIZE, Description, Guarded
 from .files import corrupt, read_whole
@@ -58,13 +59,11 @@ class Adoption:
     rows: Mapping[str, AdoptedRow]
     block_bytes: int
 
-    def held(self) -> list[_core.AdoptedFile]:
-        """Reads of these files are checked as long as the result exists."""
+    def check_in(self, reading: _core.Reading) -> None:
+        """Has the reads of these files checked in a reading."""
         try:
-            return [
-                _core.AdoptedFile(self.path(name), self.block_bytes, row.length, row.crcs)
-                for name, row in self.rows.items()
-            ]
+            for name, row in self.rows.items():
+                reading.adopt(self.path(name), self.block_bytes, row.length, row.crcs)
         except (MisuseError, ValueError, OverflowError) as error:
             raise _damaged(self.file, str(error)) from error
 
@@ -92,7 +91,9 @@ class Adoption:
                 files.append(place)
         if not files:
             return 0, 0, damages
-        core = Description("files", self.directory, {}, files=files, adopted=self.held()).open("auto")
+        description = Description("files", self.directory, {}, files=files)
+        self.check_in(description.reading)
+        core = description.open("auto")
         try:
             count, nbytes, _, found = core.verify(progress)
         finally:
@@ -122,12 +123,33 @@ def find(path: str) -> Adoption | None:
     above = path
     for _ in range(_ABOVE):
         above = os.path.dirname(above)
-        if os.path.lexists(file := os.path.join(above, _NAME)):
-            found = _read(above, file)
-            name = os.path.relpath(path, above)
+        name = os.path.relpath(path, above)
+        if os.path.isfile(file := os.path.join(above, _NAME)) and (found := _above(above, file, name)):
             is_part = any(one == name or one.startswith(name + os.sep) for one in found.rows)
             return found if is_part else None
     return None
+
+
+def _above(directory: str, file: str, name: str) -> Adoption | None:
+    """The checksums in a directory above. A damaged file is passed over, with a warning, if it does
+    not have the checkpoint's name: anyone may have put it there."""
+    try:
+        return _read(directory, file)
+    except StepwellError as error:
+        if _mentions(file, name):
+            raise
+        logging.getLogger("stepwell").warning("ignoring checksums above the checkpoint: %s", error)
+        return None
+
+
+def _mentions(file: str, name: str) -> bool:
+    """True if a damaged file of checksums has a name, or one below it."""
+    try:
+        text = read_whole(file, _MAX_BYTES, lambda length: _damaged(file, f"{length} bytes"))
+    except StepwellError:
+        return False
+    quoted = json.dumps(name).encode()
+    return quoted in text or quoted[:-1] + b"/" in text
 
 
 def _damaged(file: str, what: str) -> CorruptCheckpoint:
@@ -138,7 +160,8 @@ def _read(directory: str, file: str) -> Adoption:
     def too_long(length: int) -> Exception:
         return _damaged(file, f"{length} bytes")
 
-    text, _, rest = read_whole(file, _MAX_BYTES, too_long).partition(b"\n")
+    with _core.Reading():  # not one of the files that are adopted
+        text, _, rest = read_whole(file, _MAX_BYTES, too_long).partition(b"\n")
     if rest.strip() != b"%08x" % _core.crc32c(text):
         raise _damaged(file, "they do not have their own checksum")
     try:
@@ -146,6 +169,8 @@ def _read(directory: str, file: str) -> Adoption:
         if content["stepwell_checksums"] != _VERSION:
             raise _damaged(file, f"version {content['stepwell_checksums']!r}, not {_VERSION}")
         block_bytes, rows = content["block_bytes"], {}
+        if type(block_bytes) is not int or not 0 < block_bytes < MAX_SIZE:
+            raise _damaged(file, f"blocks of {str(block_bytes)[:40]} bytes")
         for row in content["files"]:
             name, length = str(row["path"]), row["bytes"]
             if not _is_below(name) or type(length) is not int or not 0 <= length < MAX_SIZE:
@@ -203,6 +228,15 @@ def write(
 def _check_same(before: Adoption, rows: Mapping[str, AdoptedRow]) -> None:
     """Raises if a file has changed since it was adopted: its new checksums would hide that."""
     changed = [name for name, row in before.rows.items() if rows.get(name) != row]
+    gone = [name for name in changed if name not in rows and not os.path.lexists(before.path(name))]
+    if gone:
+        raise corrupt(
+            os.path.join(before.directory, gone[0]),
+            f"it is missing, as {len(gone) - 1} other files, and had checksums. "
+            "Pass replace=True if they were removed on purpose"
+            if gone[1:]
+            else "it is missing, and had checksums. Pass replace=True if it was removed on purpose",
+        )
     if changed:
         raise corrupt(
             os.path.join(before.directory, changed[0]),
@@ -222,9 +256,10 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def files_below(path: str) -> list[str]:
+def files_below(path: str, read: Collection[str]) -> list[str]:
     """The files of a checkpoint that is a directory. Steps of a root in it are left out, and so are
-    checkpoints and checksums of stepwell."""
+    checkpoints and checksums of stepwell. A link to a directory is followed if it has files that
+    are ``read``."""
     listing = roots.find(path)
     steps = {step.path for step in listing.steps} if listing is not None else set()
     found: list[str] = []
@@ -241,7 +276,8 @@ def files_below(path: str) -> list[str]:
                 continue
             if os.path.isdir(one):
                 is_own = os.path.lexists(os.path.join(one, MANIFEST)) or name == ".stepwell"
-                if not os.path.islink(one) and not is_own:
+                is_passed = os.path.islink(one) and not any(file.startswith(one + os.sep) for file in read)
+                if not is_own and not is_passed:
                     pending.append((one, depth + 1))
             elif os.path.isfile(one):
                 found.append(one)

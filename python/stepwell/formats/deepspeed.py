@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from . import torch_save
-from .deepspeed_files import Files, Grid, check_ranks, files_of, is_save
+from .deepspeed_files import Files, Grid, files_of, is_save
 from .description import Description, Guarded, Opaque, Tensor
-from .files import corrupt
+from .files import check_ranks, corrupt
 from .flat_partitions import of_one_share
 from .pickle_values import Malformed
 from .pipeline_layers import named_layers

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import FormatError
-from .files import corrupt
+from .files import check_ranks, corrupt
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
 _EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
 _OF_EXPERTS = re.compile(r"expp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _OLD_EXPERT = re.compile(r"expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
-_KINDS = (_MODEL, _OPTIMIZER, _LAYER, _EXPERT, _OF_EXPERTS, _OLD_EXPERT)
+_KINDS = (MODEL_STATES, _OPTIMIZER, _LAYER, _EXPERT, _OF_EXPERTS, _OLD_EXPERT)
 #: Missing ranks that an error lists.
 _LISTED = 10
 
@@ -59,7 +59,7 @@ class Files:
 
 def is_save(names: Iterable[str]) -> bool:
     """True if a directory with these names has a save of DeepSpeed."""
-    return any(kind.fullmatch(name) for name in names for kind in (_MODEL, _OPTIMIZER, _LAYER))
+    return any(kind.fullmatch(name) for name in names for kind in (MODEL_STATES, _OPTIMIZER, _LAYER))
 
 
 def files_of(path: str, names: Sequence[str]) -> Files:
@@ -68,7 +68,7 @@ def files_of(path: str, names: Sequence[str]) -> Files:
     partitioned: set[bool] = set()
     for name in sorted(names):
         place = os.path.join(path, name)
-        if (match := _MODEL.fullmatch(name)) is not None:
+        if (match := MODEL_STATES.fullmatch(name)) is not None:
             partitioned.add(match[1] is not None)
             _put(path, found.models, (int(match[2]), int(match[1] or 0)), place)
         elif (match := _OPTIMIZER.fullmatch(name)) is not None:
@@ -121,21 +121,3 @@ def _check_complete(path: str, found: Files) -> None:
     check_ranks(path, "expp_rank_*_optim_states.pt", of_experts, max(of_experts, default=-1) + 1)
     if found.is_partitioned and found.models.keys() != found.optimizers.keys() and found.optimizers:
         raise corrupt(path, "the ranks of its model states are not those of its optim_states")
-
-
-def check_ranks(path: str, what: str, ranks: Sequence[int], count: int) -> None:
-    """Raises unless these are all of so many ranks. ``count`` may be anything that a file says."""
-    if list(ranks) == list(range(len(ranks))) and len(ranks) == count:
-        return
-    if len(ranks) > count:
-        raise corrupt(path, f"{len(ranks)} files {what}, of {count} ranks. Keep the files of one save")
-    known = set(ranks)
-    missing: list[int] = []
-    for rank in range(count):
-        if rank not in known:
-            missing.append(rank)
-        if len(missing) == _LISTED:
-            break
-    raise corrupt(
-        path, f"{len(ranks)} files {what} of {count} ranks: {missing} are missing. Copy all of them"
-    )

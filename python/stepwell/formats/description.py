@@ -134,9 +134,10 @@ class Description:
     memory: bytes = b""
     #: The number of the step that it is, if it has one.
     step: int | None = None
-    #: The checksums of its files, if it was adopted, and the objects that have reads checked.
+    #: The checksums of its files, if it was adopted.
     adoption: Adoption | None = None
-    adopted: Sequence[_core.AdoptedFile] = ()
+    #: The reading that its files belong to.
+    reading: _core.Reading = field(default_factory=_core.Reading)
 
     def own_files(self) -> list[str]:
         """The paths of its files."""
@@ -199,17 +200,18 @@ class Description:
             "metrics": {},
             "custom_metadata": dict(self.metadata) or None,
         }
-        return _core.Checkpoint.foreign(
-            directory,
-            files,
-            rows.nodes,
-            rows.leaves,
-            rows.objects,
-            _Details(rows, self.guarded, self.adopted),
-            self.memory,
-            json.dumps(manifest),
-            engine,
-        )
+        with self.reading:
+            return _core.Checkpoint.foreign(
+                directory,
+                files,
+                rows.nodes,
+                rows.leaves,
+                rows.objects,
+                _Details(rows, self.guarded, self.reading),
+                self.memory,
+                json.dumps(manifest),
+                engine,
+            )
 
 
 def of_parts(family: str, path: str, parts: Mapping[str, Description]) -> Description:
@@ -226,7 +228,6 @@ def of_parts(family: str, path: str, parts: Mapping[str, Description]) -> Descri
         {key: text for part in parts.values() for key, text in part.metadata.items()},
         [file for part in parts.values() for file in part.files or [part.path]],
         guarded,
-        adopted=[held for part in parts.values() for held in part.adopted],
     )
 
 
@@ -309,11 +310,11 @@ class _Details:
         self,
         rows: _Rows,
         guarded: Callable[[], Mapping[str, Sequence[Guarded]]],
-        adopted: Sequence[_core.AdoptedFile],
+        reading: _core.Reading,
     ) -> None:
         self._rows = rows
         self._guarded = guarded
-        self._adopted = adopted  # as long as the checkpoint is open
+        self._reading = reading
 
     def chunks(self, leaves: Sequence[int]) -> list[list[_core._ForeignChunk]]:
         """The chunks of tensors that had unlocated ones."""
@@ -325,7 +326,8 @@ class _Details:
                 by_locator.setdefault(id(locator), (locator, []))[1].append(chunk)
         located: dict[int, Chunk] = {}
         for locator, some in by_locator.values():
-            located.update(zip(map(id, some), locator.locate(some), strict=True))
+            with self._reading:
+                located.update(zip(map(id, some), locator.locate(some), strict=True))
         return [
             [self._rows.chunk(tensor, located.get(id(chunk), chunk)) for chunk in tensor.chunks]
             for tensor in tensors
@@ -333,7 +335,8 @@ class _Details:
 
     def guarded(self) -> list[tuple[int, Sequence[Guarded]]]:
         """The ranges of each file that have checksums."""
-        return [(self._rows.file(file), ranges) for file, ranges in self._guarded().items()]
+        with self._reading:
+            return [(self._rows.file(file), ranges) for file, ranges in self._guarded().items()]
 
 
 def _path_of(file: str | Compressed) -> str:

@@ -18,8 +18,8 @@ from .description import Guarded
 _MAX_INDEX_BYTES = 256 << 20
 #: The longest file of JSON that is read.
 _MAX_JSON_BYTES = 256 << 20
-#: Missing files that an error lists.
-_LISTED = 5
+#: Missing files, and ranks, that an error lists.
+_LISTED, _LISTED_RANKS = 5, 10
 
 
 def read(path: str, offset: int, length: int) -> tuple[bytes, int]:
@@ -119,6 +119,24 @@ def check_present(index: str, folder: str, names: Collection[str]) -> None:
             f"{index}: {len(missing)} of {len(names)} files that it names are missing: {listed}. Copy or download them to {folder}",
             {"errno": errno.ENOENT, "file": os.path.join(folder, missing[0])},
         )
+
+
+def check_ranks(path: str, what: str, ranks: Sequence[int], count: int) -> None:
+    """Raises unless these are all of so many ranks. ``count`` may be anything that a file says."""
+    if list(ranks) == list(range(len(ranks))) and len(ranks) == count:
+        return
+    if len(ranks) > count:
+        raise corrupt(path, f"{len(ranks)} files {what}, of {count} ranks. Keep the files of one save")
+    known = set(ranks)
+    missing: list[int] = []
+    for rank in range(count):
+        if rank not in known:
+            missing.append(rank)
+        if len(missing) == _LISTED_RANKS:
+            break
+    raise corrupt(
+        path, f"{len(ranks)} files {what} of {count} ranks: {missing} are missing. Copy all of them"
+    )
 
 
 def _is_missing(path: str) -> bool:

@@ -44,7 +44,7 @@ _REFUSED: Sequence[tuple[re.Pattern[str], str]] = (
     ),
 )
 #: A rank's directory in a checkpoint of the old format, and its files.
-_RANK = re.compile(r"mp_rank_\d{2,6}(?:_\d{3,6}){0,2}")
+RANK = re.compile(r"mp_rank_\d{2,6}(?:_\d{3,6}){0,2}")
 _RANK_FILE, _RANK_OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 #: Parallel dimensions that multiply the directories of ranks.
 _DIMENSIONS = (
@@ -68,7 +68,7 @@ def describe(path: str) -> Description | None:
         raise FormatError(
             f"{path}: a checkpoint of Megatron with the backend `{printable(backend)}`; torch_dist and zarr are read"
         )
-    ranks = sorted(name for name in names if _RANK.fullmatch(name))
+    ranks = sorted(name for name in names if RANK.fullmatch(name))
     ranks = [name for name in ranks if os.path.isfile(os.path.join(path, name, _RANK_FILE))]
     return _of_ranks(path, ranks) if ranks else None
 

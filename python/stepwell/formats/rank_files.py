@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ..errors import FormatError
 from .description import Chunk, Tensor
 from .dtensor_symbols import Distribution
-from .files import corrupt
+from .files import check_ranks, corrupt
 
 _NAME = re.compile(r"(\w+?)_world_size_([1-9]\d{0,5})_rank_(\d{1,6})\.pt")
 #: Prefixes of the files that are one state; the one of the model comes first.
@@ -40,9 +40,7 @@ def rank_files(path: str, names: Sequence[str]) -> Mapping[str, list[str]]:
             raise FormatError(f"{path}: files of {worlds[prefix]} and of {world} ranks; keep those of one")
         found.setdefault(prefix, {})[rank] = os.path.join(path, name)
     for prefix, files in found.items():
-        missing = sorted(set(range(worlds[prefix])) - set(files))[:10]
-        if missing:
-            raise FormatError(f"{path}: no file {prefix}_… of ranks {missing}. Copy the files of all ranks")
+        check_ranks(path, f"{prefix}_world_size_{worlds[prefix]}_rank_*.pt", sorted(files), worlds[prefix])
     return {
         prefix: [found[prefix][rank] for rank in range(worlds[prefix])]
         for prefix in _PREFIXES

@@ -182,7 +182,8 @@ class Map:
         without one."""
         config = self._config
         if config is None and (self._tables.parameters or self._tables.model_types):
-            config = parameters.find_config(core.path())
+            with core.reading():
+                config = parameters.find_config(core.path())
         stored = StoredLeaves(core)
         numbers = self._tables.numbers(self._given, config, stored.number, self._name)
         told = "".join(f", {name} = {number}" for name, number in numbers.items())

@@ -1,7 +1,7 @@
 //! Foreign files that are replaced while a checkpoint is open.
 
 use super::super::testing::{MemoryDisk, flat, options};
-use super::super::{FileSet, LoadFailure, execute};
+use super::super::{FileSet, KnownFile, LoadFailure, execute};
 use crate::format::index::{FileRecord, Index};
 use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
@@ -21,7 +21,7 @@ fn opened() -> (MemoryDisk, FileSet) {
         FileRecord { name: name(file).into(), length: LENGTH, file_id: 0, trailer_crc: 0, within: None }
     };
     let records: Vec<FileRecord> = (0..FILES).map(record).collect();
-    let files = FileSet::foreign(disk.dir(), &records, Vec::new(), &|_| None).unwrap();
+    let files = FileSet::foreign(disk.dir(), &records, Vec::new(), &|_| KnownFile::default()).unwrap();
     (disk, files)
 }
 

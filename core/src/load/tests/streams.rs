@@ -2,7 +2,7 @@
 
 use super::super::decode::{MAX_PAUSED, MAX_PAUSED_BYTES};
 use super::super::testing::{MemoryDisk, flat, options, pattern};
-use super::super::{FileSet, LoadOptions, LoadStats, execute, execute_while, plan, verify};
+use super::super::{FileSet, KnownFile, LoadOptions, LoadStats, execute, execute_while, plan, verify};
 use crate::compression::Compression;
 use crate::format::checksum::ZipCrc;
 use crate::format::index::{CompressedStream, FileRecord, Index, Within};
@@ -54,7 +54,7 @@ struct Opened {
 fn opened(bytes: Vec<u8>, records: &[FileRecord]) -> Result<Opened> {
     let disk = MemoryDisk::new();
     disk.put(NAME, bytes);
-    let files = FileSet::foreign(disk.dir(), records, Vec::new(), &|_| None)?;
+    let files = FileSet::foreign(disk.dir(), records, Vec::new(), &|_| KnownFile::default())?;
     Ok(Opened { disk, files })
 }
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::super::testing::{FILE, TestItem, flat, options, pattern};
-use super::super::{FileSet, LoadOptions, execute, plan};
+use super::super::{FileSet, KnownFile, LoadOptions, execute, plan};
 use crate::format::index::Index;
 use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
@@ -131,7 +131,7 @@ fn a_foreign_file_of_odd_length_is_read_whole() {
         trailer_crc: 0,
         within: None,
     };
-    let files = FileSet::foreign(item.disk.dir(), &[record], Vec::new(), &|_| None).unwrap();
+    let files = FileSet::foreign(item.disk.dir(), &[record], Vec::new(), &|_| KnownFile::default()).unwrap();
     for cached in [false, true] {
         item.disk.knobs.cached.store(cached, Ordering::SeqCst);
         let copies = [flat(0, 0, 3, 1_000_000)];

@@ -29,7 +29,7 @@ _OTHER = re.compile(
     r"|(?:trainer_state)\.json"
 )
 _OTHER_DIRECTORIES = {"optimizer_0": "optimizer"}
-_OF_DEEPSPEED = re.compile(r"global_step\d{1,18}")
+_OF_DEEPSPEED = re.compile(r"global_step(\d+)")
 
 
 def trainer(path: str, names: Sequence[str]) -> Listing | None:
@@ -63,7 +63,7 @@ def accelerate(path: str, names: Sequence[str]) -> Listing | None:
 
 def _step(number: int, name: str, path: str, inside: Collection[str], reason: str | None) -> ForeignStep:
     weights = sorted(_weights(inside))
-    sharded = [one for one in inside if _OF_DEEPSPEED.fullmatch(one)]
+    sharded = numbered(path, inside, _OF_DEEPSPEED)
     if reason is None and not weights and not sharded:
         reason = "it has no weights (model.safetensors, pytorch_model.bin, or those of an adapter)"
     parts: dict[str, str] = {}
@@ -78,7 +78,7 @@ def _step(number: int, name: str, path: str, inside: Collection[str], reason: st
         elif (match := re.fullmatch(r"model_(\d+)\.safetensors", one)) is not None:
             parts[f"model_{match[1]}"] = os.path.join(path, one)
     if sharded:
-        parts["deepspeed"] = os.path.join(path, max(sharded, key=lambda one: int(one[len("global_step") :])))
+        parts["deepspeed"] = sharded[-1][2]
     return ForeignStep(number, name, path, reason, parts=parts)
 
 

@@ -12,17 +12,17 @@ from ...errors import CorruptCheckpoint, StepwellError
 from .. import torch_save
 from ..description import Value
 from ..files import read
-from .listing import ForeignStep, Listing, entries, missing
+from .listing import ForeignStep, Listing, entries, missing, number_of
 
 LIGHTNING = "Lightning"
 NEMO = "NeMo"
 _END = ".ckpt"
 _NAMED = re.compile(r"(?:.*[-_])?(?:epoch|step)=\d+.*\.ckpt")
 _LAST = re.compile(r"last(?:-v\d+)?\.ckpt")
-_NUMBER = re.compile(r"(?:^|[-_])step=(\d{1,18})(?![\d.])")
+_NUMBER = re.compile(r"(?:^|[-_])step=(\d+)(?![\d.])")
 _VERSION = re.compile(r"-v(\d{1,9})\.ckpt$")
 #: The end of the name of a file that NeMo keeps beside a step until its save is finished.
-_UNFINISHED = "-unfinished"
+UNFINISHED = "-unfinished"
 #: The file that Lightning writes last into a directory of DCP.
 _META = "meta.pt"
 #: The directory of a save of DeepSpeed in that of a step, and the file that it writes last.
@@ -59,8 +59,7 @@ def _order(step: ForeignStep) -> tuple[int, bool, int, str]:
 
 
 def _lightning_step(path: str, name: str) -> ForeignStep:
-    place, match = os.path.join(path, name), _NUMBER.search(name.removesuffix(_END))
-    number = None if match is None else int(match[1])
+    place, number = os.path.join(path, name), number_of(_NUMBER.search(name.removesuffix(_END)))
     save = os.path.join(place, _OF_DEEPSPEED)
     if os.path.isdir(save):
         return ForeignStep(number, name, place, missing(entries(place), _LATEST), save)
@@ -110,24 +109,24 @@ def _best(place: str) -> str | None:
     return None
 
 
-_OF_NEMO = re.compile(r"(?:.*[-_])?step=(\d{1,18})(?:[.-].*)?")
+_OF_NEMO = re.compile(r"(?:.*[-_])?step=(\d+)(?:[.-].*)?")
 
 
 def nemo(path: str, names: Sequence[str]) -> Listing | None:
     """Lists the checkpoints of NeMo 2. The weights are those of Megatron."""
     steps = []
     for name in names:
-        match, place = _OF_NEMO.fullmatch(name), os.path.join(path, name)
-        if match is None or name.endswith((_END, _UNFINISHED)) or not os.path.isdir(place):
+        number, place = number_of(_OF_NEMO.fullmatch(name)), os.path.join(path, name)
+        if number is None or name.endswith((_END, UNFINISHED)) or not os.path.isdir(place):
             continue
         weights = os.path.join(place, "weights")
-        if f"{name}{_UNFINISHED}" in names:
-            reason: str | None = f"{name}{_UNFINISHED} is beside it: the save was not finished"
+        if f"{name}{UNFINISHED}" in names:
+            reason: str | None = f"{name}{UNFINISHED} is beside it: the save was not finished"
         elif not os.path.isdir(weights):
             reason = "its directory weights is missing: the save was not finished"
         else:
             reason = missing(entries(weights), ".metadata")
-        steps.append(ForeignStep(int(match[1]), name, place, reason, weights))
+        steps.append(ForeignStep(number, name, place, reason, weights))
     if not any(step.checkpoint and os.path.isdir(step.checkpoint) for step in steps):
         return None
     steps.sort(key=lambda step: (step.number or 0, not step.name.endswith("-last"), step.name))

@@ -112,12 +112,14 @@ Family: TypeAlias = Callable[[str, Sequence[str]], Listing | None]
 def numbered(path: str, names: Iterable[str], pattern: re.Pattern[str]) -> list[tuple[int, str, str]]:
     """Returns number, name and path of the entries whose names match, in order. The first group is
     the number."""
-    found = []
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is not None and len(match[1]) <= _MAX_DIGITS:
-            found.append((int(match[1]), name, os.path.join(path, name)))
-    return sorted(found)
+    found = ((number_of(pattern.fullmatch(name)), name, os.path.join(path, name)) for name in names)
+    return sorted((number, name, place) for number, name, place in found if number is not None)
+
+
+def number_of(match: re.Match[str] | None) -> int | None:
+    """Returns the number in the first group of a match; ``None`` without one, or if it has more
+    digits than the number of a step."""
+    return None if match is None or len(match[1]) > _MAX_DIGITS else int(match[1])
 
 
 def entries(path: str) -> Collection[str]:

@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Sequence
 
 from ..files import read_whole
+from ..orbax import FAMILY as ORBAX
 from ..orbax import OF_CHECKPOINT, STEP
 from .listing import ForeignStep, Listing, entries, missing, numbered
 
 TORCHTITAN = "torchtitan"
-ORBAX = "Orbax"
 FLAX = "Flax"
 _OF_TORCHTITAN = re.compile(r"step-(\d+)")
 _INDEX = "model.safetensors.index.json"

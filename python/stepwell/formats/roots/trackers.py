@@ -7,24 +7,36 @@ import os
 import re
 from collections.abc import Sequence
 
-from ...errors import FormatError
+from ...errors import CorruptCheckpoint, FormatError
+from ..deepspeed import FAMILY as DEEPSPEED
+from ..deepspeed_files import MODEL_STATES
+from ..megatron import FAMILY as MEGATRON
+from ..megatron import RANK
 from ..rank_files import rank_files
-from .listing import ForeignStep, Listing, absent, entries, missing, newer, numbered, pointer, tracked
+from .listing import (
+    ForeignStep,
+    Listing,
+    absent,
+    entries,
+    missing,
+    newer,
+    number_of,
+    numbered,
+    pointer,
+    tracked,
+)
 
-MEGATRON = "Megatron"
 VERL = "verl"
-DEEPSPEED = "DeepSpeed"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _LATEST = "latest"
 #: Names the newest universal checkpoint, which was converted from a tag.
 _LATEST_UNIVERSAL = "latest_universal"
+#: The files that name a step.
+POINTERS = (_TRACKER, _LATEST, _LATEST_UNIVERSAL)
 _OF_MEGATRON = re.compile(r"iter_(\d{7,})")
 _RELEASE = "release"
-#: A directory of one rank, in the format before torch_dist.
-_OF_RANK = re.compile(r"mp_rank_\d{2}(?:_\d{3}){0,2}")
 _OF_VERL = re.compile(r"global_step_(\d+)")
 _OF_DEEPSPEED = re.compile(r"global_step(\d+)")
-_MODEL_STATES = re.compile(r"(?:.*_)?mp_rank_\d+_model_states\.pt")
 
 
 def megatron(path: str, names: Sequence[str]) -> Listing | None:
@@ -54,7 +66,7 @@ def _with_absent(path: str, steps: Sequence[ForeignStep], name: str, number: int
 
 def _megatron_reason(place: str) -> str | None:
     inside = entries(place)
-    if any(_OF_RANK.fullmatch(name) for name in inside):
+    if any(RANK.fullmatch(name) for name in inside):
         return None
     # Plain checkpoints of DCP have neither of the other files.
     if ".metadata" in inside and "common.pt" not in inside:
@@ -89,7 +101,7 @@ def _missing_ranks(path: str, model: str) -> str | None:
     """The reason if files of ranks are missing."""
     try:
         found = rank_files(path, sorted(entries(path)))
-    except FormatError as error:  # it names the ranks
+    except (CorruptCheckpoint, FormatError) as error:  # it names the ranks
         return str(error).removeprefix(f"{path}: ")
     return None if found else f"its {model} has no files of ranks: the save was not finished"
 
@@ -103,12 +115,10 @@ def deepspeed(path: str, names: Sequence[str]) -> Listing | None:
     if not any(states.values()):
         return None
     noted = pointer(path, _LATEST, "the tag of a checkpoint")
-    match = None if noted is None else _OF_DEEPSPEED.fullmatch(noted)
-    latest = None if match is None or len(match[1]) > 18 else int(match[1])
+    latest = None if noted is None else number_of(_OF_DEEPSPEED.fullmatch(noted))
     steps = []
     for name in tags:
-        own = _OF_DEEPSPEED.fullmatch(name)
-        number = None if own is None or len(own[1]) > 18 else int(own[1])
+        number = number_of(_OF_DEEPSPEED.fullmatch(name))
         reason = None if number is None else newer(number, latest, _LATEST)
         if not states[name]:
             reason = reason or "it has no file of model states: the save was not finished"
@@ -122,4 +132,4 @@ def deepspeed(path: str, names: Sequence[str]) -> Listing | None:
 
 
 def _model_states(path: str) -> bool:
-    return os.path.isdir(path) and any(_MODEL_STATES.fullmatch(name) for name in entries(path))
+    return os.path.isdir(path) and any(MODEL_STATES.fullmatch(name) for name in entries(path))
