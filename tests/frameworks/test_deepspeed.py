@@ -44,6 +44,7 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
         "two_bare": {"stage": 3, "save": {"exclude_frozen_parameters": True}},
         "experts_none": {"kind": "experts", "stage": 0, "config": BF16},
         "tensor_z1": {"kind": "tensor", "stage": 1, "config": BF16, "universal": True},
+        "pipeline_none": {"kind": "pipeline", "stage": 0},
         "pipeline_z1": {"kind": "pipeline", "stage": 1, "config": BF16},
     },
     4: {
@@ -261,6 +262,10 @@ def test_parts_of_all_ranks_are_one_model(saves: Path, name: str) -> None:
     assert sw.verify(saves / name)
     if name == "experts_none":
         assert found["optimizer"].keys() == {"mp_rank_00", "expp_rank_0", "expp_rank_1"}
+    elif name == "pipeline_none":
+        assert found["optimizer"].keys() == {"mp_rank_00", "mp_rank_01"}
+        with sw.open(saves / name) as checkpoint:
+            assert (checkpoint.metadata().custom_metadata or {})["layers"].startswith("2 have no file")
     else:
         # The optimizer has rounded its weights to those of the model, which are in other files.
         for key, weight in found.get("module", {}).items():

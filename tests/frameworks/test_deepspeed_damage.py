@@ -664,6 +664,20 @@ def test_slices_of_other_shapes_are_refused(tmp_path: Path) -> None:
         sw.open(write(tmp_path / "c", files))
 
 
+def test_layers_without_a_file_are_listed(tmp_path: Path) -> None:
+    files: Content = {"mp_rank_00_model_states.pt": model_state(module=None, param_shapes=None)}
+    for number in (0, 1, 3):
+        files[f"layer_{number:02d}-model_states.pt"] = {"weight": torch.full((2,), float(number))}
+    with sw.open(write(tmp_path / "c", files)) as checkpoint:
+        assert list(checkpoint["model"]) == ["0.weight", "1.weight", "3.weight"]
+        assert (checkpoint.metadata().custom_metadata or {})["layers"].startswith("2 have no file")
+    files["layer_02-model_states.pt"] = {"weight": torch.zeros(2)}
+    files["layer_999999-model_states.pt"] = {"weight": torch.zeros(2)}
+    with sw.open(write(tmp_path / "d", files)) as checkpoint:
+        listed = (checkpoint.metadata().custom_metadata or {})["layers"]
+    assert listed.startswith("4, 5, 6, 7, 8, 9, 10, 11, 12, 13, … have no file")
+
+
 EXPERTS = "{}.deepspeed_moe.experts.deepspeed_experts.{}.w"
 #: The experts of two layers. Two expert-parallel ranks have half of those of each layer.
 OF_LAYERS = {"first": 4, "last": 2}

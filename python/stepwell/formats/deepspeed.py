@@ -40,6 +40,8 @@ _CONSUMED = frozenset(
         "shared_params",
     }
 )
+#: Layers without a file that the metadata list.
+_LISTED = 10
 #: Metadata of experts in files of AutoEP.
 _EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
@@ -111,6 +113,10 @@ class _Save:
         metadata = {}
         if part.zero is not None and part.zero.is_reordered:
             metadata["param_slice_mappings"] = "not used: their order is not that of param_shapes"
+        without = self._files.numbers_without_layer() if part.zero is None else []
+        if without:
+            listed = ", ".join(map(str, without[:_LISTED])) + (", …" if len(without) > _LISTED else "")
+            metadata["layers"] = f"{listed} have no file: they have no parameters, or their files are lost"
         return Description(
             FAMILY, self._path, self._state(part), metadata, files=list(self._read), guarded=self._guarded
         )

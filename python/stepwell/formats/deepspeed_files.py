@@ -56,6 +56,11 @@ class Files:
         """The model-parallel ranks."""
         return sorted({first for first, _ in self.models})
 
+    def numbers_without_layer(self) -> list[int]:
+        """Returns numbers between layers of a pipeline that have no file."""
+        known = {number for number, _ in self.layers}
+        return [number for number in range(max(known, default=0)) if number not in known]
+
 
 def is_save(names: Iterable[str]) -> bool:
     """True if a directory with these names has a save of DeepSpeed."""
