@@ -1,5 +1,6 @@
 """Models of Megatron-Core on the CPU, in one process: built, saved, loaded and run with its real
-code. Functions that need a GPU, another process or Transformer Engine are replaced."""
+code, or their parts on several ranks. Functions that need a GPU, another process or Transformer
+Engine are replaced."""
 
 from __future__ import annotations
 
@@ -46,9 +47,14 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
+def one_process() -> contextlib.AbstractContextManager[None]:
     """Megatron's groups of one process."""
+    return ranks(0, 1, torch.distributed.HashStore())
+
+
+@contextlib.contextmanager
+def ranks(rank: int, count: int, store: Any, **sizes: int) -> Iterator[None]:
+    """Megatron's groups, with such sizes, for one of several ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
@@ -57,11 +63,9 @@ def one_process() -> Iterator[None]:
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         patch.setattr("megatron.core.optimizer.optimizer.torch", _TensorsOnTheHost())
         patch.setattr(filesystem_async, "_results_queue", queue.Queue())
-        torch.distributed.init_process_group(
-            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-        )
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
         try:
-            parallel_state.initialize_model_parallel()
+            parallel_state.initialize_model_parallel(**sizes)
             yield
         finally:
             parallel_state.destroy_model_parallel()
