@@ -15,7 +15,9 @@ from test_recipe_outputs import FAMILIES, PADDED, VOCAB
 torch = pytest.importorskip("torch")
 
 RATE = 1e-3
-FAMILY = FAMILIES["llama"]
+SLOTS = ("exp_avg", "exp_avg_sq")
+#: The recipes, and their parameters for a state of training of transformers.
+RECIPES: dict[str, dict[str, int]] = {"llama": {}, "qwen3-moe": {"fused_experts": 1}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,8 +38,10 @@ def loss(logits: Any) -> Any:
 class Ours:
     """The model of transformers with AdamW."""
 
-    def __init__(self) -> None:
-        self.model = FAMILY.of_hugging_face()
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.family = FAMILIES[name]
+        self.model = self.family.of_hugging_face()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.0)
 
     def step(self, number: int) -> None:
@@ -49,9 +53,10 @@ class Ours:
         sw.save(path, sw.torch.TrainState(self.model, self.optimizer))
         self.model.config.save_pretrained(path.parent / "config")
 
-
-def there(folder: Path) -> sw.maps.Map:
-    return sw.maps.recipe(FAMILY.recipe, config=folder / "config", padded_vocab=PADDED, training=1)
+    def there(self, folder: Path) -> sw.maps.Map:
+        """The recipe for a state of training."""
+        parameters = {**self.family.parameters, **RECIPES[self.name], "padded_vocab": PADDED}
+        return sw.maps.recipe(self.family.recipe, config=folder / "config", training=1, **parameters)
 
 
 def close(found: Any, expected: Any, name: str) -> None:
@@ -60,13 +65,13 @@ def close(found: Any, expected: Any, name: str) -> None:
     assert difference <= 1e-4 * torch.as_tensor(expected).abs().max(), name
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> tuple[Ours, Any]:
+@pytest.fixture(params=RECIPES)
+def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Ours, Any]:
     """Both sides after two equal steps, from the same weights."""
-    ours = Ours()
-    theirs = megatron.Training(FAMILY.of_megatron(ours.model), RATE)
+    ours = Ours(request.param)
+    theirs = megatron.Training(ours.family.of_megatron(ours.model), RATE)
     ours.save(tmp_path / "start")
-    weights = there(tmp_path).with_parameters(training=0)
+    weights = ours.there(tmp_path).with_parameters(training=0)
     sw.convert(tmp_path / "start", tmp_path / "weights", to="megatron", subtree="model", map=weights)
     megatron.load(theirs.model.module, tmp_path / "weights")
     for number in range(2):
@@ -79,11 +84,13 @@ def test_both_sides_have_the_moments_that_the_recipe_maps(trained: tuple[Ours, A
     ours, theirs = trained
     ours.save(tmp_path / "ours")
     theirs.save(tmp_path / "theirs")
-    mapped = sw.restore(tmp_path / "ours", map=there(tmp_path), include=["optimizer.state.exp_avg*.*"])
+    mapped = sw.restore(tmp_path / "ours", map=ours.there(tmp_path), include=["optimizer.state.exp_avg*.*"])
     stored = sw.restore(tmp_path / "theirs")
     moments = [name for name in stored if name.startswith("optimizer.state.exp_avg")]
     assert sorted(moments) == sorted(mapped)
-    assert len(moments) == 2 * 9
+    assert {
+        f"optimizer.state.{slot}.{key}" for key in megatron.keys(theirs.model.module) for slot in SLOTS
+    } == set(moments)
     for name in moments:
         assert stored[name].any()
         close(mapped[name], stored[name], name)
@@ -93,8 +100,8 @@ def test_training_goes_on_in_megatron(trained: tuple[Ours, Any], tmp_path: Path)
     ours, theirs = trained
     theirs.save(tmp_path / "theirs")
     ours.save(tmp_path / "ours")
-    sw.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", map=there(tmp_path), objects="skip")
-    fresh = megatron.Training(FAMILY.of_megatron(ours.model), RATE)
+    sw.convert(tmp_path / "ours", tmp_path / "dcp", to="dcp", map=ours.there(tmp_path), objects="skip")
+    fresh = megatron.Training(ours.family.of_megatron(ours.model), RATE)
     fresh.load(tmp_path / "dcp", tmp_path / "theirs")
     for number in (2, 3):
         ours.step(number)
@@ -107,7 +114,7 @@ def test_training_goes_on_in_megatron(trained: tuple[Ours, Any], tmp_path: Path)
     # The converted state comes back with the same bits, step counts too.
     with sw.open(tmp_path / "ours") as checkpoint:
         before = checkpoint.restore(exclude="optimizer/groups")
-    back = sw.restore(tmp_path / "dcp", map=there(tmp_path).inverse())
+    back = sw.restore(tmp_path / "dcp", map=ours.there(tmp_path).inverse())
     # The directory has the common values of Megatron, too.
     assert back["optimizer"]["state"].pop("common_step") == 2
     assert same(before["model"], back["model"])
@@ -117,7 +124,7 @@ def test_training_goes_on_in_megatron(trained: tuple[Ours, Any], tmp_path: Path)
 def test_an_export_of_weights_leaves_the_optimizer_out(trained: tuple[Ours, Any], tmp_path: Path) -> None:
     ours, theirs = trained
     theirs.save(tmp_path / "theirs")
-    back = there(tmp_path).with_parameters(training=0).inverse()
+    back = ours.there(tmp_path).with_parameters(training=0).inverse()
     made = sw.export(tmp_path / "theirs", tmp_path / "hf", map=back, files=tmp_path / "config")
     assert not made.skipped
     weights = type(ours.model).from_pretrained(tmp_path / "hf").state_dict()
@@ -136,11 +143,11 @@ def same(one: Any, other: Any) -> bool:
 def test_training_goes_on_in_torch(trained: tuple[Ours, Any], tmp_path: Path) -> None:
     ours, theirs = trained
     theirs.save(tmp_path / "theirs")
-    state = sw.restore(tmp_path / "theirs", map=there(tmp_path).inverse())
+    state = sw.restore(tmp_path / "theirs", map=ours.there(tmp_path).inverse())
     # Megatron has one count for all parameters.
     steps = state["optimizer"]["state"]["common_step"]
     assert steps == 2
-    fresh = Ours()
+    fresh = Ours(ours.name)
     fresh.model.load_state_dict({name: torch.tensor(one) for name, one in state["model"].items()})
     for name, one in fresh.model.named_parameters():
         slots = state["optimizer"]["state"][name]

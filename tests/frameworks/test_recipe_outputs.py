@@ -483,6 +483,22 @@ def compare_older(older: dict[str, Any], recipe: str, folder: Path) -> None:
         assert not checkpoint.diff(folder / "older-there")
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-dense-layers", "qwen3-moe", "deepseek"])
+def test_experts_in_memory_are_those_of_files(name: str, tmp_path: Path) -> None:
+    ours = FAMILIES[name].of_hugging_face()
+    ours.save_pretrained(tmp_path / "hf")
+    sw.save(tmp_path / "memory", dict(ours.state_dict()))
+    there = sw.maps.recipe(FAMILIES[name].recipe, config=tmp_path / "hf", **FAMILIES[name].parameters)
+    fused = there.with_parameters(fused_experts=1)
+    with pytest.raises(sw.MisuseError, match="which fused_experts=1 leaves out"):
+        sw.restore(tmp_path / "memory", map=there)
+    sw.convert(tmp_path / "memory", tmp_path / "there", to="stepwell", map=fused)
+    with sw.open(tmp_path / "hf", map=there) as checkpoint:
+        assert not checkpoint.diff(tmp_path / "there")
+    with sw.open(tmp_path / "there", map=fused.inverse()) as checkpoint:
+        assert not checkpoint.diff(tmp_path / "memory")
+
+
 @pytest.mark.parametrize("grouped", [0, 1])
 def test_experts_have_the_names_of_modules(grouped: int, tmp_path: Path) -> None:
     family = FAMILIES["mixtral"]
