@@ -1,0 +1,168 @@
+"""Lightning and Fabric with checkpoints of stepwell.
+
+    from stepwell.integrations.lightning import StepwellIO
+
+    trainer = Trainer(plugins=[StepwellIO()], ...)
+
+Each checkpoint of Lightning (``….ckpt``) is a directory that exists whole or not at all, and
+training goes on while it is written. Files that Lightning has written are still loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from .. import _core
+from .._locations import absolute
+from .._opening import restore
+from .._options import Options
+from .._restore.options import Globs
+from .._save_result import Save
+from .._singular import save_async
+from ..errors import MisuseError, StepwellError
+
+_Module = TypeVar("_Module")
+_Path = str | os.PathLike[str]
+
+#: Lightning has two packages with classes of their own. Each checks its own base.
+_PACKAGES = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def _fabrics() -> list[str]:
+    """The Fabric of each Lightning that is imported; if none is, of one that is installed."""
+    found = [fabric for fabric in _PACKAGES.values() if fabric in sys.modules]
+    for fabric in () if found else _PACKAGES.values():
+        try:
+            importlib.import_module(fabric)
+        except ImportError:
+            continue
+        return [fabric]
+    return found
+
+
+def _bases(name: str) -> list[type]:
+    found = [getattr(importlib.import_module(f"{fabric}.plugins.io"), name) for fabric in _fabrics()]
+    if not found:
+        raise ImportError("neither lightning nor pytorch-lightning is installed")
+    return found
+
+
+class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known when it is imported
+    """Saves and loads checkpoints of a ``Trainer`` or of Fabric. Rank 0 saves, as Lightning asks
+    it to, so it serves one device, DDP and other strategies that replicate the model.
+
+    A checkpoint that Lightning deletes is deleted when the saves before have committed; if one of
+    them failed, it stays. The next save, and the end of the training, raise the failure of a save.
+
+    Args:
+        exclude: what to leave out, by glob over paths. Hyperparameters of types that cannot be
+            stored are refused otherwise: ``exclude="hyper_parameters/model"``.
+        options: rarely needed options.
+    """
+
+    def __init__(self, *, exclude: Globs = None, options: Options | None = None) -> None:
+        super().__init__()
+        self._exclude, self._options = exclude, options
+        #: By path, until somebody has looked at their outcome.
+        self._saves: dict[str, Save] = {}
+        self._remover: ThreadPoolExecutor | None = None
+        self._removals: list[Future[None]] = []
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, object], path: _Path, storage_options: object = None
+    ) -> None:
+        """Saves a checkpoint in the background. Called by Lightning."""
+        if storage_options is not None:
+            raise MisuseError("storage_options= is not used by StepwellIO: leave it out")
+        where = absolute(path)
+        self._look(where)
+        os.makedirs(os.path.dirname(where), exist_ok=True)
+        self._saves[where] = save_async(
+            where,
+            checkpoint,
+            exclude=self._exclude,
+            exists="replace",
+            coordinator=None,
+            options=self._options,
+        )
+
+    def load_checkpoint(
+        self, path: _Path, map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, object]:
+        """Loads a checkpoint. Called by Lightning on all ranks."""
+        where = absolute(path)
+        if (pending := self._saves.get(where)) is not None:
+            pending.result()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # rank 0 has waited for its save
+        if os.path.isfile(where):
+            found: dict[str, object] = super().load_checkpoint(path, map_location, weights_only)
+            return found
+        if isinstance(map_location, (str, torch.device)):
+            return dict(restore(where, to="torch", device=map_location))
+        return dict(restore(where, to="torch"))
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Deletes a checkpoint once the pending saves have committed. Called by Lightning."""
+        if self._remover is None:
+            self._remover = ThreadPoolExecutor(1, "stepwell-remover")
+        self._removals = [one for one in self._removals if not one.done() or one.exception() is not None]
+        job = self._remover.submit(self._remove, absolute(path), list(self._saves.values()))
+        self._removals.append(job)
+
+    def teardown(self) -> None:
+        """Waits for all saves and deletions, and raises a failure. Called by Lightning."""
+        removals, self._removals = self._removals, []
+        if self._remover is not None:
+            self._remover.shutdown()
+            self._remover = None
+        saves, self._saves = list(self._saves.values()), {}
+        for save in saves:
+            save.result()
+        for removal in removals:
+            removal.result()
+
+    def _look(self, path: str) -> None:
+        """Waits for a save to this path, and raises failures of saves that have ended."""
+        for place, save in list(self._saves.items()):
+            if place == path or save.done():
+                del self._saves[place]
+                save.result()
+
+    def _remove(self, path: str, saves: list[Save]) -> None:
+        try:
+            for save in saves:
+                save.result()
+        except StepwellError:
+            return  # raised by the next save, or by teardown
+        if os.path.isdir(path) and not os.path.islink(path):
+            _core.remove_conversion(path, False)
+        else:
+            super().remove_checkpoint(path)
+
+
+def load_from_checkpoint(
+    kind: type[_Module], path: _Path, *, strict: bool | None = None, **keywords: object
+) -> _Module:
+    """Makes a ``LightningModule`` from a checkpoint, as ``kind.load_from_checkpoint(path)`` does
+    with files that Lightning has written.
+
+    Args:
+        kind: the class of the module.
+        path: the checkpoint.
+        strict: whether the names of parameters must be equal.
+        keywords: arguments of the class, which go before the stored hyperparameters.
+    """
+    package = next(
+        module.__module__.split(".")[0] for module in kind.__mro__ if module.__name__ == "LightningModule"
+    )
+    name = "lightning.pytorch" if package == "lightning" else package
+    saving = importlib.import_module(f"{name}.core.saving")
+    module: _Module = saving._load_state(kind, restore(absolute(path), to="torch"), strict=strict, **keywords)
+    return module

@@ -1,0 +1,178 @@
+"""``stepwell.integrations.lightning``: checkpoints of Lightning and Fabric."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stepwell as sw
+import torch
+
+pytest.importorskip("lightning")
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "python")]
+
+import lightning
+import lightning_job
+from lightning_job import Model, model, trainer
+from stepwell.integrations.lightning import StepwellIO, load_from_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def job(output: Path, devices: int, killed: int) -> subprocess.CompletedProcess[str]:
+    """Runs the training in a process of its own, which resumes if it can."""
+    return subprocess.run(
+        [sys.executable, lightning_job.__file__, str(output), str(devices), str(killed)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> dict[int, float]:
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
+    return {int(step): loss for step, loss in json.loads(line).items()}
+
+
+def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
+    plain, whole = model(), model()
+    trainer(tmp_path / "plain", []).fit(plain)
+    trainer(tmp_path / "whole", [StepwellIO()]).fit(whole)
+    assert whole.losses == plain.losses
+    assert sorted(os.listdir(tmp_path / "whole")) == sorted(os.listdir(tmp_path / "plain"))
+    assert job(tmp_path / "halves", 1, killed=1).returncode == -9
+    rest = losses_of(job(tmp_path / "halves", 1, killed=-1))
+    first = min(rest)
+    assert first in (8, 16)
+    assert rest == {step: plain.losses[step] for step in range(first, 24)}
+
+
+def test_two_devices_resume(tmp_path: Path) -> None:
+    whole = losses_of(job(tmp_path / "whole", 2, killed=-1))
+    assert job(tmp_path / "halves", 2, killed=1).returncode != 0
+    rest = losses_of(job(tmp_path / "halves", 2, killed=-1))
+    first = min(rest)
+    assert first in (4, 8)
+    assert rest == {step: whole[step] for step in range(first, 12)}
+
+
+def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
+    one = trainer(tmp_path, [StepwellIO()], monitor="loss", save_top_k=2, max_epochs=5)
+    one.fit(model())
+    best = one.checkpoint_callback.best_k_models
+    assert len(best) == 2
+    assert {str(path) for path in tmp_path.glob("epoch*")} == set(best)
+    assert all(sw.verify(path).ok for path in best)
+
+
+def test_a_checkpoint_that_is_a_file_still_loads(tmp_path: Path) -> None:
+    trainer(tmp_path / "old", [], max_epochs=1).fit(model())
+    one, plain = model(), model()
+    trainer(tmp_path / "a", [StepwellIO()], max_epochs=2).fit(one, ckpt_path=tmp_path / "old" / "last.ckpt")
+    trainer(tmp_path / "b", [], max_epochs=2).fit(plain, ckpt_path=tmp_path / "old" / "last.ckpt")
+    assert one.losses == plain.losses
+    StepwellIO().remove_checkpoint(tmp_path / "old" / "last.ckpt")
+
+
+def test_a_module_loads_with_its_hyperparameters(tmp_path: Path) -> None:
+    one = Model(width=6)
+    trainer(tmp_path, [StepwellIO()], max_epochs=1).fit(one)
+    found = load_from_checkpoint(Model, tmp_path / "last.ckpt")
+    assert found.hparams.width == 6
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), found.parameters(), strict=True))
+
+
+def test_hyperparameters_that_cannot_be_stored_are_named(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"hyper_parameters": {"odd": object(), "width": 3}, "state_dict": {}}
+    with pytest.raises(sw.UnsupportedLeaf, match="hyper_parameters/odd"):
+        StepwellIO().save_checkpoint(state, tmp_path / "one.ckpt")
+    io = StepwellIO(exclude="hyper_parameters/odd")
+    io.save_checkpoint(state, tmp_path / "one.ckpt")
+    assert io.load_checkpoint(tmp_path / "one.ckpt")["hyper_parameters"] == {"width": 3}
+    io.teardown()
+    with pytest.raises(sw.MisuseError, match="storage_options"):
+        io.save_checkpoint(state, tmp_path / "two.ckpt", storage_options={})
+
+
+def test_a_deletion_waits_and_a_failed_save_prevents_it(tmp_path: Path) -> None:
+    io = StepwellIO()
+    io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+    io.save_checkpoint({"w": torch.ones(1 << 20)}, tmp_path / "b.ckpt")
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    io.teardown()
+    assert os.listdir(tmp_path) == ["b.ckpt"]
+
+    class Failing:
+        def done(self) -> bool:
+            return True
+
+        def result(self) -> None:
+            raise sw.SaveFailed("the disk is full")
+
+    io._saves[str(tmp_path / "c.ckpt")] = Failing()  # type: ignore[assignment]
+    io.remove_checkpoint(tmp_path / "b.ckpt")
+    with pytest.raises(sw.SaveFailed, match="full"):
+        io.teardown()
+    assert os.listdir(tmp_path) == ["b.ckpt"]
+    io._saves[str(tmp_path / "c.ckpt")] = Failing()  # type: ignore[assignment]
+    with pytest.raises(sw.SaveFailed, match="full"):
+        io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "d.ckpt")
+
+
+def test_fabric_saves_and_loads(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", plugins=[StepwellIO()])
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(module.parameters())
+    module, optimizer = fabric.setup(module, optimizer)
+    fabric.save(tmp_path / "one.ckpt", {"module": module, "optimizer": optimizer, "step": 4})
+    expected = module.weight.detach().clone()
+    with torch.no_grad():
+        module.weight.zero_()
+    state: dict[str, Any] = {"module": module, "optimizer": optimizer, "step": 0}
+    fabric.load(tmp_path / "one.ckpt", state)
+    assert torch.equal(module.weight, expected)
+    assert state["step"] == 4
+
+
+def test_the_other_package_of_lightning_takes_it(tmp_path: Path) -> None:
+    script = """
+import sys
+import pytorch_lightning as pl
+import torch
+from stepwell.integrations.lightning import StepwellIO
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, number):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(4, 2))
+assert "lightning" not in sys.modules
+trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, default_root_dir=sys.argv[1], plugins=[StepwellIO()])
+trainer.fit(Model())
+trainer.save_checkpoint(sys.argv[1] + "/one.ckpt")
+trainer.strategy.checkpoint_io.teardown()
+import stepwell as sw
+print(sw.restore(sys.argv[1] + "/one.ckpt")["global_step"])
+"""
+    pytest.importorskip("pytorch_lightning")
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == ["4"], done.stderr
