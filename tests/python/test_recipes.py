@@ -214,6 +214,14 @@ def test_a_damaged_configuration_is_refused_by_path(model: Path, text: str) -> N
         sw.restore(model, map=THERE)
 
 
+def test_an_adopted_configuration_is_checked(model: Path) -> None:
+    sw.adopt(configured(model))
+    assert sw.restore(model, map=THERE)
+    configured(model, num_attention_heads=8)
+    with pytest.raises(sw.CorruptCheckpoint, match=r"config\.json"):
+        sw.restore(model, map=THERE)
+
+
 @pytest.mark.parametrize("rows", [0, 1 << 40])
 def test_a_wild_number_of_a_configuration_costs_no_time(tmp_path: Path, rows: int) -> None:
     (tmp_path / "map.toml").write_text(

@@ -103,7 +103,7 @@ def digest(core: _core.Checkpoint, plan: Iterable[object], ranks: int) -> bytes:
 
 def _bytes(size: object) -> int:
     """A number of bytes, as a number or such as ``"5GB"`` or ``"512MiB"``."""
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    given, found = size, _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if found is not None:
         unit = (
             1024 ** "KMGT".index(found[2].upper()) * 1024
@@ -114,6 +114,6 @@ def _bytes(size: object) -> int:
         size = int(min(float(found[1]) * unit, MAX_SIZE))
     if isinstance(size, bool) or not isinstance(size, int) or not 0 < size < MAX_SIZE:
         raise MisuseError(
-            f'shard_size is a number of bytes, or text such as "5GB" or "512MiB", not {shown(size)}'
+            f'shard_size is a number of bytes, or text such as "5GB" or "512MiB", not {shown(given)}'
         )
     return size
