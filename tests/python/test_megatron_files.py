@@ -119,11 +119,48 @@ def test_a_tracker_without_a_number_is_refused(tmp_path: Path, text: str) -> Non
         sw.open(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"sharded_backend": 3}', "[" * 9000, "1" * 70000])
+#: Contents of ``metadata.json`` that name no backend. The last one has a flipped bit.
+CONFIGS = ["", "[]", "{", '{"sharded_backend": 3}', "[" * 9000, "1" * 70000, '{"sharded_b`ckend": "zarr"}']
+
+
+@pytest.mark.parametrize("text", CONFIGS)
 def test_a_config_of_others_is_passed_over(tmp_path: Path, text: str) -> None:
-    path = shutil.copytree(NEW / "dense", tmp_path / "c")
+    path = shutil.copytree(FOREIGN / "torch_2.4.1" / "dcp", tmp_path / "c")
+    before = digests(path)
     (path / "metadata.json").write_text(text)
-    assert sw.restore(path).keys() >= {SEQUENCE, "common_state/shard_0_1"}
+    assert digests(path) == before
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+@pytest.mark.parametrize("source", [NEW / "dense", OLD / "flattened", OLD / "zarr"], ids=lambda one: one.name)
+def test_a_damaged_config_is_damage(tmp_path: Path, source: Path, text: str) -> None:
+    path = shutil.copytree(source, tmp_path / "c")
+    (path / "metadata.json").write_text(text)
+    check_no_config(path)
+
+
+@pytest.mark.parametrize("source", [NEW / "dense", OLD / "flattened"], ids=lambda one: one.name)
+def test_a_lost_config_is_damage(tmp_path: Path, source: Path) -> None:
+    path = shutil.copytree(source, tmp_path / "c")
+    (path / "metadata.json").unlink()
+    check_no_config(path)
+
+
+def check_no_config(path: Path) -> None:
+    with pytest.raises(sw.CorruptCheckpoint, match=r"metadata\.json: it is missing or damaged"):
+        sw.restore(path)
+    (damage,) = sw.verify(path).damages
+    assert damage.file == str(path / "metadata.json")
+
+
+@pytest.mark.parametrize("source", [OLD / "flattened", OLD / "zarr"], ids=lambda one: one.name)
+def test_lost_common_values_are_damage(tmp_path: Path, source: Path) -> None:
+    path = shutil.copytree(source, tmp_path / "c")
+    (path / "common.pt").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"common\.pt: it is missing"):
+        sw.restore(path)
+    (damage,) = sw.verify(path).damages
+    assert damage.file == str(path / "common.pt")
 
 
 def test_an_unknown_backend_is_refused_by_name(tmp_path: Path) -> None:

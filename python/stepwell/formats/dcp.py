@@ -18,6 +18,7 @@ from .. import _core
 from .._paths import named
 from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, FormatError
+from . import megatron_files
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
 from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated, fits, row_major
@@ -56,7 +57,10 @@ def describe(path: str) -> Description | None:
         return None
     names = os.listdir(path)
     if _METADATA in names:
-        return Checkpoint(path, [_METADATA]).description()
+        checkpoint = Checkpoint(path, [_METADATA])
+        if megatron_files.COMMON_KEY in checkpoint.names:
+            raise megatron_files.no_config(path)
+        return checkpoint.description()
     of_ranks = sorted((name for name in names if _OF_RANK.fullmatch(name)), key=lambda name: int(name[2:-9]))
     if of_ranks:
         return Checkpoint(path, of_ranks).description()

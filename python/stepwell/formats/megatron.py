@@ -18,19 +18,16 @@ from ..errors import FormatError
 from . import dcp, zarr
 from .description import Description, Guarded, Opaque, Value
 from .files import corrupt, read_whole
+from .megatron_files import COMMON, COMMON_KEY, CONFIG, no_common, no_config
 from .pickle_values import placed
 from .torch_save import TorchFile, required
 
 FAMILY = "Megatron"
-#: The file that names the backend, and the one with common values.
-_CONFIG, _COMMON = "metadata.json", "common.pt"
 #: That of DCP.
 _METADATA = ".metadata"
 _MAX_CONFIG_BYTES = 64 << 10
 #: The key of an object: that of all its shards, and the shard's offset and the shape of their grid.
 _SHARD = re.compile(r"(.+)/(shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*)", re.DOTALL)
-#: The object with common values, of versions that do not write ``common.pt``.
-_COMMON_KEY = "common_state/shard_0_1"
 #: Keys of the distributed optimizer that have no parameters, and why.
 _REFUSED: Sequence[tuple[re.Pattern[str], str]] = (
     (
@@ -59,7 +56,9 @@ def describe(path: str) -> Description | None:
     if not os.path.isdir(path):
         return None
     names = os.listdir(path)
-    backend = _backend(path) if _CONFIG in names else None
+    backend = _backend(path) if CONFIG in names else None
+    if backend is None and COMMON in names and (CONFIG in names or _METADATA in names):
+        raise no_config(path)
     if backend == "torch_dist":
         return _of_dcp(path, names)
     if backend == "zarr":
@@ -75,7 +74,7 @@ def describe(path: str) -> Description | None:
 
 def _backend(path: str) -> str | None:
     """The backend of a distributed checkpoint. ``None`` if the file is another library's."""
-    file = os.path.join(path, _CONFIG)
+    file = os.path.join(path, CONFIG)
     if os.path.getsize(file) > _MAX_CONFIG_BYTES:
         return None
     try:
@@ -111,7 +110,7 @@ class _Leaves:
     def add_common(self, common: object) -> None:
         """Adds common values at the top."""
         if not isinstance(common, dict):
-            raise corrupt(self._path, f"a dict was expected in {_COMMON}")
+            raise corrupt(self._path, f"a dict was expected in {COMMON}")
         for key, value in common.items():
             self.add(key, value)
 
@@ -122,18 +121,20 @@ def _of_dcp(path: str, names: Sequence[str]) -> Description:
     checkpoint = dcp.Checkpoint(path, [_METADATA])
     leaves = _Leaves(path)
     found = checkpoint.leaves({name: why for name in checkpoint.names if (why := _refused(name))})
-    common = required(os.path.join(path, _COMMON)) if _COMMON in names else None
+    common = required(os.path.join(path, COMMON)) if COMMON in names else None
+    if common is None and COMMON_KEY not in found:
+        raise no_common(path)
     for name, value in found.items():
         shard = _SHARD.fullmatch(name)
         if shard is not None:
             value = _only(value)
-        if name == _COMMON_KEY and common is None:
+        if name == COMMON_KEY and common is None:
             leaves.add_common(value)
         elif shard is not None and shard[1] not in found:
             leaves.add_shard(shard[1], shard[2], value)
         else:
             leaves.add(name, value)
-    files = {} if common is None else {os.path.join(path, _COMMON): common}
+    files = {} if common is None else {os.path.join(path, COMMON): common}
     if common is not None:
         leaves.add_common(common.state)
     return _description(path, leaves.state, files, checkpoint.guarded)
@@ -178,9 +179,10 @@ def _of_zarr(path: str, names: Sequence[str]) -> Description:
     arrays = zarr.arrays(
         store, [key for key in present if key in stored and _refused(key) is None], is_3=False
     )
-    if _COMMON in present:
-        common = files[os.path.join(path, _COMMON)] = required(os.path.join(path, _COMMON))
-        leaves.add_common(common.state)
+    if COMMON not in present:
+        raise no_common(path)
+    common = files[os.path.join(path, COMMON)] = required(os.path.join(path, COMMON))
+    leaves.add_common(common.state)
     for key in present:
         directory = os.path.join(path, key)
         if not os.path.isdir(directory):
