@@ -301,6 +301,21 @@ def test_a_number_of_many_digits_is_no_step(tmp_path: Path, files: dict[str, str
     assert {1, 10**18 - 1} <= numbers <= {1, 10**18 - 1, None}
 
 
+@pytest.mark.parametrize(
+    ("file", "is_complete"),
+    [
+        ("iter_0000001/mp_rank_100/model_optim_rng.pt", True),
+        ("iter_0000001/mp_rank_1/model_optim_rng.pt", False),
+        ("global_step1/zero_pp_rank_0_mp_rank_00_model_states.pt", True),
+        ("global_step1/layer_0_expert_0_mp_rank_00_model_states.pt", False),
+    ],
+)
+def test_a_step_is_complete_by_the_files_that_are_read(tmp_path: Path, file: str, is_complete: bool) -> None:
+    other = {"i": "iter_0000002/mp_rank_00/x", "g": "global_step2/mp_rank_00_model_states.pt"}[file[0]]
+    root = sw.open_root(write(tmp_path, {file: "", other: ""}))
+    assert [step.incomplete is None for step in root.steps] == [is_complete, True]
+
+
 def test_a_directory_is_opened_without_reading_its_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
