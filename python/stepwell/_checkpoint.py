@@ -58,6 +58,7 @@ from .errors import ClosedError, MisuseError, StepwellError
 if TYPE_CHECKING:
     from ._comparison import Difference
     from .formats.adoption import Adoption
+    from .formats.copies import Copies
     from .maps import MapLike
 
 #: One step of a path.
@@ -305,7 +306,16 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     """An open, leased checkpoint: a mapping of its top-level entries, in which paths are found too.
     ``ckpt["params/layers/0/w"][0:128]`` reads just that."""
 
-    __slots__ = ("__weakref__", "_adoption", "_core", "_foreign_step", "_owner", "_path", "_structure")
+    __slots__ = (
+        "__weakref__",
+        "_adoption",
+        "_copies",
+        "_core",
+        "_foreign_step",
+        "_owner",
+        "_path",
+        "_structure",
+    )
 
     def __init__(
         self,
@@ -313,6 +323,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         path: str | None = None,
         step: int | None = None,
         adoption: Adoption | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._core: _core.Checkpoint | None = core
         #: The path of files of another library, which the engine knows by their directory, and the
@@ -320,6 +331,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         self._path, self._foreign_step = path, step
         #: The checksums of these files, if they were adopted.
         self._adoption = adoption
+        #: Tensors of these files that have to have the same values as others.
+        self._copies = copies
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
@@ -572,6 +585,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
             more_files, more_bytes, more = self._adoption.verify(known, progress)
             files, nbytes = files + more_files, nbytes + more_bytes
             found += tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in more)
+        if self._copies is not None and not found:
+            found = tuple(Damage(f, None, (leaf,), what) for f, leaf, what in self._copies.differing())
         return VerifyReport(files, nbytes, found, self.path, self._number, unguarded)
 
     def diff(

@@ -67,7 +67,10 @@ def open_step(where: str, step: int | str | None, map: MapLike | None, engine: s
     if not is_own(where) and (found := foreign(where, step)) is not None:
         core = RestoreOptions(map=map).mapped(found.open(engine))
         path = found.path if found.step is not None else where
-        return Checkpoint(core, path, found.step, found.adoption)
+        from .formats.copies import Copies
+
+        copies = Copies(found.copies, found.reading) if found.copies else None
+        return Checkpoint(core, path, found.step, found.adoption, copies)
     assert not isinstance(step, str)
     with explaining(where):
         core = _core.open_path(where, step, engine)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
+from safetensors.numpy import save_file
 
 torch = pytest.importorskip("torch")
 
@@ -580,7 +581,7 @@ def of_slices(**info: Any) -> Content:
     ]
     return {
         f"mp_rank_{rank:02d}_model_states.pt": model_state(
-            module={name: value * (rank + 1) for name, value in module.items()},
+            module={name: value if name == "norm" else value * (rank + 1) for name, value in module.items()},
             param_shapes=None,
             mp_world_size=2,
             universal_checkpoint_info=rules | info,
@@ -648,6 +649,60 @@ def test_a_missing_slice_is_refused(tmp_path: Path, rank: int) -> None:
     files[f"mp_rank_{rank:02d}_model_states.pt"]["module"].pop("1.up")
     with pytest.raises(sw.CorruptCheckpoint, match=r"`1.up` is a tensor in some tensor-parallel ranks only"):
         sw.open(write(tmp_path / "c", files))
+
+
+def test_copies_with_other_values_are_damage(tmp_path: Path) -> None:
+    files = of_slices()
+    assert sw.verify(write(tmp_path / "c", files)).ok
+    files["mp_rank_01_model_states.pt"]["module"]["norm"] = torch.tensor([1.0, 1.0, 2.0])
+    path = write(tmp_path / "d", files)
+    (damage,) = sw.verify(path).damages
+    assert damage.file == str(path / "mp_rank_01_model_states.pt")
+    assert damage.leaves == ("model/norm",)
+    assert "mp_rank_00_model_states.pt, which a restore reads" in damage.what
+    assert sw.restore(path)["model"]["norm"].tolist() == [1, 1, 1]
+    step = tmp_path / "run" / "checkpoint-5"
+    step.mkdir(parents=True)
+    path.rename(step / "global_step5")
+    (step / "latest").write_text("global_step5")
+    (step / "trainer_state.json").write_text('{"global_step": 5}')
+    save_file({"w": np.ones(3, np.float32)}, step / "model.safetensors")
+    (damage,) = sw.verify(tmp_path / "run", 5).damages
+    assert damage.leaves == ("deepspeed/model/norm",)
+
+
+@pytest.mark.parametrize("stage", MAKERS)
+def test_copies_of_the_optimizer_are_compared(tmp_path: Path, stage: int) -> None:
+    files: Content = {}
+    for mp_rank in range(2):
+        for name, content in MAKERS[stage]().items():
+            if "model" in name:
+                content["mp_world_size"] = 2
+                content["universal_checkpoint_info"] = {"tp_replicated_parameter_patterns": ["."]}
+            files[name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}")] = content
+    assert sw.verify(write(tmp_path / "c", files)).ok
+    name = next(name for name in files if "rank_0_mp_rank_01_optim" in name)
+    state = files[name]["optimizer_state_dict"]
+    own = state.get("base_optimizer_state") or state["optimizer_state_dict"]
+    own["state"][1]["exp_avg"] += 1
+    found = sw.verify(write(tmp_path / "d", files)).damages
+    # The first partition of ZeRO-2 has a part of `c`, that of ZeRO-3 a part of each.
+    assert {one.leaves[0][-9:] for one in found} == (
+        {"c/exp_avg"} if stage == 2 else {"c/exp_avg", "d/exp_avg"}
+    )
+    assert all("mp_rank_01" in one.file for one in found)
+
+
+def test_copies_of_other_shapes_are_refused(tmp_path: Path) -> None:
+    files = of_slices()
+    files["mp_rank_01_model_states.pt"]["module"]["norm"] = torch.ones(4)
+    with pytest.raises(sw.CorruptCheckpoint, match=r"`norm`: its copies are float32\[3\] and float32\[4\]"):
+        sw.open(write(tmp_path / "c", files))
+    for content in files.values():
+        content["buffer_names"] = ["norm"]
+    with sw.open(write(tmp_path / "d", files)) as checkpoint:
+        kinds = {node.path: node.opaque for node in checkpoint.contents()}
+    assert "float32[4]" in str(kinds["model/norm"])
 
 
 def test_slices_of_another_step_are_refused(tmp_path: Path) -> None:

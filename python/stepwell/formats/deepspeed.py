@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from . import torch_save
 from .deepspeed_files import Files, Grid, files_of, is_save
-from .description import Description, Guarded, Opaque, Tensor
+from .description import Copy, Description, Guarded, Opaque, Tensor
 from .files import check_ranks, corrupt
 from .flat_partitions import of_one_share
 from .pickle_values import Malformed
@@ -76,6 +76,8 @@ class _Save:
     def __init__(self, path: str, files: Files) -> None:
         self._path, self._files = path, files
         self._read: dict[str, torch_save.TorchFile] = {}
+        #: Tensors of tensor-parallel ranks that are not in the state.
+        self._copies: list[Copy] = []
         parameters = os.path.join(path, DIRECTORY)
         #: The directory of the parameters of a universal checkpoint.
         self._universal = parameters if os.path.isdir(parameters) and not files.optimizers else None
@@ -118,7 +120,13 @@ class _Save:
             listed = ", ".join(map(str, without[:_LISTED])) + (", …" if len(without) > _LISTED else "")
             metadata["layers"] = f"{listed} have no file: they have no parameters, or their files are lost"
         return Description(
-            FAMILY, self._path, self._state(part), metadata, files=list(self._read), guarded=self._guarded
+            FAMILY,
+            self._path,
+            self._state(part),
+            metadata,
+            files=list(self._read),
+            guarded=self._guarded,
+            copies=self._copies,
         )
 
     def _guarded(self) -> Mapping[str, Sequence[Guarded]]:
@@ -263,7 +271,7 @@ class _Save:
         #: Tied parameters stay one tensor.
         made: dict[tuple[object, ...], Tensor] = {}
 
-        def joined(name: str, values: Sequence[object]) -> object:
+        def joined(above: Sequence[str], name: str, end: Sequence[str], values: Sequence[object]) -> object:
             tensors = [value for value in values if isinstance(value, Tensor)]
             if 0 < len(tensors) < len(values):
                 first.first.wrong(f"`{name[:200]}` is a tensor in some tensor-parallel ranks only")
@@ -275,20 +283,27 @@ class _Save:
             key = (cut, *map(id, tensors))
             try:
                 if key not in made:
-                    made[key] = whole(tensors, cut)
+                    found = made[key] = whole(tensors, cut)
+                    if cut.axis is None or found is tensors[0]:
+                        leaf = tuple(("k", part) for part in (*above, name, *end))
+                        self._copies += [Copy(leaf, tensors[0], one) for one in tensors[1:]]
             except Malformed as error:
+                if name in self._buffers:
+                    return Opaque(f"buffer of tensor-parallel ranks: {error}")
                 first.first.wrong(f"`{name[:200]}`: {error}")
             return made[key]
 
-        for key in ("masters", "module"):
+        of_module = "model" if first.zero is None or self._files.is_partitioned else "module"
+        for key, above in (("masters", "model"), ("module", of_module)):
             own = getattr(first, key)
             names = dict.fromkeys(name for one in slices for name in getattr(one, key))
             for name in names:
-                own[name] = joined(name, [getattr(one, key).get(name) for one in slices])
+                own[name] = joined([above], name, [], [getattr(one, key).get(name) for one in slices])
         for name, slots in first.zero.slots.items() if first.zero is not None else ():
             others = [one.zero.slots.get(name, {}) if one.zero is not None else {} for one in slices]
             for slot in slots:
-                slots[slot] = joined(name, [one.get(slot) for one in others])
+                values = [one.get(slot) for one in others]
+                slots[slot] = joined(["optimizer", "state"], name, [slot], values)
         for one in slices[1:]:
             first.optimizers |= one.optimizers
         return first

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .. import _core
@@ -113,6 +113,17 @@ class Value:
     value: object
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor that is in the files twice."""
+
+    #: Its leaf in the state.
+    leaf: tuple[Component, ...]
+    #: The tensor that the state has, and the other one.
+    read: Tensor
+    other: Tensor
+
+
 @dataclass(slots=True)
 class Description:
     """A checkpoint of another library."""
@@ -130,6 +141,8 @@ class Description:
     files: Sequence[str] = ()
     #: Returns the ranges that have checksums, by file. Those of one file do not overlap.
     guarded: Callable[[], Mapping[str, Sequence[Guarded]]] = dict
+    #: Tensors that the state leaves out, because another one has to have the same values.
+    copies: Sequence[Copy] = ()
     #: Bytes of small tensors that are no file.
     memory: bytes = b""
     #: The number of the step that it is, if it has one.
@@ -228,6 +241,11 @@ def of_parts(family: str, path: str, parts: Mapping[str, Description]) -> Descri
         {key: text for part in parts.values() for key, text in part.metadata.items()},
         [file for part in parts.values() for file in part.files or [part.path]],
         guarded,
+        [
+            replace(copy, leaf=(("k", name), *copy.leaf))
+            for name, part in parts.items()
+            for copy in part.copies
+        ],
     )
 
 
@@ -337,6 +355,13 @@ class _Details:
         """The ranges of each file that have checksums."""
         with self._reading:
             return [(self._rows.file(file), ranges) for file, ranges in self._guarded().items()]
+
+
+def file_of(tensor: Tensor) -> str:
+    """Returns the path of the first file that a tensor is in; the empty one without an element."""
+    for chunk in tensor.chunks:
+        return _path_of(chunk.file.file if isinstance(chunk.file, Unlocated) else chunk.file)
+    return ""
 
 
 def _path_of(file: str | Compressed) -> str:

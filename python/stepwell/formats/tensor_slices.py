@@ -32,9 +32,14 @@ class Cut:
 def whole(slices: Sequence[Tensor], cut: Cut) -> Tensor:
     """Returns the whole tensor of these slices."""
     first, axis = slices[0], cut.axis
-    if first.shape == () or (axis is None and (cut.rows is None or cut.rows >= first.shape[0])):
-        return first
-    if axis is None:
+    if first.shape == () or axis is None:
+        for one in slices:
+            if (one.dtype, one.shape) != (first.dtype, first.shape):
+                raise Malformed(
+                    f"its copies are {first.dtype}{list(first.shape)} and {one.dtype}{list(one.shape)}"
+                )
+        if first.shape == () or cut.rows is None or cut.rows >= first.shape[0]:
+            return first
         slices, axis = slices[:1], 0
     for one in slices:
         same = (one.dtype, len(one.shape), one.shape[:axis], one.shape[axis + 1 :])
