@@ -196,6 +196,7 @@ def _restore_intact(
                 lambda: numbers,
                 lambda: [(number, why) for number, why in invalid if number is not None and why is not None],
                 lambda mine: mine,
+                can_rewind=False,
             )
     manager = _core.Manager(where, reader_json())
     try:

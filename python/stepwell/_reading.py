@@ -430,7 +430,7 @@ class Reading:
             core.all_steps,
             lambda: damaged(core.report()),
             lambda mine: alone or Together(core).same(f"pass over: {mine}"),
-            resuming,
+            can_rewind=not resuming,
         )
         restored.report.passed_over = passed
         return restored

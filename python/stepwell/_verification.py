@@ -8,6 +8,7 @@ damage like any other.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from typing import TypeAlias
@@ -61,9 +62,11 @@ def _of_root(
 
 
 def _is_in(path: str, file: str) -> bool:
-    """True if a file lies below a directory, or is the target of a link in it."""
+    """True if a file is a directory or lies below it, or is the target of a link in it."""
     if file.startswith(path + os.sep) or not os.path.isdir(path):
         return file.startswith(path + os.sep)
+    if file == path:
+        return True
     return any(os.path.realpath(os.path.join(path, name)) == file for name in os.listdir(path))
 
 
@@ -75,12 +78,13 @@ def _one(
         with opened(path, step) as checkpoint:
             return checkpoint.verify(progress)
     except (CorruptCheckpoint, StorageError) as error:
-        # A disk error, or a newer format, is not damage.
-        known = isinstance(error, (CorruptCheckpoint, FileNotFoundError))
+        # A missing file is damage. A disk error, or a newer format, is not.
+        known = isinstance(error, CorruptCheckpoint) or error.errno == errno.ENOENT
         if not known or error.file is None or not _is_in(path, error.file):
             raise
         # The damage names the file and the block already.
         block = getattr(error, "block", None)
         where = " is corrupt: " if block is None else f" is corrupt, block {block}: "
         what = str(error).removeprefix(f"{error.file}{where}").removeprefix(printable(f"{error.file}: "))
-        return VerifyReport(0, 0, (Damage(error.file, block, (), what),), at, step)
+        number = error.step if step is None else step
+        return VerifyReport(0, 0, (Damage(error.file, block, (), what),), at, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -406,3 +407,44 @@ def test_a_damaged_step_of_a_root_is_passed_over(trainer: Path) -> None:
     shown = run("verify", "--all", trainer)
     assert shown.exit_code == 1
     assert shown.stdout.count("readable: step") == 2
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A root of a Trainer with two steps. The last one lacks a file of its weights."""
+    for step in (1, 2):
+        place = tmp_path / "run" / f"checkpoint-{step}"
+        files = {name: f"model-0000{at}-of-00002.safetensors" for at, name in enumerate("ab", 1)}
+        write(
+            place,
+            {
+                "trainer_state.json": '{\n  "global_step": 1\n}\n',
+                "model.safetensors.index.json": json.dumps({"weight_map": files}),
+            },
+        )
+        for name, file in files.items():
+            save_file({name: np.full(3, step)}, place / file)
+    (tmp_path / "run/checkpoint-2/model-00002-of-00002.safetensors").unlink()
+    return tmp_path / "run"
+
+
+def test_a_step_with_a_missing_file_is_passed_over(sharded: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(sw.StorageError, match="1 of 2 files") as failure:
+        sw.restore(sharded)
+    assert failure.value.step == 2
+    state, report = sw.restore(sharded, fallback=True, return_report=True)
+    assert (state["model"]["b"] == 1).all()
+    assert [one.step for one in report.passed_over] == [2]
+    assert "not step 2" in caplog.text
+    assert "rewind" not in caplog.text  # a root of another library has none
+
+
+@pytest.mark.parametrize("path", ["", "checkpoint-2"])
+def test_a_missing_file_is_in_the_report_of_verify(sharded: Path, path: str) -> None:
+    report = sw.verify(sharded / path)
+    assert not report.ok
+    assert report.step == (None if path else 2)
+    (damage,) = report.damages
+    assert damage.file == str(sharded / "checkpoint-2/model-00002-of-00002.safetensors")
+    assert run("verify", sharded / path).exit_code == 1
+    assert run("verify", "--all", sharded).exit_code == 1

@@ -22,16 +22,19 @@ from .report import PassedOver
 _T = TypeVar("_T")
 #: Errors of one step that another step may not have.
 _DAMAGE = (CorruptCheckpoint, FormatError, NotAStep, RankFailed, StepGone)
+#: The codes of a file that the disk cannot read, and of one that is missing.
+_UNREADABLE = (errno.EIO, errno.ENOENT)
 
 _WARNING = 30
 
 
 def _damaged_step(failure: Exception) -> int | None:
     """Returns the step that an error shows to be damaged. An I/O error shows it if the disk cannot
-    read a file of the step. A lack of rights, memory or descriptors shows nothing."""
+    read a file of the step, or if the file is missing. A lack of rights, memory or descriptors
+    shows nothing."""
     if not isinstance(failure, StepwellError):
         return None
-    unreadable = isinstance(failure, StorageError) and failure.errno == errno.EIO
+    unreadable = isinstance(failure, StorageError) and failure.errno in _UNREADABLE
     return failure.step if unreadable or isinstance(failure, _DAMAGE) else None
 
 
@@ -41,7 +44,8 @@ def newest_intact(
     steps: Callable[[], Iterable[int]],
     invalid: Callable[[], Iterable[tuple[int, str]]],
     agreed: Callable[[bool], bool],
-    resuming: bool = False,
+    *,
+    can_rewind: bool = True,
 ) -> tuple[_T, list[PassedOver]]:
     """Returns the value of the newest step that can be restored, and the newer steps that were
     passed over, newest first.
@@ -53,7 +57,8 @@ def newest_intact(
         steps: the committed steps.
         invalid: number and reason of everything else in the root that has a step's name.
         agreed: takes whether this process wants to pass over a step, and returns whether all do.
-        resuming: the caller sets the newer steps aside itself.
+        can_rewind: the newer steps stay until a rewind. False if the caller sets them aside itself,
+            or if another library wrote them.
     """
     passed: list[PassedOver] = []
     step: int | None = None
@@ -74,7 +79,7 @@ def newest_intact(
         known = {one.step for one in passed}
         passed += [PassedOver(number, why) for number, why in invalid() if restored < number not in known]
         passed.sort(key=attrgetter("step"), reverse=True)
-        advice = "" if resuming else f". To save newer steps again, rewind to step {restored} first"
+        advice = f". To save newer steps again, rewind to step {restored} first" if can_rewind else ""
         for one in passed:
             lifecycle.log(
                 _WARNING,

@@ -104,6 +104,14 @@ def _checking(path: str, reading: _core.Reading, adopted: bool) -> adoption.Adop
 
 def _of_step(listing: roots.Listing, wanted: int | str | None, adopted: bool) -> Description:
     step = listing.step(wanted)
+    try:
+        return _of_listed(listing, step, adopted)
+    except StepwellError as error:
+        error.step = step.number
+        raise
+
+
+def _of_listed(listing: roots.Listing, step: roots.ForeignStep, adopted: bool) -> Description:
     reading = _core.Reading()
     known = _checking(step.path, reading, adopted)
     # The checksums of a step are those of its parts, and are read once.
