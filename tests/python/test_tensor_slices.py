@@ -15,7 +15,7 @@ from stepwell.formats.description import Chunk, Description, Tensor
 from stepwell.formats.flat_partitions import of_group, of_shares
 from stepwell.formats.name_patterns import NamePatterns
 from stepwell.formats.pickle_values import Malformed
-from stepwell.formats.tensor_slices import Cut, run_boxes, whole
+from stepwell.formats.tensor_slices import SliceRule, run_boxes, whole
 
 RNG = np.random.default_rng(3)
 
@@ -64,7 +64,7 @@ def test_slices_become_the_whole_tensor(
         files.slice_of(np.concatenate([one[rank] for one in blocks], axis), 1 if is_box else pieces, is_box)
         for rank in range(ranks)
     ]
-    np.testing.assert_array_equal(files.restored(whole(slices, Cut(axis, parts))), values)
+    np.testing.assert_array_equal(files.restored(whole(slices, SliceRule(axis, parts))), values)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 20])
@@ -72,7 +72,7 @@ def test_rows_of_padding_are_left_out(tmp_path: Path, rows: int) -> None:
     values = RNG.standard_normal((8, 3)).astype(np.float32)
     files = Files(tmp_path)
     slices = [files.slice_of(part, 3, False) for part in np.split(values, 2)]
-    found = files.restored(whole(slices, Cut(0, rows=rows)))
+    found = files.restored(whole(slices, SliceRule(0, rows=rows)))
     np.testing.assert_array_equal(found, values[:rows])
 
 
@@ -80,21 +80,21 @@ def test_uneven_slices_follow_each_other(tmp_path: Path) -> None:
     values = RNG.standard_normal((7, 4)).astype(np.float32)
     files = Files(tmp_path)
     slices = [files.slice_of(part, 2, False) for part in (values[:5], values[5:])]
-    np.testing.assert_array_equal(files.restored(whole(slices, Cut(0))), values)
+    np.testing.assert_array_equal(files.restored(whole(slices, SliceRule(0))), values)
 
 
 @pytest.mark.parametrize(
     ("shapes", "cut"),
     [
-        ([(4, 2), (4, 3)], Cut(0)),
-        ([(4, 2), (4,)], Cut(0)),
-        ([(4, 2), (4,)], Cut(1)),
-        ([(4, 2), ()], Cut(0)),
-        ([(4, 2)], Cut(2)),
-        ([(3, 2)], Cut(0, parts=2)),
+        ([(4, 2), (4, 3)], SliceRule(0)),
+        ([(4, 2), (4,)], SliceRule(0)),
+        ([(4, 2), (4,)], SliceRule(1)),
+        ([(4, 2), ()], SliceRule(0)),
+        ([(4, 2)], SliceRule(2)),
+        ([(3, 2)], SliceRule(0, parts=2)),
     ],
 )
-def test_slices_that_do_not_fit_are_refused(shapes: list[tuple[int, ...]], cut: Cut) -> None:
+def test_slices_that_do_not_fit_are_refused(shapes: list[tuple[int, ...]], cut: SliceRule) -> None:
     with pytest.raises(Malformed):
         whole([Tensor("float32", shape, ()) for shape in shapes], cut)
 

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from . import torch_save
-from .deepspeed_files import Files, Grid, files_of, is_save
-from .description import Copy, Description, Guarded, Opaque, Tensor
-from .files import check_ranks, corrupt
+from .deepspeed_files import Grid, SaveFiles, files_of, is_save
+from .description import Description, Guarded, Tensor
+from .expert_names import ExpertNames
+from .files import check_ranks
 from .flat_partitions import of_one_share
+from .model_parallel import Joining, ModelState, RankState, of_stages
+from .parameter_shapes import names_of
 from .pickle_values import Malformed
 from .pipeline_layers import named_layers
 from .slicing_rules import KEY, SlicingRules
-from .tensor_slices import Cut, whole
 from .typed_fields import Fields
 from .universal_parameters import DIRECTORY, universal_state
-from .zero_partitions import ZeroState, names_of, zero_state
+from .zero_partitions import partitioned_state
 
 FAMILY = "DeepSpeed"
 #: Values of a model's file that describe how it was cut, or that have another place in the state.
@@ -52,32 +54,12 @@ def describe(path: str) -> Description | None:
     return _Save(path, files_of(path, names)).description() if is_save(names) else None
 
 
-@dataclass(slots=True)
-class _Part:
-    """The state of a model-parallel rank, or of several ones together."""
-
-    #: The first file of its model.
-    first: Fields
-    #: Weights of the optimizer, and frozen parameters.
-    masters: dict[str, object]
-    #: Weights and buffers of the model itself.
-    module: dict[str, object]
-    #: Names of tied parameters, with the names of those that are stored.
-    shared: dict[str, object]
-    #: The state of the optimizer with ZeRO.
-    zero: ZeroState | None
-    #: That without ZeRO, by model-parallel rank.
-    optimizers: dict[str, object] = field(default_factory=dict)
-
-
 class _Save:
     """The files of one save."""
 
-    def __init__(self, path: str, files: Files) -> None:
+    def __init__(self, path: str, files: SaveFiles) -> None:
         self._path, self._files = path, files
         self._read: dict[str, torch_save.TorchFile] = {}
-        #: Tensors of tensor-parallel ranks that are not in the state.
-        self._copies: list[Copy] = []
         parameters = os.path.join(path, DIRECTORY)
         #: The directory of the parameters of a universal checkpoint.
         self._universal = parameters if os.path.isdir(parameters) and not files.optimizers else None
@@ -88,6 +70,7 @@ class _Save:
         self._optimizers = [self._of_rank(files.optimizers, mp_rank) for mp_rank in files.mp_ranks]
         #: The weights of all experts.
         self._experts = self._expert_weights()
+        self._expert_names = ExpertNames(self._experts)
         firsts = [models[0] for models in self._models]
         #: The names of the buffers.
         self._buffers = {
@@ -101,33 +84,43 @@ class _Save:
     def description(self) -> Description:
         pieces = self._tensor_ranks()
         layers = [self._layers(piece) for piece in range(pieces)]
-        parts = [self._part(mp_rank, layers[mp_rank % pieces]) for mp_rank in self._files.mp_ranks]
-        slices = [self._pipeline(parts[piece::pieces], layers[piece]) for piece in range(pieces)]
-        first = slices[0].first
-        is_cut = pieces > 1 and self._universal is None
-        rules = SlicingRules(first) if is_cut or first.has(KEY) else None
-        part = self._whole(slices, rules)
+        ranks = [self._rank(mp_rank, layers[mp_rank % pieces]) for mp_rank in self._files.mp_ranks]
+        slices = [of_stages(self._path, ranks[piece::pieces], layers[piece]) for piece in range(pieces)]
+        model, copies = slices[0], []
+        model_file = ranks[0].model_file
+        is_sliced = pieces > 1 and self._universal is None
+        rules = SlicingRules(model_file) if is_sliced or model_file.has(KEY) else None
+        if rules is not None:
+            joining = Joining(model_file, rules, self._buffers)
+            has_module = model.zero is not None and not self._files.is_partitioned
+            model, copies = joining.model(slices, "module" if has_module else "model"), joining.copies
+        elif pieces > 1:  # Only the directory of a universal checkpoint has whole tensors.
+            module = {name: value for name, value in model.module.items() if name in self._buffers}
+            model = replace(model, module=module)
         if self._universal is not None:
-            models = [one.first for one in parts]
-            part.zero = universal_state(self._universal, models, rules, self._load)
-            part.masters |= part.zero.masters
-        part.module |= self._experts
-        metadata = {}
-        if part.zero is not None and part.zero.is_reordered:
-            metadata["param_slice_mappings"] = "not used: their order is not that of param_shapes"
-        without = self._files.numbers_without_layer() if part.zero is None else []
-        if without:
-            listed = ", ".join(map(str, without[:_LISTED])) + (", …" if len(without) > _LISTED else "")
-            metadata["layers"] = f"{listed} have no file: they have no parameters, or their files are lost"
+            zero = universal_state(self._universal, [one.model_file for one in ranks], rules, self._load)
+            model = replace(model, zero=zero, masters={**model.masters, **zero.masters})
+        model = replace(model, module={**model.module, **self._experts})
         return Description(
             FAMILY,
             self._path,
-            self._state(part),
-            metadata,
+            self._state(model, model_file),
+            self._metadata(model),
             files=list(self._read),
             guarded=self._guarded,
-            copies=self._copies,
+            copies=copies,
         )
+
+    def _metadata(self, model: ModelState) -> dict[str, str]:
+        """Text about what the files do not say."""
+        found = {}
+        if model.zero is not None and model.zero.is_reordered:
+            found["param_slice_mappings"] = "not used: their order is not that of param_shapes"
+        without = self._files.numbers_without_layer() if model.zero is None else []
+        if without:
+            listed = ", ".join(map(str, without[:_LISTED])) + (", …" if len(without) > _LISTED else "")
+            found["layers"] = f"{listed} have no file: they have no parameters, or their files are lost"
+        return found
 
     def _guarded(self) -> Mapping[str, Sequence[Guarded]]:
         return {name: file.guarded() for name, file in self._read.items()}
@@ -153,7 +146,8 @@ class _Save:
         """The content of the files of a model-parallel rank."""
         return [self._fields(file) for file in self._files.ranks(grid, mp_rank)]
 
-    def _part(self, mp_rank: int, layers: Mapping[str, object]) -> _Part:
+    def _rank(self, mp_rank: int, layers: Mapping[str, object]) -> RankState:
+        """What a model-parallel rank has."""
         models, optimizers = self._models[mp_rank], self._optimizers[mp_rank]
         first = models[0]
         self._check_models(models)
@@ -164,18 +158,18 @@ class _Save:
                 "or pass this file to read what is in it"
             )
         if optimizers:
-            zero = zero_state(first, optimizers, {**layers, **first.named("module")}, self._experts)
+            zero = partitioned_state(
+                first, optimizers, {**layers, **first.named("module")}, self._expert_names
+            )
         module = first.named("module")
         masters = {} if zero is None else dict(zero.masters)
         masters |= self._frozen(models, module)
         if self._files.is_partitioned:
             module = {name: value for name, value in module.items() if not _is_placeholder(value)}
-        part = _Part(first, masters, module, first.named("shared_params"), zero)
-        if first.has("optimizer"):
-            part.optimizers[f"mp_rank_{mp_rank:02d}"] = first.entries["optimizer"]
+        own = {f"mp_rank_{mp_rank:02d}": first.entries["optimizer"]} if first.has("optimizer") else {}
         for rank, file in enumerate(self._files.ranks(self._files.of_experts, mp_rank)):
-            part.optimizers[f"expp_rank_{rank}"] = self._fields(file).entries.get("optimizer")
-        return part
+            own[f"expp_rank_{rank}"] = self._fields(file).entries.get("optimizer")
+        return RankState(first, ModelState(masters, module, first.named("shared_params"), zero, own))
 
     def _check_models(self, models: Sequence[Fields]) -> None:
         """Compares the files of a model-parallel rank, which ZeRO-3 has several of, and their step
@@ -237,77 +231,6 @@ class _Save:
         layers = {number: file for (number, own), file in self._files.layers.items() if own == piece}
         return named_layers({number: self._fields(layers[number]) for number in sorted(layers)}, known)
 
-    def _pipeline(self, stages: Sequence[_Part], layers: Mapping[str, object]) -> _Part:
-        """The stages of a pipeline as one part. A tied parameter is that of the first stage."""
-        whole = stages[0]
-        whole.module |= layers
-        for stage in stages[1:]:
-            for own, more in ((whole.masters, stage.masters), (whole.module, stage.module)):
-                for name, value in more.items():
-                    known = own.setdefault(name, value)
-                    if isinstance(known, Tensor) and isinstance(value, Tensor) and known.shape != value.shape:
-                        stage.first.wrong(
-                            f"`{name[:200]}` has another shape in {os.path.basename(whole.first.file)}"
-                        )
-            whole.shared = {**stage.shared, **whole.shared}
-            whole.optimizers |= stage.optimizers
-            if whole.zero is not None and stage.zero is not None:
-                whole.zero.add_stage(stage.zero)
-        lost = [name for name in whole.masters if layers and name not in whole.module]
-        if lost:
-            raise corrupt(
-                self._path,
-                f"no file layer_*-model_states.pt has `{lost[0][:200]}`. Copy the files of all layers",
-            )
-        return whole
-
-    def _whole(self, slices: Sequence[_Part], rules: SlicingRules | None) -> _Part:
-        """The slices of all tensor-parallel ranks as whole tensors, without padding."""
-        first = slices[0]
-        if rules is None:
-            if len(slices) > 1:  # Only the directory of a universal checkpoint has whole tensors.
-                first.module = {name: value for name, value in first.module.items() if name in self._buffers}
-            return first
-        #: Tied parameters stay one tensor.
-        made: dict[tuple[object, ...], Tensor] = {}
-
-        def joined(above: Sequence[str], name: str, end: Sequence[str], values: Sequence[object]) -> object:
-            tensors = [value for value in values if isinstance(value, Tensor)]
-            if 0 < len(tensors) < len(values):
-                first.first.wrong(f"`{name[:200]}` is a tensor in some tensor-parallel ranks only")
-            if not tensors:
-                return values[0]
-            cut = Cut(None) if name in self._buffers else rules.cut(name, len(slices))
-            if isinstance(cut, str):
-                return Opaque(cut)
-            key = (cut, *map(id, tensors))
-            try:
-                if key not in made:
-                    found = made[key] = whole(tensors, cut)
-                    if cut.axis is None or found is tensors[0]:
-                        leaf = tuple(("k", part) for part in (*above, name, *end))
-                        self._copies += [Copy(leaf, tensors[0], one) for one in tensors[1:]]
-            except Malformed as error:
-                if name in self._buffers:
-                    return Opaque(f"buffer of tensor-parallel ranks: {error}")
-                first.first.wrong(f"`{name[:200]}`: {error}")
-            return made[key]
-
-        of_module = "model" if first.zero is None or self._files.is_partitioned else "module"
-        for key, above in (("masters", "model"), ("module", of_module)):
-            own = getattr(first, key)
-            names = dict.fromkeys(name for one in slices for name in getattr(one, key))
-            for name in names:
-                own[name] = joined([above], name, [], [getattr(one, key).get(name) for one in slices])
-        for name, slots in first.zero.slots.items() if first.zero is not None else ():
-            others = [one.zero.slots.get(name, {}) if one.zero is not None else {} for one in slices]
-            for slot in slots:
-                values = [one.get(slot) for one in others]
-                slots[slot] = joined(["optimizer", "state"], name, [slot], values)
-        for one in slices[1:]:
-            first.optimizers |= one.optimizers
-        return first
-
     def _expert_weights(self) -> dict[str, object]:
         """The weights of experts, which have files of their own."""
         found: dict[str, object] = {}
@@ -318,35 +241,32 @@ class _Save:
             found.update(fields.named_entries())
         return found
 
-    def _weights(self, part: _Part) -> dict[str, object]:
+    def _weights(self, model: ModelState) -> dict[str, object]:
         """The weights in the highest precision, in the order of the model."""
         found: dict[str, object] = {}
-        for name in dict.fromkeys([*part.module, *part.masters, *part.shared]):
-            stored = part.shared.get(name)
-            value = part.masters.get(name)
+        for name in dict.fromkeys([*model.module, *model.masters, *model.shared]):
+            stored = model.shared.get(name)
+            value = model.masters.get(name)
             if value is None and isinstance(stored, str):
-                value = part.masters.get(stored)
+                value = model.masters.get(stored)
             if value is None:
-                value = part.module.get(name)
+                value = model.module.get(name)
             if value is not None:
                 found[name] = value
         return found
 
-    def _state(self, part: _Part) -> dict[str, object]:
-        state: dict[str, object] = {"model": self._weights(part)}
-        if part.zero is not None:
+    def _state(self, model: ModelState, model_file: Fields) -> dict[str, object]:
+        state: dict[str, object] = {"model": self._weights(model)}
+        zero = model.zero
+        if zero is not None:
             if not self._files.is_partitioned:
-                state["module"] = part.module
-            state["optimizer"] = {
-                "state": part.zero.slots,
-                "groups": part.zero.groups,
-                **part.zero.beside,
-            }
-        elif part.optimizers:
-            several = len(part.optimizers) > 1
-            state["optimizer"] = part.optimizers if several else next(iter(part.optimizers.values()))
-        entries = dict(part.first.named_entries())
-        if part.first.has("lr_scheduler"):
+                state["module"] = model.module
+            state["optimizer"] = {"state": zero.slots, "groups": zero.groups, **zero.beside}
+        elif model.optimizers:
+            several = len(model.optimizers) > 1
+            state["optimizer"] = model.optimizers if several else next(iter(model.optimizers.values()))
+        entries = dict(model_file.named_entries())
+        if model_file.has("lr_scheduler"):
             state["scheduler"] = entries["lr_scheduler"]
         rest = {name: value for name, value in entries.items() if name not in _CONSUMED}
         own = {name: value for name, value in rest.items() if name in state}

@@ -29,7 +29,7 @@ Grid = dict[tuple[int, int], str]
 
 
 @dataclass(slots=True)
-class Files:
+class SaveFiles:
     """The files of one save."""
 
     #: The states of the model, by model-parallel and data-parallel rank. Without ZeRO-3, the latter
@@ -67,9 +67,9 @@ def is_save(names: Iterable[str]) -> bool:
     return any(kind.fullmatch(name) for name in names for kind in (MODEL_STATES, _OPTIMIZER, _LAYER))
 
 
-def files_of(path: str, names: Sequence[str]) -> Files:
+def files_of(path: str, names: Sequence[str]) -> SaveFiles:
     """Returns the files of a save."""
-    found = Files()
+    found = SaveFiles()
     partitioned: set[bool] = set()
     for name in sorted(names):
         place = os.path.join(path, name)
@@ -104,7 +104,7 @@ def _put(path: str, grid: Grid, ranks: tuple[int, int], file: str) -> None:
     grid[ranks] = file
 
 
-def _check_complete(path: str, found: Files) -> None:
+def _check_complete(path: str, found: SaveFiles) -> None:
     """Raises if the numbers of ranks have gaps, or are not those of another kind of files."""
     count = len(found.mp_ranks)
     check_ranks(path, "mp_rank_*_model_states.pt", found.mp_ranks, count)

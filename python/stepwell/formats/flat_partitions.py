@@ -1,8 +1,8 @@
 """Parameters in flat partitions, as ZeRO stores them: the runs of elements that each rank has.
 
-ZeRO-1 and ZeRO-2 put the parameters of a group one behind the other, and cut the row into a
+ZeRO-1 and ZeRO-2 put the parameters of a group one behind the other, and cut that into a
 partition for each rank. ZeRO-3 cuts every parameter by itself: each rank has as many elements of it
-as the others, one parameter behind the other in its own row, and the last rank's end is padded.
+as the others, one parameter behind the other in its partition, and the last rank's end is padded.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ class Run(NamedTuple):
     size: int
 
 
-class Parameter(NamedTuple):
+class FlatParameter(NamedTuple):
     """A parameter, and where its elements are."""
 
     shape: tuple[int, ...]
     #: The number of its group, and so of the partition among those of each rank.
-    row: int
+    group: int
     runs: tuple[Run, ...]
 
 
 def of_group(
-    row: int, lengths: Sequence[int], shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int]
-) -> dict[str, Parameter]:
+    group: int, lengths: Sequence[int], shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int]
+) -> dict[str, FlatParameter]:
     """Returns the parameters of a group of ZeRO-1 or ZeRO-2. ``lengths`` are those of the ranks'
     partitions; ``paddings`` are elements behind each parameter, if there are any."""
     last = max((rank for rank, length in enumerate(lengths) if length), default=0)
     if any(length != lengths[0] for length in lengths[:last]) or lengths[last] > lengths[0]:
-        raise Malformed(f"the partitions of group {row} have the lengths {_shown(lengths)}")
+        raise Malformed(f"the partitions of group {group} have the lengths {_shown(lengths)}")
     counts = [_count(name, shape) for name, shape in shapes.items()]
     gaps = paddings or [0] * len(counts)
     needed, total, unit = sum(counts) + sum(gaps), sum(lengths), 2 * len(lengths)
     if needed > total or -(-needed // unit) != -(-total // unit):
-        raise Malformed(f"the partitions of group {row} have {total} elements, its parameters {needed}")
-    found: dict[str, Parameter] = {}
+        raise Malformed(f"the partitions of group {group} have {total} elements, its parameters {needed}")
+    found: dict[str, FlatParameter] = {}
     at = 0
     for (name, shape), count, gap in zip(shapes.items(), counts, gaps, strict=True):
-        found[name] = Parameter(shape, row, tuple(_spread(lengths[0], at, count)))
+        found[name] = FlatParameter(shape, group, tuple(_spread(lengths[0], at, count)))
         at += count + gap
     return found
 
@@ -68,8 +68,8 @@ def _spread(length: int, at: int, count: int) -> Iterator[Run]:
 
 
 def of_shares(
-    row: int, lengths: Sequence[int], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Parameter]:
+    group: int, lengths: Sequence[int], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, FlatParameter]:
     """Returns the parameters of a sub-group of ZeRO-3. ``lengths`` are those of the ranks'
     partitions."""
     ranks = len(lengths)
@@ -77,14 +77,14 @@ def of_shares(
     shares = [-(-count // ranks) for count in counts]
     if any(length != sum(shares) for length in lengths):
         raise Malformed(
-            f"the partitions of sub-group {row} have the lengths {_shown(lengths)}, the shares of its parameters {sum(shares)}"
+            f"the partitions of sub-group {group} have the lengths {_shown(lengths)}, the shares of its parameters {sum(shares)}"
         )
-    found: dict[str, Parameter] = {}
+    found: dict[str, FlatParameter] = {}
     at = 0
     for (name, shape), count, share in zip(shapes.items(), counts, shares, strict=True):
         starts = [(rank, rank * share) for rank in range(ranks) if rank * share < count]
         runs = [Run(rank, at, start, min(share, count - start)) for rank, start in starts]
-        found[name] = Parameter(shape, row, tuple(runs))
+        found[name] = FlatParameter(shape, group, tuple(runs))
         at += share
     return found
 
@@ -95,7 +95,7 @@ def of_one_share(name: str, shape: tuple[int, ...], parts: Sequence[Tensor]) -> 
     return assembled(parameters[name], parts)
 
 
-def assembled(parameter: Parameter, partitions: Sequence[Tensor]) -> Tensor:
+def assembled(parameter: FlatParameter, partitions: Sequence[Tensor]) -> Tensor:
     """Returns a parameter whose elements are in these partitions, one of each rank."""
     first = partitions[0]
     itemsize = to_dtype(first.dtype).itemsize

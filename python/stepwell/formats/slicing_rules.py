@@ -5,7 +5,7 @@ in the states of the model: categories with patterns of names.
 from __future__ import annotations
 
 from .name_patterns import NamePatterns
-from .tensor_slices import Cut
+from .tensor_slices import SliceRule
 from .typed_fields import Fields
 
 KEY = "universal_checkpoint_info"
@@ -67,17 +67,17 @@ class SlicingRules:
             self._fields.wrong("`original_vocab_size` is no number of rows")
         return found
 
-    def cut(self, name: str, ranks: int) -> Cut | str:
+    def rule(self, name: str, ranks: int) -> SliceRule | str:
         """Returns how so many ranks have cut a parameter, or why it is not read."""
         if ranks == 1:
-            return Cut(None, rows=self.rows(name))
+            return SliceRule(None, rows=self.rows(name))
         if self._matches(_AVERAGED, name):
             return "a parameter that tensor-parallel ranks average"
         if self._matches(_UNSUPPORTED, name) or self._has_parts(name):
             return "a parameter of several parts, in slices"
         rows = self.rows(name)
         if self._matches(_REPLICATED, name):
-            return Cut(None, rows=rows)
+            return SliceRule(None, rows=rows)
         if self._matches(_TWO_PARTS, name):
-            return Cut(0, parts=2, rows=rows)
-        return Cut(1 if self._matches(_ROW, name) else 0, rows=rows)
+            return SliceRule(0, parts=2, rows=rows)
+        return SliceRule(1 if self._matches(_ROW, name) else 0, rows=rows)

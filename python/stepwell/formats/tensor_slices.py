@@ -18,7 +18,7 @@ Indices = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SliceRule:
     """How a tensor is cut."""
 
     #: The axis that is cut. ``None``: each rank has the whole tensor.
@@ -29,39 +29,39 @@ class Cut:
     rows: int | None = None
 
 
-def whole(slices: Sequence[Tensor], cut: Cut) -> Tensor:
+def whole(slices: Sequence[Tensor], rule: SliceRule) -> Tensor:
     """Returns the whole tensor of these slices."""
-    first, axis = slices[0], cut.axis
+    first, axis = slices[0], rule.axis
     if first.shape == () or axis is None:
         for one in slices:
             if (one.dtype, one.shape) != (first.dtype, first.shape):
                 raise Malformed(
                     f"its copies are {first.dtype}{list(first.shape)} and {one.dtype}{list(one.shape)}"
                 )
-        if first.shape == () or cut.rows is None or cut.rows >= first.shape[0]:
+        if first.shape == () or rule.rows is None or rule.rows >= first.shape[0]:
             return first
         slices, axis = slices[:1], 0
     for one in slices:
         same = (one.dtype, len(one.shape), one.shape[:axis], one.shape[axis + 1 :])
         if same != (first.dtype, len(first.shape), first.shape[:axis], first.shape[axis + 1 :]):
             raise Malformed(f"its slices have the shapes {list(first.shape)} and {list(one.shape)}")
-        if axis >= len(one.shape) or one.shape[axis] % cut.parts:
+        if axis >= len(one.shape) or one.shape[axis] % rule.parts:
             raise Malformed(f"a slice of shape {list(one.shape)} is not cut along axis {axis}")
     sizes = [one.shape[axis] for one in slices]
     shape = (*first.shape[:axis], sum(sizes), *first.shape[axis + 1 :])
-    if cut.rows is not None:
-        shape = (min(cut.rows, shape[0]), *shape[1:])
+    if rule.rows is not None:
+        shape = (min(rule.rows, shape[0]), *shape[1:])
     itemsize = to_dtype(first.dtype).itemsize
     if not fits(shape, itemsize):
         raise Malformed(f"a tensor of {itemsize} bytes times {list(shape)}")
     chunks: list[Chunk] = []
     begin = 0
-    for part in range(cut.parts):
+    for part in range(rule.parts):
         for one in slices:
-            size = one.shape[axis] // cut.parts
+            size = one.shape[axis] // rule.parts
             shift = begin - part * size
             for chunk in one.chunks:
-                if axis == 0 and cut.parts == 1 and len(chunk.start) != len(one.shape):
+                if axis == 0 and rule.parts == 1 and len(chunk.start) != len(one.shape):
                     chunks.extend(_moved(chunk, shift * math.prod(shape[1:]), math.prod(shape), itemsize))
                     continue
                 for box in _boxes(chunk, one.shape, itemsize):

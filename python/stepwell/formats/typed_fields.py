@@ -14,7 +14,7 @@ from .numpy_symbols import MAX_DIMS
 Size = tuple[int, ...]
 
 
-def plain(value: object) -> object:
+def unwrapped(value: object) -> object:
     """Returns a leaf of plain values as these values."""
     return value.value if isinstance(value, Value) else value
 
@@ -24,7 +24,7 @@ class Fields:
 
     def __init__(self, file: str, value: object, name: str = "its state") -> None:
         self.file, self.name = file, name
-        value = plain(value)
+        value = unwrapped(value)
         if not isinstance(value, dict):
             self.wrong(f"{name} is no dict")
         self.entries: dict[object, object] = value
@@ -40,7 +40,7 @@ class Fields:
 
     def get(self, key: str) -> object:
         """Returns an entry as plain values, or ``None``."""
-        return plain(self.entries.get(key))
+        return unwrapped(self.entries.get(key))
 
     def has(self, key: str) -> bool:
         """True if an entry is there, and is not ``None``."""
@@ -86,7 +86,7 @@ class Fields:
 
     def size(self, name: str, value: object) -> Size:
         """Returns the shape of a tensor."""
-        found = plain(value)
+        found = unwrapped(value)
         is_sound = isinstance(found, (list, tuple)) and len(found) <= MAX_DIMS
         if not is_sound or not all(is_count(one) for one in found):  # type: ignore[attr-defined]
             self.wrong(f"the shape of `{name[:200]}` is no tuple of sizes")
@@ -99,7 +99,7 @@ class Fields:
         if len(value.chunks) > 1 or any(
             one.strides is not None or one.big_endian or one.negated for one in value.chunks
         ):
-            self.wrong(f"{name} is not stored as a row of little-endian elements")
+            self.wrong(f"{name} is not stored as little-endian elements side by side")
         return value
 
 

@@ -1,8 +1,9 @@
 """Universal checkpoints of DeepSpeed: a directory for each parameter, with its weights and each of
 its slots as a file.
 
-``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``. A file has a tensor, or a dict with it. The
-tensors of ZeRO-3 are flat. ``zero/optimizer_state.pt`` has the groups.
+``zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt``. A file has a tensor, or a dict with it. A
+tensor from ZeRO-3 has one dimension only; its shape is in the files ``*_model_states.pt``.
+``zero/optimizer_state.pt`` has the groups.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import replace
 
 from .description import Chunk, Tensor
 from .files import corrupt
+from .parameter_shapes import shapes_of
 from .slicing_rules import SlicingRules
-from .tensor_slices import Cut, whole
-from .typed_fields import Fields, Size, plain
-from .zero_partitions import ZeroState, beside, named_groups, shapes_of
+from .tensor_slices import SliceRule, whole
+from .typed_fields import Fields, Size, unwrapped
+from .zero_state import ZeroState, beside, named_groups
 
 DIRECTORY = "zero"
 _WEIGHTS = "fp32"
@@ -35,10 +37,10 @@ def universal_state(path: str, models: Sequence[Fields], rules: SlicingRules | N
     names: dict[int, list[str]] = {}
     is_whole = len(models) == 1
     for model in models:
-        for row, group in enumerate(shapes_of(model)):
-            for name, size in group.items():
+        for group, shapes in enumerate(shapes_of(model)):
+            for name, size in shapes.items():
                 if name not in state.masters:
-                    names.setdefault(row, []).append(name)
+                    names.setdefault(group, []).append(name)
                     rows = None if rules is None else rules.rows(name)
                     _add(state, path, name, size if is_whole else None, rows, load)
     file = os.path.join(path, _GROUPS)
@@ -63,9 +65,9 @@ def _add(state: ZeroState, path: str, name: str, size: Size | None, rows: int | 
         if end != _END:
             continue
         where = os.path.join(directory, file)
-        value = plain(load(where))
+        value = unwrapped(load(where))
         if isinstance(value, dict):
-            value = plain(value.get("param"))
+            value = unwrapped(value.get("param"))
         if isinstance(value, Tensor) and value.shape:
             value = _shaped(where, value, size, rows)
         if slot == _WEIGHTS:
@@ -77,28 +79,28 @@ def _add(state: ZeroState, path: str, name: str, size: Size | None, rows: int | 
 
 
 def _shaped(file: str, tensor: Tensor, size: Size | None, rows: int | None) -> Tensor:
-    """A tensor of that shape without padding, which may be stored as a row or without padding.
+    """A tensor of that shape without padding, which may be stored flat, or without padding.
     ``None``: its own shape."""
     shape = tensor.shape
     without = None if size is None or rows is None else (*map(min, size[:1], (rows,)), *size[1:])
     if size is not None and shape not in (size, without):
-        is_row = len(shape) == 1 and all(one.strides is None for one in tensor.chunks)
-        if not is_row or shape[0] != math.prod(size):
+        is_flat = len(shape) == 1 and all(one.strides is None for one in tensor.chunks)
+        if not is_flat or shape[0] != math.prod(size):
             raise corrupt(file, f"a tensor of shape {list(size)} was expected, not of {list(shape)}")
         tensor = replace(tensor, shape=size, chunks=tuple(map(_as_run, tensor.chunks)))
-    return whole([tensor], Cut(None, rows=rows))
+    return whole([tensor], SliceRule(None, rows=rows))
 
 
 def _as_run(chunk: Chunk) -> Chunk:
-    """A chunk with all elements of a row as one of a tensor of any shape."""
+    """A chunk with all elements of a flat tensor as one of a tensor of any shape."""
     return replace(chunk, start=(0,), extent=(chunk.extent[0],))
 
 
 def _add_steps(state: ZeroState, base: Fields, names: dict[int, list[str]]) -> None:
     """Adds the steps of ZeRO-3, which are in the state of the first rank."""
     states = base.fields("state").entries
-    for row, own in names.items():
-        slots = states.get(row)
+    for group, own in names.items():
+        slots = states.get(group)
         step = slots.get("step") if isinstance(slots, dict) else None
         for name in own if step is not None else ():
             slot = replace(step) if isinstance(step, Tensor) else step
