@@ -826,6 +826,15 @@ def of_many_names_in_a_group() -> Content:
     return files
 
 
+def of_many_slots() -> Content:
+    """A group of many parameters that has many slots."""
+    files = of_many_names_in_a_group()
+    for rank in range(RANKS):
+        base(files, rank)["param_groups"][0]["params"] = [0]
+        states(files, rank)[0].update({f"s{number}": 0 for number in range(100_000)})
+    return files
+
+
 def of_many_tied_layers() -> Content:
     tied = [f"tied_modules.k{number}.z" for number in range(12_000)]
     module = model_state(module={}, param_shapes=None, buffer_names=tied)
@@ -852,6 +861,7 @@ def of_many_mapped_groups() -> Content:
     ("maker", "message"),
     [
         (of_many_names_in_a_group, r"name a partition twice"),
+        (of_many_slots, r"100003 slots, of at most"),
         (of_many_mapped_groups, r"1 groups, .*20000"),
         (of_many_tied_layers, None),
     ],

@@ -18,6 +18,9 @@ from .pickle_values import Malformed
 from .typed_fields import Fields, Size, is_count, unwrapped
 from .zero_state import ZeroState, beside, named_groups
 
+#: Slots of a parameter. Each is an entry for each name.
+_MAX_SLOTS = 64
+
 
 def partitioned_state(
     model: Fields, files: Sequence[Fields], module: Mapping[str, object], experts: ExpertNames
@@ -191,6 +194,11 @@ class _PartitionedParameters:
                 Fields(rank.file, one, f"the state of group {group}").entries
                 for rank, one in zip(self._ranks, of_ranks, strict=True)
             ]
+            if len(slots[0]) > _MAX_SLOTS:
+                what = (
+                    f"group {group} has {len(slots[0])} slots, of at most {_MAX_SLOTS}. Copy the file again"
+                )
+                self._ranks[0].wrong(what)
             self._check_steps([one.get("step") for one in slots])
             for slot in slots[0]:
                 if isinstance(slot, str):
