@@ -124,7 +124,7 @@ def test_moments_follow_a_scaled_parameter(tmp_path: Path, layout: str) -> None:
 
 
 def test_slots_keep_their_dtype_and_size(tmp_path: Path) -> None:
-    slots = {"exp_avg": normal(10, 4), "exp_avg_sq_col": normal(4), "step": np.array(1.0)}
+    slots = {"exp_avg": normal(10, 4), "master_param": normal(10, 4), "step": np.array(1.0)}
     sw.save(tmp_path / "c", {"params": {"v": {"w": normal(10, 4)}}, "state": {"w": slots}})
     rules = [{"cast": "w", "to": "bfloat16"}, {"pad": "w", "size": 12, "from": 10}]
     found = sw.restore(tmp_path / "c", map=rules)
@@ -132,7 +132,7 @@ def test_slots_keep_their_dtype_and_size(tmp_path: Path) -> None:
     shapes = {name: (one.dtype.name, one.shape) for name, one in found["state"]["w"].items()}
     assert shapes == {
         "exp_avg": ("float32", (12, 4)),
-        "exp_avg_sq_col": ("float32", (4,)),
+        "master_param": ("float32", (12, 4)),
         "step": ("float64", ()),
     }
     below = sw.restore(tmp_path / "c", map=[{"cast": "params", "to": "bfloat16"}])

@@ -459,14 +459,85 @@ def test_equal_slots_without_the_axis_become_one(
         ("torch", "step", np.array(7.0), np.array(8.0)),
         ("torch", "step", 7, 8),
         ("torch", "step", 7, np.array(7)),
-        ("torch", "exp_avg_sq_row", arange(2), arange(2) + 1),
         ("optax", "v_row", np.zeros(1, np.float32), np.ones(1, np.float32)),
     ],
 )
 def test_slots_that_differ_are_not_lost(tmp_path: Path, layout: str, name: str, a: object, b: object) -> None:
     path = with_slots(tmp_path / "c", layout, name, a, b)
-    with pytest.raises(sw.MisuseError, match=f"lacks the axis, and `state/.*{name}.*differ"):
+    with pytest.raises(sw.MisuseError, match=f"it is one value, and `state/.*{name}.*differ"):
         restored(path, {"concat": ["a", "b"], "to": "c", "axis": 1})
+
+
+#: Rules along each axis of parameters of the shape [2, 3].
+ALONG_AXES: list[dict[str, object]] = [
+    {"concat": ["a", "b"], "to": "c"},
+    {"concat": ["a", "b"], "to": "c", "axis": 1},
+    {"split": "a", "to": ["x", "y"]},
+    {"split": "a", "to": ["x", "y", "z"], "axis": 1},
+    {"permute": "a", "axes": [1, 0]},
+    {"rotary": "a", "heads": 1, "to": "pairs"},
+    {"crop": "a", "size": 1},
+    {"pad": "a", "size": 8, "axis": 1},
+    {"pad": "a", "size": 8, "from": 2},
+    {"unstack": "a", "to": "a.{i}", "over": "i", "axis": 1},
+]
+
+
+@pytest.mark.parametrize("rule", ALONG_AXES)
+@pytest.mark.parametrize(
+    ("layout", "name", "shape"),
+    [
+        ("torch", "exp_avg_sq_row", (2,)),
+        ("torch", "exp_avg_sq_col", (3,)),
+        ("torch", "row_var", (2, 1)),
+        ("torch", "col_var", (1, 3)),
+        ("optax", "v_row", (3,)),
+        ("torch", "absmax", (3, 2)),
+    ],
+)
+def test_factors_are_never_cut_as_parameters(
+    tmp_path: Path, layout: str, name: str, shape: tuple[int, ...], rule: dict[str, object]
+) -> None:
+    path = with_slots(tmp_path / "c", layout, name, arange(*shape), arange(*shape))
+    with pytest.raises(sw.MisuseError, match=f"`state/.*{name}.*Drop it by a rule before this one") as caught:
+        restored(path, rule)
+    assert name in (caught.value.leaf or "")
+    slots = {"drop": f"state/{{p}}/{name}" if layout == "torch" else f"state/{name}"}
+    assert "state" in restored(path, slots, rule)
+
+
+def test_factors_without_their_parameter_are_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"nu": {"q": arange(4, 4)}, "v_row": {"q": arange(4)}})
+    with pytest.raises(sw.MisuseError, match="`v_row/q`: it is a factor"):
+        restored(tmp_path / "c", {"split": "q", "to": ["x", "y"]})
+
+
+def test_placeholders_of_optax_stay_one_value(tmp_path: Path) -> None:
+    path = with_slots(tmp_path / "c", "optax", "v", np.zeros(1, np.float32), np.zeros(1, np.float32))
+    assert restored(path, {"concat": ["a", "b"], "to": "c"})["state"]["v"]["c"].shape == (1,)
+    assert restored(path, {"pad": "a", "size": 8})["state"]["v"]["a"].shape == (1,)
+    shapes = {"params": (2, 3), "v_row": (2,)}
+    layers = {key: {f"layer.{i}": arange(*shape) for i in range(2)} for key, shape in shapes.items()}
+    sw.save(tmp_path / "layers", layers)
+    rule = {"stack": "layer.{i}", "to": "layers", "over": "i"}
+    assert restored(tmp_path / "layers", rule)["v_row"]["layers"].shape == (2, 2)
+    with pytest.raises(sw.MisuseError, match="is a factor"):
+        restored(tmp_path / "layers", {**rule, "axis": 1})
+
+
+def test_slots_of_other_layers_are_not_unstacked(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"params": {"q": arange(3, 2)}, "v_row": {"q": arange(2)}})
+    with pytest.raises(sw.MisuseError, match="`v_row/q`: it has 2 elements along axis 0, not 3"):
+        restored(tmp_path / "c", {"unstack": "q", "to": "q.{i}", "over": "i"})
+
+
+def test_parts_that_are_missing_are_named(tmp_path: Path) -> None:
+    sw.save(tmp_path / "c", {"k": arange(2), "v": arange(2)})
+    with pytest.raises(sw.MisuseError, match="of its 3 parts, only k, v are there, and not q"):
+        restored(tmp_path / "c", {"concat": ["q", "k", "v"], "to": "qkv", "optional": True})
+    sw.save(tmp_path / "two", {"0.q": arange(2), "1.q": arange(2)})
+    with pytest.raises(sw.MisuseError, match=r"has `0\.q` and `1\.q` for the same part"):
+        restored(tmp_path / "two", {"concat": ["{i}.q"], "to": "q"})
 
 
 def test_a_capture_may_be_bounded_to_numbers(tmp_path: Path) -> None:

@@ -495,11 +495,12 @@ def test_the_parts_of_a_concat_have_their_shares(tmp_path: Path) -> None:
 
 def test_the_way_back_of_a_pad_takes_its_own_size_only(tmp_path: Path) -> None:
     pad = sw.maps.Map([{"pad": "w", "size": 8, "from": 6}])
-    sw.save(tmp_path / "c", {"w": np.ones(8), "state": {"w": {"exp_avg_sq_row": np.ones(7)}}})
+    sw.save(tmp_path / "c", {"w": np.ones(8), "state": {"w": {"exp_avg": np.ones(8), "step": 7}}})
     back = sw.restore(tmp_path / "c", map=pad.inverse())
     assert back["w"].shape == (6,)
     # As on the way there, known slots of another size stay as they are.
-    assert back["state"]["w"]["exp_avg_sq_row"].shape == (7,)
+    assert back["state"]["w"]["exp_avg"].shape == (6,)
+    assert back["state"]["w"]["step"] == 7
     sw.save(tmp_path / "d", {"w": np.ones(7)})
     with pytest.raises(sw.MisuseError, match="`w`: it has 7 elements along axis 0, not 8"):
         sw.restore(tmp_path / "d", map=pad.inverse())

@@ -131,8 +131,6 @@ class Pad(_Elementwise):
     def _change(self, path: str, tensor: Arrangement, slot: str | None) -> Arrangement:
         count = tensor.shape[self.axis]
         if self.source is not None and count != self.source:
-            if slot in SLOTS:
-                return tensor
             refuse(path, f"it has {count} elements along axis {self.axis}, not {self.source}")
         if count > self.size:
             refuse(path, f"it has {count} elements along axis {self.axis}, more than {self.size}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import NoReturn
 
 import numpy as np
@@ -90,15 +89,12 @@ class StoredLeaves:
                 other = untied(values, path)
                 if first == other:
                     continue
-                for one in (first, other):
-                    if isinstance(one, Arrangement) and prod(one.shape) > 1:
-                        _refuse_loss(whole, paths[0], path, "may differ")
                 pairs.append((whole, paths[0], path))
                 read |= {paths[0]: first, path: other}
         found = dict(zip(read, self._read(list(read.values())), strict=True)) if read else {}
         for whole, kept, path in pairs:
             if found[kept] != found[path]:
-                _refuse_loss(whole, kept, path, "differ")
+                _refuse_loss(whole, kept, path)
 
     def _read(self, values: Sequence[Arrangement | Stored]) -> list[object]:
         """Returns the values of these leaves, for a comparison."""
@@ -249,9 +245,9 @@ def _comparable(value: object) -> object:
     return (type(value), value) if value is None or type(value) in _COMPARED else object()
 
 
-def _refuse_loss(whole: str, one: str, other: str, how: str) -> NoReturn:
+def _refuse_loss(whole: str, one: str, other: str) -> NoReturn:
     refuse(
         other,
-        f"it lacks the axis, and `{whole}` would keep only `{one}`; the two {how}. "
+        f"it is one value, and `{whole}` would keep only `{one}`; the two differ. "
         "Rename or drop them by rules before this one",
     )

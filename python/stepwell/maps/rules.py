@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NoReturn
 from ..errors import MisuseError
 from .arrangement import Arrangement, concat
 from .patterns import Match, Pattern
-from .slots import SLOTS, slot_name
+from .slots import SLOTS, is_factor, parameter_of, slot_name
 from .values import Made, Tied, Value, Values, add, changed, consumed, refuse, renamed, untied
 
 #: The most leaves and pieces that a rule makes by sizes in a file.
@@ -70,11 +70,11 @@ class Rule:
             )
 
     def _along(self, axis: int, pattern: Pattern, values: Values) -> list[tuple[str, Match]]:
-        """The tensors that a pattern matches, without slots that lack the axis. Raises for a
-        parameter that lacks it."""
+        """The tensors that a pattern matches, without slots of one element. Raises for a tensor
+        that cannot be changed along the axis."""
         found = list(self._found(pattern, values))
-        without = _without_axis(axis, pattern, found, values)
-        return [(path, match) for path, match in found if path not in without]
+        single = _single_along(axis, found, values)
+        return [(path, match) for path, match in found if path not in single]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,15 @@ class Concat(Rule):
         return self.joined(values)[0]
 
     def joined(self, values: Values) -> tuple[Values, dict[str, list[str]]]:
-        """The leaves after it. Then the slots that lack the axis and have to be equal: their paths,
+        """The leaves after it. Then the slots of one element, which have to be equal: their paths,
         by the path of the one that is kept."""
         made: Made = {}
         alike: dict[str, list[str]] = {}
         bound = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
-        sets, without = self._sets(values)
+        sets, single = self._sets(values)
         for whole, parts in sets.items():
             found = [untied(values, path) for path in parts]
-            if parts[0] in without:
+            if parts[0] in single:
                 alike[whole] = parts
                 made[whole] = found[0], parts[0]
             else:
@@ -139,26 +139,31 @@ class Concat(Rule):
                 made[whole] = self._joined(whole, tensors, bound), parts[0]
         return consumed(values, made, {path for parts in sets.values() for path in parts}), alike
 
-    def _sets(self, values: Values) -> tuple[dict[str, list[str]], Container[str]]:
-        """The paths of the parts, by that of the whole, and all paths that lack the axis."""
-        sets: dict[str, list[str]] = {}
+    def _sets(self, values: Values) -> tuple[dict[str, list[str]], set[str]]:
+        """The paths of the parts, by that of the whole, and all paths of slots of one element."""
+        sets: dict[str, dict[int, str]] = {}
         found: list[tuple[str, Match]] = []
         for position, pattern in enumerate(self.patterns):
             for path, match in self._found(pattern, values):
                 found.append((path, match))
                 whole = match.around(self.to.fill(match.captures))
-                parts = sets.setdefault(whole, [])
-                if len(parts) != position:
-                    refuse(whole, f"of its parts, only {', '.join([*parts, path])} are there")
-                parts.append(path)
-        without = _without_axis(self.axis, self.to, found, values)
+                other = sets.setdefault(whole, {}).setdefault(position, path)
+                if other != path:
+                    refuse(
+                        whole,
+                        f"the map has `{other}` and `{path}` for the same part. Use all captures in `to`, or match "
+                        "fewer leaves",
+                    )
+        single = _single_along(self.axis, found, values)
         for whole, parts in sets.items():
             if len(parts) < len(self.patterns):
-                refuse(whole, f"of its {len(self.patterns)} parts, only {', '.join(parts)} are there")
-            lacking = [path for path in parts if path in without]
-            if 0 < len(lacking) < len(parts):
-                _refuse_unfit(lacking[0], untied(values, lacking[0]), f"has no axis {self.axis}")
-        return sets, without
+                lost = ", ".join(one.text for at, one in enumerate(self.patterns) if at not in parts)
+                there = ", ".join(parts.values())
+                refuse(whole, f"of its {len(self.patterns)} parts, only {there} are there, and not {lost}")
+            alone = [path for path in parts.values() if path in single] if single else ()
+            if 0 < len(alone) < len(parts):
+                _refuse_unfit(alone[0], untied(values, alone[0]), "is not like that of the other parts")
+        return {whole: list(parts.values()) for whole, parts in sets.items()}, single
 
     def _joined(self, whole: str, tensors: Sequence[Arrangement], bound: _Bound) -> Arrangement:
         axis = _axis(self.axis, len(tensors[0].shape))
@@ -222,12 +227,12 @@ class Split(Rule):
         gone: set[str] = set()
         bound = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
         found = list(self._found(self.pattern, values))
-        without = _without_axis(self.axis, self.pattern, found, values)
+        single = _single_along(self.axis, found, values)
         for path, match in found:
             names = [match.around(one.fill(match.captures)) for one in self.to]
             whole = untied(values, path)
             parts: Sequence[Value] = [whole] * len(names)
-            if isinstance(whole, Arrangement) and path not in without:
+            if isinstance(whole, Arrangement) and path not in single:
                 parts = self._cut(path, whole, sizes, bound)
             for name, part in zip(names, parts, strict=True):
                 add(made, name, part, path)
@@ -273,7 +278,9 @@ class Stack(Rule):
 
     def apply(self, values: Values) -> Values:
         sets: dict[str, dict[int, str]] = {}
-        for path, match in self._found(self.pattern, values):
+        found = list(self._found(self.pattern, values))
+        _check_slots(self.axis, self.axis, found, values)
+        for path, match in found:
             whole = match.around(self.to.fill(match.captures))
             number = match.captures[self.over]
             if not number.isdecimal():
@@ -319,10 +326,18 @@ class Unstack(Rule):
         gone: set[str] = set()
         leaves = _Bound("leaves", _MAX_LEAVES, _FREE_LEAVES)
         pieces = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
-        for path, match in self._found(self.pattern, values):
+        found = list(self._found(self.pattern, values))
+        _check_slots(self.axis, self.axis + 1, found, values)
+        counts: dict[str, int] = {}
+        for path, match in found:
             whole = untied(values, path)
             if not isinstance(whole, Arrangement) or self.axis >= len(whole.shape):
                 refuse(path, f"it has no axis {self.axis} to be unstacked")
+            count = counts.setdefault(parameter_of(path, match), whole.shape[self.axis])
+            if count != whole.shape[self.axis]:
+                _refuse_slot(
+                    path, f"it has {whole.shape[self.axis]} elements along axis {self.axis}, not {count}"
+                )
             leaves.add(path, whole, whole.shape[self.axis])
             pieces.add(path, whole, whole.shape[self.axis] * len(whole.pieces))
             names = [
@@ -340,21 +355,20 @@ class Unstack(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Permute(Rule):
-    """Another order of axes. Slots of an optimizer with other dimensions stay as they are."""
+    """Another order of axes. Slots of one element stay as they are."""
 
     pattern: Pattern
     axes: tuple[int, ...]
 
     def apply(self, values: Values) -> Values:
         found = list(self._found(self.pattern, values))
-        other = _unfit(
+        single = _single_slots(
             lambda shape: len(shape) == len(self.axes),
             f"does not fit axes {list(self.axes)}",
-            self.pattern,
             found,
             values,
         )
-        found = [(path, match) for path, match in found if path not in other]
+        found = [(path, match) for path, match in found if path not in single]
         return changed(values, found, lambda path, tensor: tensor.permute(self.axes))
 
     def inverse(self) -> Rule:
@@ -369,24 +383,18 @@ class Crop(Rule):
     pattern: Pattern
     size: int
     axis: int = 0
-    #: The number of elements before it, if it is known. Slots of an optimizer with another number
-    #: stay as they are.
+    #: The number of elements before it, if it is known.
     source: int | None = None
 
     def apply(self, values: Values) -> Values:
-        found = self._along(self.axis, self.pattern, values)
-        slots = {path: slot_name(match) for path, match in found}
-
         def cropped(path: str, tensor: Arrangement) -> Arrangement:
             count = tensor.shape[self.axis]
-            if self.source not in (None, count) and slots[path] in SLOTS:
-                return tensor
             if count < self.size or self.source not in (None, count):
                 wanted = self.size if self.source is None else self.source
                 refuse(path, f"it has {count} elements along axis {self.axis}, not {wanted}")
             return tensor.take(self.axis, 0, self.size)
 
-        return changed(values, found, cropped)
+        return changed(values, self._along(self.axis, self.pattern, values), cropped)
 
     def inverse(self) -> Rule:
         raise MisuseError(
@@ -572,43 +580,85 @@ def _axis(axis: int, ndim: int) -> int:
     return axis + ndim if axis < 0 else axis
 
 
-def _without_axis(
-    axis: int, name: Pattern, found: Iterable[tuple[str, Match]], values: Values
-) -> Container[str]:
-    """The slots that lack an axis; see :func:`_unfit`."""
-    return _unfit(lambda shape: -len(shape) <= axis < len(shape), f"has no axis {axis}", name, found, values)
+def _single_along(axis: int, found: Sequence[tuple[str, Match]], values: Values) -> set[str]:
+    """The slots of one element, for an operation along an axis; see :func:`_single_slots`."""
+    return _single_slots(lambda shape: -len(shape) <= axis < len(shape), f"has no axis {axis}", found, values)
 
 
-def _unfit(
+def _single_slots(
     fits: Callable[[tuple[int, ...]], bool],
     how: str,
-    name: Pattern,
-    found: Iterable[tuple[str, Match]],
+    found: Sequence[tuple[str, Match]],
     values: Values,
-) -> Container[str]:
-    """The slots that an operation leaves as they are, since their shape does not fit it. Another
-    leaf of their parameter fits. Raises for any other leaf that does not fit.
+) -> set[str]:
+    """The slots of one element, such as step counts, which an operation leaves as they are. Any
+    other slot has the shape of its parameter. Raises for a leaf that cannot be changed.
 
     Args:
         fits: true for a shape that the operation takes.
         how: what is wrong with another shape, for messages.
-        name: the pattern that names the parameter of a match.
     """
-    unfit: dict[str, Match] = {}
-    others: list[Match] = []
+    slots = {path: slot for path, match in found if (slot := slot_name(match, shortest=1)) is not None}
+    parameters, others = _shapes(found, slots, values) if slots else ({}, {})
+    single: set[str] = set()
+    for path, match in found:
+        value, slot = untied(values, path), slots.get(path)
+        shape = value.shape if isinstance(value, Arrangement) else None
+        fitting = shape is not None and fits(shape)
+        if slot is not None:
+            name = parameter_of(path, match)
+            shapes = parameters.get(name)
+            is_count = SLOTS.get(slot) == 0
+            is_other = slot in SLOTS if shapes is None else shape not in shapes
+            is_known = shapes is not None or name in others
+            if _is_single(shape) and is_known and (is_count or is_other or not fitting):
+                single.add(path)
+                continue
+            if is_factor(match):
+                _refuse_slot(path, "it is a factor of a second moment")
+            if shapes is not None and shape not in shapes:
+                expected = " or ".join(sorted(str(list(one)) for one in shapes))
+                _refuse_slot(path, f"its shape is not {expected}, that of its parameter")
+        if not fitting:
+            _refuse_unfit(path, value, how)
+    return single
+
+
+def _is_single(shape: tuple[int, ...] | None) -> bool:
+    """True for an object, and for a shape of at most one element."""
+    return shape is None or prod(shape) <= 1
+
+
+def _check_slots(axis: int, least: int, found: Sequence[tuple[str, Match]], values: Values) -> None:
+    """Raises for slots that cannot be stacked along an axis, or unstacked, as their parameter of at
+    least ``least`` axes is. All slots can along axis 0."""
+    if axis:
+        for path in _single_slots(lambda shape: len(shape) >= least, f"has no axis {axis}", found, values):
+            _refuse_slot(path, f"it has one element, and no axis {axis}")
+
+
+def _shapes(
+    found: Iterable[tuple[str, Match]], slots: Container[str], values: Values
+) -> tuple[dict[str, set[tuple[int, ...]]], dict[str, set[tuple[int, ...]]]]:
+    """The shapes of parameters by name, and those of slots with more than one element."""
+    parameters: dict[str, set[tuple[int, ...]]] = {}
+    others: dict[str, set[tuple[int, ...]]] = {}
     for path, match in found:
         value = untied(values, path)
-        if isinstance(value, Arrangement) and fits(value.shape):
-            others.append(match)
-        else:
-            unfit[path] = match
-    fitting = {name.fill(match.captures) for match in others} if unfit else ()
-    for path, match in unfit.items():
-        value, slot = untied(values, path), slot_name(match, shortest=1)
-        single = not isinstance(value, Arrangement) or prod(value.shape) <= 1
-        if slot is None or name.fill(match.captures) not in fitting or not (single or slot in SLOTS):
-            _refuse_unfit(path, value, how)
-    return unfit
+        if isinstance(value, Arrangement):
+            if path not in slots:
+                parameters.setdefault(parameter_of(path, match), set()).add(value.shape)
+            elif prod(value.shape) > 1:
+                others.setdefault(parameter_of(path, match), set()).add(value.shape)
+    return parameters, others
+
+
+def _refuse_slot(path: str, why: str) -> NoReturn:
+    refuse(
+        path,
+        f"{why}, so this slot of an optimizer cannot follow its parameter. Drop it by a rule before this one, "
+        "or leave it out of the checkpoint",
+    )
 
 
 def _refuse_unfit(path: str, value: Value, how: str) -> NoReturn:
