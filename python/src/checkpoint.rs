@@ -86,6 +86,8 @@ impl Opened {
 
 /// The part of a foreign checkpoint that is not in arrays.
 struct ForeignFacts {
+    /// The path that the caller gave. Its files may be elsewhere, behind links.
+    path: PathBuf,
     /// Objects by their leaf.
     objects: HashMap<u32, Py<PyAny>>,
     /// Facts in the form of a manifest.
@@ -237,15 +239,17 @@ fn chunk_rows(index: &Index, record: &LeafRecord) -> Vec<ChunkRow> {
 
 #[pymethods]
 impl Checkpoint {
-    /// Opens files below `directory` that another library wrote: `files` by name and length, the
-    /// nodes of the tree, its leaves, and the objects by leaf. `manifest` has facts about them, in
-    /// the form of a manifest. `details.chunks(leaves)` returns the chunks that leaves lack, and
-    /// `details.guarded()` the ranges of files that have checksums. Compressed files in a file
-    /// without a name are in `memory`. The files belong to the entered [`Reading`].
+    /// Opens a checkpoint of another library, which the caller knows by `path`: `files` below
+    /// `directory` by name and length, the nodes of the tree, its leaves, and the objects by leaf.
+    /// `manifest` has facts about them, in the form of a manifest. `details.chunks(leaves)` returns
+    /// the chunks that leaves lack, and `details.guarded()` the ranges of files that have
+    /// checksums. Compressed files in a file without a name are in `memory`. The files belong to
+    /// the entered [`Reading`].
     #[staticmethod]
     #[expect(clippy::too_many_arguments, reason = "a description, part by part")]
     fn foreign(
         py: Python<'_>,
+        path: PathBuf,
         directory: PathBuf,
         files: Vec<ForeignFile>,
         nodes: Vec<ForeignNode<'_>>,
@@ -275,7 +279,7 @@ impl Checkpoint {
         })?
         .map_err(|error| raise_manager(py, &error))?;
         let undescribed = Mutex::new(undescribed);
-        let foreign = Some(ForeignFacts { objects, manifest, details, reading, undescribed });
+        let foreign = Some(ForeignFacts { path, objects, manifest, details, reading, undescribed });
         Ok(Self { inner: Mutex::new(Some(Arc::new(Opened::Foreign(opened)))), foreign })
     }
 
@@ -301,6 +305,7 @@ impl Checkpoint {
                 _ => None,
             };
             ForeignFacts {
+                path: facts.path.clone(),
                 objects: (0_u32..).zip(&leaves).filter_map(object).collect(),
                 manifest: facts.manifest.clone(),
                 details: facts.details.clone_ref(py),
@@ -327,7 +332,15 @@ impl Checkpoint {
         py.detach(move || drop(closed));
     }
 
+    /// The path of the checkpoint, as the caller gave it.
     fn path(&self, py: Python<'_>) -> PyResult<String> {
+        let inner = self.get(py)?;
+        let path = self.foreign.as_ref().map_or(inner.path(), |facts| &facts.path);
+        Ok(path.display().to_string())
+    }
+
+    /// The directory that the names of its files are relative to. Links are followed in it.
+    fn directory(&self, py: Python<'_>) -> PyResult<String> {
         Ok(self.get(py)?.path().display().to_string())
     }
 

@@ -313,22 +313,19 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         "_core",
         "_foreign_step",
         "_owner",
-        "_path",
         "_structure",
     )
 
     def __init__(
         self,
         core: _core.Checkpoint,
-        path: str | None = None,
         step: int | None = None,
         adoption: Adoption | None = None,
         copies: Copies | None = None,
     ) -> None:
         self._core: _core.Checkpoint | None = core
-        #: The path of files of another library, which the engine knows by their directory, and the
-        #: number of their step.
-        self._path, self._foreign_step = path, step
+        #: The number of a step of another library.
+        self._foreign_step = step
         #: The checksums of these files, if they were adopted.
         self._adoption = adoption
         #: Tensors of these files that have to have the same values as others.
@@ -424,8 +421,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     @property
     def path(self) -> str:
         """Its path."""
-        core = self._open()
-        return core.path() if self._path is None else self._path
+        return self._open().path()
 
     @property
     def step(self) -> int:
@@ -581,7 +577,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         files, nbytes, unguarded, damages = self._open().verify(progress)
         found = tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in damages)
         if self._adoption is not None:
-            known = [os.path.join(self._open().path(), file["path"]) for file in self.manifest["files"]]
+            known = [os.path.join(self._open().directory(), file["path"]) for file in self.manifest["files"]]
             more_files, more_bytes, more = self._adoption.verify(known, progress)
             files, nbytes = files + more_files, nbytes + more_bytes
             found += tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in more)

@@ -74,9 +74,10 @@ def absolute(path: Path, what: str = "the path") -> str:
 
 
 def readable(path: Path, what: str = "the path") -> str:
-    """Returns the absolute path of something to read. A symlink to something is followed."""
+    """Returns the absolute path of something to read. A symlink to a directory is followed. One to
+    a file has its own name, and the other files of its model beside it, as in a hub's cache."""
     found = absolute(path, what)
-    return os.path.realpath(found) if os.path.islink(found) and os.path.exists(found) else found
+    return os.path.realpath(found) if os.path.islink(found) and os.path.isdir(found) else found
 
 
 def _from_url(url: str, scheme: str, what: str) -> str:

@@ -65,12 +65,12 @@ def open_step(where: str, step: int | str | None, map: MapLike | None, engine: s
     a number."""
     one_of(engine, "engine", ENGINES)
     if not is_own(where) and (found := foreign(where, step)) is not None:
-        core = RestoreOptions(map=map).mapped(found.open(engine))
-        path = found.path if found.step is not None else where
         from .formats.copies import Copies
 
+        path = found.path if found.step is not None else where
+        core = RestoreOptions(map=map).mapped(found.open(engine, path))
         copies = Copies(found.copies, found.reading) if found.copies else None
-        return Checkpoint(core, path, found.step, found.adoption, copies)
+        return Checkpoint(core, found.step, found.adoption, copies)
     assert not isinstance(step, str)
     with explaining(where):
         core = _core.open_path(where, step, engine)
@@ -84,7 +84,7 @@ def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> 
         if step is not None:
             raise MisuseError("step= is for a root, and this is an open checkpoint; leave it out")
         core = RestoreOptions(map=map).mapped(source._open())
-        yield source if map is None else Checkpoint(core, source._path)
+        yield source if map is None else Checkpoint(core)
         return
     with open(source, step, map=map) as checkpoint:
         yield checkpoint

@@ -55,6 +55,22 @@ def everything(path: Path) -> dict[str, tuple[bytes, int]]:
     return {str(one): (one.read_bytes(), one.stat().st_mtime_ns) for one in files}
 
 
+def test_a_link_to_an_adopted_file_is_checked(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.safetensors"
+    save_file(tensors(), file)
+    (tmp_path / "link.safetensors").symlink_to(file)
+    (model / "own.safetensors").symlink_to(file)
+    sw.adopt(file)
+    assert sw.adopt(tmp_path / "link.safetensors", check=True)
+    flip(file, file.stat().st_size - 5)
+    shard = model / "model-00002-of-00002.safetensors"
+    sw.adopt(model, replace=True)
+    flip(tmp_path / "blobs" / "0123", shard.stat().st_size - 5)
+    for path in (tmp_path / "link.safetensors", shard):
+        with pytest.raises(sw.CorruptCheckpoint):
+            sw.restore(path)
+
+
 def test_an_adopted_checkpoint_is_as_before(model: Path) -> None:
     before = everything(model.parent)
     report = sw.adopt(model)

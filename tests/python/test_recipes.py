@@ -136,6 +136,31 @@ def test_a_saved_state_of_megatron_is_exported_from_its_item(model: Path, tmp_pa
         np.testing.assert_array_equal(back[name], one)
 
 
+@pytest.mark.parametrize("what", ["model.safetensors", "model.safetensors.index.json", ""])
+def test_links_to_files_have_the_configuration_beside_them(model: Path, tmp_path: Path, what: str) -> None:
+    """A hub's cache has a directory of links for each revision, and all files in another one."""
+    expected = sw.restore(configured(model), map=THERE)
+    index = {"weight_map": dict.fromkeys(llama(), "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshots" / "revision"
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(model.iterdir()):
+        file.rename(tmp_path / "blobs" / f"{number}")
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    # The files of another model are there, too.
+    (tmp_path / "blobs" / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 2}))
+    path = snapshot / what
+    with sw.open(path) as checkpoint:
+        found = [checkpoint.restore(map=THERE), sw.restore(path, map=THERE)]
+        assert sw.maps.Map.of(THERE).check(checkpoint)
+        assert checkpoint.plan(map=THERE).path == checkpoint.path == str(path)
+    sw.convert(path, tmp_path / "made", to="stepwell", map=THERE)
+    for one in [*found, sw.restore(tmp_path / "made")]:
+        for name, value in expected.items():
+            np.testing.assert_array_equal(one[name], value, err_msg=name)
+
+
 def test_a_configuration_without_optional_keys_is_enough(tmp_path: Path) -> None:
     folder = tmp_path / "old"
     folder.mkdir()

@@ -143,7 +143,7 @@ def _resume_digest(core: _core.Checkpoint, plan: bytes) -> bytes:
     same. A file that was replaced may have the length and the time of the old one, so its inode
     counts, too."""
     whole = hashlib.sha256(plan)
-    directory, files = core.path(), json.loads(core.manifest())["files"]
+    directory, files = core.directory(), json.loads(core.manifest())["files"]
     for file in files:
         with contextlib.suppress(OSError):
             stat = os.stat(os.path.join(directory, file["path"]))
@@ -186,7 +186,7 @@ def _different(
     the output, by name."""
     try:
         found = find(partial)
-        made = None if found is None else found.open("auto")
+        made = None if found is None else found.open("auto", partial)
     except (CorruptCheckpoint, FormatError) as error:
         raise _unreadable(partial) from error
     if made is None:

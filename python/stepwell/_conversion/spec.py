@@ -94,7 +94,7 @@ def is_directory(to: Target, path: str) -> bool:
 
 def digest(core: _core.Checkpoint, plan: Iterable[object], ranks: int) -> bytes:
     """Names a plan and its source. All ranks of a conversion have the same."""
-    source = (core.path(), core.manifest(), core.fingerprint())
+    source = (core.directory(), core.manifest(), core.fingerprint())
     whole = hashlib.sha256(repr((ranks, *source)).encode())
     for part in plan:
         whole.update(repr(part).encode())

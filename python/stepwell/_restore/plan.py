@@ -167,7 +167,7 @@ def plan(
         name = item_of_top.get(render(components[:1]), next(iter(found)))
         found[name].leaves += 1
     return RestorePlan(
-        path=str(core.path()),
+        path=core.path(),
         step=int(core.step()),
         items={name: item for name, item in found.items() if item.files or item.leaves},
         report=job.report,

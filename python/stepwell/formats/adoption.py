@@ -117,7 +117,14 @@ def of(path: str) -> Adoption | None:
 
 def find(path: str) -> Adoption | None:
     """Returns the checksums of a checkpoint, or of one that it is a part of; ``None`` if it was not
-    adopted."""
+    adopted. Those of a link to a file may be at the file."""
+    found = _find(path)
+    if found is None and os.path.islink(path) and os.path.isfile(path):
+        found = _find(os.path.realpath(path))
+    return found
+
+
+def _find(path: str) -> Adoption | None:
     if (found := of(path)) is not None:
         return found
     above = path

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from .. import _core
 from .._manifest import Manifest
-from .._paths import Component
+from .._paths import Component, printable
 from .._restore import collector as collecting
 from .._state.specs import to_dtype
+from ..errors import FormatError
 
 if TYPE_CHECKING:
     from .adoption import Adoption
@@ -160,8 +161,8 @@ class Description:
         return sorted(file for file in found if os.path.isfile(file))
 
     @collecting.paused()
-    def open(self, engine: str) -> _core.Checkpoint:
-        """Opens it."""
+    def open(self, engine: str, given: str | None = None) -> _core.Checkpoint:
+        """Opens it. ``given``: the path that the caller has passed, if it is another one."""
         rows = _Rows()
         rows.add(self.state, 0, None)
         for own in self.files:
@@ -215,6 +216,7 @@ class Description:
         }
         with self.reading:
             return _core.Checkpoint.foreign(
+                given or self.path,
                 directory,
                 files,
                 rows.nodes,
@@ -229,7 +231,11 @@ class Description:
 
 def of_parts(family: str, path: str, parts: Mapping[str, Description]) -> Description:
     """Returns the description of several checkpoints as a dict of them, by name."""
-    assert not any(part.memory for part in parts.values())
+    for name, part in parts.items():
+        if part.memory:  # its tensors have places in it
+            raise FormatError(
+                f"{path}: its part `{printable(name)}` is of {part.family}, which is read alone. Open {part.path}"
+            )
 
     def guarded() -> Mapping[str, Sequence[Guarded]]:
         return {file: ranges for part in parts.values() for file, ranges in part.guarded().items()}
