@@ -65,7 +65,8 @@ class _Save:
         self._universal = parameters if os.path.isdir(parameters) and not files.optimizers else None
         #: The version of DeepSpeed, and the first file that names one.
         self._version: tuple[object, str] | None = None
-        #: The states of the model and of the optimizer of each model-parallel rank.
+        #: The content of the files ``*_model_states.pt`` and ``*_optim_states.pt`` of each
+        #: model-parallel rank.
         self._models = [self._of_rank(files.models, mp_rank) for mp_rank in files.mp_ranks]
         self._optimizers = [self._of_rank(files.optimizers, mp_rank) for mp_rank in files.mp_ranks]
         #: The weights of all experts.

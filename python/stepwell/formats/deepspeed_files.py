@@ -32,12 +32,12 @@ Grid = dict[tuple[int, int], str]
 class SaveFiles:
     """The files of one save."""
 
-    #: The states of the model, by model-parallel and data-parallel rank. Without ZeRO-3, the latter
+    #: ``*_model_states.pt``, by model-parallel and data-parallel rank. Without ZeRO-3, the latter
     #: is 0.
     models: Grid = field(default_factory=dict)
     #: True if each data-parallel rank has its own (ZeRO-3).
     is_partitioned: bool = False
-    #: The states of the optimizer, by model-parallel and data-parallel rank.
+    #: ``*_optim_states.pt``, by model-parallel and data-parallel rank.
     optimizers: Grid = field(default_factory=dict)
     #: The layers of a pipeline, by number and slice.
     layers: Grid = field(default_factory=dict)

@@ -1,5 +1,5 @@
 """How DeepSpeed's tensor-parallel ranks have cut each parameter, from ``universal_checkpoint_info``
-in the states of the model: categories with patterns of names.
+in ``*_model_states.pt``: categories with patterns of names.
 """
 
 from __future__ import annotations
