@@ -908,3 +908,46 @@ def test_no_value_in_any_place_is_a_crash(tmp_path: Path, maker: Callable[[], Co
         with contextlib.suppress(sw.StepwellError):
             sw.restore(path)
         assert time.monotonic() - begin < 5
+
+
+def mixed(steps: int, rate: float) -> Content:
+    """States of a model at step 5 with those of an optimizer at another one."""
+    files = of_zero_2()
+    model(files)["lr_scheduler"] = {"_last_lr": [0.1, 0.2], "last_epoch": 5}
+    for rank in range(RANKS):
+        base = optimizer(files, rank)["base_optimizer_state"]
+        for number, group in enumerate(base["param_groups"]):
+            base["state"][number]["step"] = torch.tensor(float(steps))
+            group["lr"] = rate * (number + 1)
+    return files
+
+
+@pytest.mark.parametrize("steps", [4, 7])
+def test_an_optimizer_of_another_save_is_refused(tmp_path: Path, steps: int) -> None:
+    path = write(tmp_path / "c", mixed(steps, 0.5))
+    with pytest.raises(sw.CorruptCheckpoint, match=rf"made {steps}.0 steps, not 5, its learning rate is 0.5"):
+        sw.open(path)
+    (damage,) = sw.verify(path).damages
+    assert damage.file.endswith("optim_states.pt")
+
+
+@pytest.mark.parametrize(("steps", "rate", "what"), [(2, 0.1, "made 2.0 steps"), (5, 0.5, "learning rate")])
+def test_an_optimizer_that_began_later_opens_with_a_note(
+    tmp_path: Path, steps: int, rate: float, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sw.open(write(tmp_path / "c", mixed(steps, rate))) as checkpoint:
+        assert what in (checkpoint.metadata().custom_metadata or {})["optimizer"]
+    assert what in caplog.text
+
+
+@pytest.mark.parametrize("steps", [5, 6])  # old versions count one more
+def test_an_optimizer_of_the_same_save_has_no_note(tmp_path: Path, steps: int) -> None:
+    with sw.open(write(tmp_path / "c", mixed(steps, 0.1))) as checkpoint:
+        assert not checkpoint.metadata().custom_metadata
+
+
+def test_steps_without_overflows_are_compared(tmp_path: Path) -> None:
+    files = mixed(3, 0.1)
+    model(files)["skipped_steps"] = 2
+    with sw.open(write(tmp_path / "c", files)) as checkpoint:
+        assert not checkpoint.metadata().custom_metadata

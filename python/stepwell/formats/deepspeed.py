@@ -9,6 +9,7 @@ partition is copied: a parameter is read from where its elements are.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -117,6 +118,9 @@ class _Save:
         found = {}
         if model.zero is not None and model.zero.is_reordered:
             found["param_slice_mappings"] = "not used: their order is not that of param_shapes"
+        if model.zero is not None and model.zero.doubt is not None:
+            found["optimizer"] = model.zero.doubt
+            logging.getLogger("stepwell").warning("%s: %s", self._path, model.zero.doubt)
         without = self._files.numbers_without_layer() if model.zero is None else []
         if without:
             listed = ", ".join(map(str, without[:_LISTED])) + (", …" if len(without) > _LISTED else "")

@@ -9,10 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
+from .._state.specs import to_dtype
 from .description import Opaque, Tensor, Unlocated
 from .expert_names import ExpertNames, is_expert
 from .files import read
 from .flat_partitions import FlatParameter, assembled, of_group, of_shares
+from .one_save import check_one_save
 from .parameter_shapes import STATE, is_reordered, mapped_shapes, paddings_of, shapes_of
 from .pickle_values import Malformed
 from .typed_fields import Fields, Size, is_count, unwrapped
@@ -184,6 +188,7 @@ class _PartitionedParameters:
         """Adds the slots of the parameters, and the groups."""
         states, groups = self._base_states(key)
         names: dict[int, list[str]] = {}
+        steps: list[object] = []
         for name, parameter in self._parameters.items():
             names.setdefault(parameter.group, []).append(name)
         for group, own in names.items():
@@ -199,7 +204,7 @@ class _PartitionedParameters:
                     f"group {group} has {len(slots[0])} slots, of at most {_MAX_SLOTS}. Copy the file again"
                 )
                 self._ranks[0].wrong(what)
-            self._check_steps([one.get("step") for one in slots])
+            steps.append(self._step([one.get("step") for one in slots]))
             for slot in slots[0]:
                 if isinstance(slot, str):
                     cut = self._slot(group, slot, [one.get(slot) for one in slots])
@@ -207,6 +212,7 @@ class _PartitionedParameters:
                         self.state.slots.setdefault(name, {})[slot] = self._of_parameter(name, slot, cut)
         file = self._ranks[0].file
         self.state.groups = named_groups(file, groups, names)
+        self.state.doubt = check_one_save(self._model, self._ranks[0], steps, groups)
 
     def _base_states(self, key: str) -> tuple[list[Mapping[object, object]], Sequence[object]]:
         """The state of each rank by partition, and the groups."""
@@ -256,12 +262,13 @@ class _PartitionedParameters:
             return int(found[group])
         return 0
 
-    def _check_steps(self, steps: Sequence[object]) -> None:
-        """Compares the steps of the ranks."""
+    def _step(self, steps: Sequence[object]) -> object:
+        """The step of all ranks."""
         found = [_number_of(step) for step in steps]
         for rank, step in zip(self._ranks, found, strict=True):
             if step != found[0]:
                 rank.wrong("its step differs from that of rank 0. Keep the files of one save")
+        return found[0]
 
 
 def _comparable(group: object) -> object:
@@ -273,10 +280,12 @@ def _comparable(group: object) -> object:
 
 
 def _number_of(step: object) -> object:
-    """The bytes of a scalar in a file, or a plain value."""
+    """A scalar in a file, or a plain value."""
     if not isinstance(step, Tensor) or step.shape != () or len(step.chunks) != 1:
         return None if isinstance(step, (Tensor, Opaque)) else step
     (chunk,) = step.chunks
     if isinstance(chunk.file, Unlocated):
         (chunk,) = chunk.file.locator.locate([chunk])
-    return read(chunk.file, chunk.offset, chunk.nbytes)[0] if isinstance(chunk.file, str) else None
+    dtype = to_dtype(step.dtype).newbyteorder(">" if chunk.big_endian else "<")
+    data = read(chunk.file, chunk.offset, chunk.nbytes)[0] if isinstance(chunk.file, str) else b""
+    return np.frombuffer(data, dtype)[0].item() if len(data) == dtype.itemsize else None

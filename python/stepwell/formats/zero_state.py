@@ -42,6 +42,8 @@ class ZeroState:
     beside: dict[str, object] = field(default_factory=dict)
     #: True if ``param_slice_mappings`` have another order of parameters.
     is_reordered: bool = False
+    #: Says why its files may be of another save than those of the model.
+    doubt: str | None = None
 
     def with_stage(self, other: ZeroState) -> ZeroState:
         """Returns this state and that of another stage of a pipeline. Of values that both have,
@@ -59,6 +61,7 @@ class ZeroState:
             groups,
             {**other.beside, **self.beside},
             self.is_reordered or other.is_reordered,
+            self.doubt or other.doubt,
         )
 
 
