@@ -216,7 +216,8 @@ def test_the_way_back_refuses_a_wrong_number(model: Path, tmp_path: Path, wrong:
     [
         (
             {"model_type": "qwen2"},
-            r"is for models of type llama, and .*config.json is of type qwen2",
+            r"is for models of type llama, and .*config.json is of type qwen2. "
+            "Use hf-qwen2-to-jax or hf-qwen2-to-megatron, or a copy of this one",
         ),
         ({"vocab_size": None}, "needs vocab. .*config.json does not have them"),
         ({"num_attention_heads": "four"}, "num_attention_heads in .*config.json is an integer"),
@@ -561,6 +562,7 @@ def test_the_command_line_lists_shows_and_checks(model: Path, tmp_path: Path) ->
         "not there: model.norm.weight",
         "other leaves, which keep their names: x",
         "it does not fit; 20 leaves covered",
+        "use the recipe of this model, or change a copy of this one: `stepwell recipe show`",
     ]
 
 
@@ -662,6 +664,35 @@ def test_all_names_of_deepseek_v3_come_back(tmp_path: Path) -> None:
     with sw.open(tmp_path / "there.safetensors", map="megatron-to-hf-deepseek") as checkpoint:
         back = {name: checkpoint[name].shape for name in checkpoint}
     assert back == {name: shape for name, (_, shape) in stored.items() if "scale_inv" not in name}
+
+
+def test_a_check_says_what_to_pass_instead(model: Path, tmp_path: Path) -> None:
+    configured(model)
+    part = model / "model-00001-of-00002.safetensors"
+    save_file({name: one for name, one in llama().items() if "layers.1" in name}, part)
+    found = run("recipe", "check", THERE, part)
+    assert found.exit_code == 1
+    assert (
+        found.stdout.splitlines()[-1]
+        == "this file has a part of a checkpoint: pass the directory of all parts"
+    )
+    part.unlink()
+    sw.save(tmp_path / "there", sw.restore(model, map=THERE))
+    for arguments, says in (
+        ([BACK, model], f"Use its way back, the recipe {THERE}"),
+        ([THERE, tmp_path / "there", "--config", model], f"Use its way back, the recipe {BACK}"),
+        (["hf-mixtral-to-megatron", model], "Use hf-llama-to-jax or hf-llama-to-megatron, or a copy"),
+        (["megatron-to-hf-mixtral", model], "Use jax-to-hf-llama or megatron-to-hf-llama, or a copy"),
+        (["llama", model], "did you mean 'hf-llama-to-jax' or 'hf-llama-to-megatron'? Pass"),
+        (["nothing-like-it", model], "is no file and no recipe. Pass a TOML file, the name of a recipe"),
+    ):
+        found = run("recipe", "check", *arguments)
+        assert (found.exit_code, found.stdout) == (2, "")
+        assert says in found.stderr
+    with pytest.raises(sw.MisuseError, match="has only leaves that it makes, such as embedding"):
+        sw.convert(
+            tmp_path / "there", tmp_path / "out", to="megatron", map=sw.maps.recipe(THERE, config=model)
+        )
 
 
 def test_missing_numbers_are_named_as_options(model: Path) -> None:

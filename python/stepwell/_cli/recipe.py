@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import click
@@ -12,6 +13,8 @@ from .command import command
 from .output import FINE, PROBLEMS, Output, columns, count, fields_of, safe
 from .targets import TARGET, Target, map_of, with_numbers
 
+#: The name of one of several files.
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$", re.ASCII)
 #: Names that are shown of a list.
 _SHOWN = 8
 
@@ -74,19 +77,25 @@ def recipe_check(
     chosen = map_of(name, inverse, config, param)
     found = chosen.check(path.path, path.step)
     out.document({"fits": bool(found), "warning": chosen.warning, **fields_of(found)})
-    out.lines(_lines(out, found))
+    out.lines(_lines(out, found, path.path))
     if chosen.warning:
         out.line(f"{out.bad('warning')}: {safe(chosen.warning)}")
     return FINE if found else PROBLEMS
 
 
-def _lines(out: Output, found: sw.maps.Coverage) -> Iterator[str]:
+def _lines(out: Output, found: sw.maps.Coverage, path: str) -> Iterator[str]:
     yield from _listed(out.bad("not covered: "), found.uncovered)
     yield from _listed(out.bad("not there: "), found.missing)
     yield from _listed(out.bad("does not fit: "), found.problems)
     yield from _listed("other leaves, which keep their names: ", found.others)
     verdict = out.good("it fits") if found else out.bad("it does not fit")
     yield f"{verdict}; {count(found.covered, 'leaf', 'leaves')} covered"
+    if found:
+        return
+    if _SHARD.search(path):
+        yield "this file has a part of a checkpoint: pass the directory of all parts"
+    elif found.uncovered or found.missing:
+        yield "use the recipe of this model, or change a copy of this one: `stepwell recipe show`"
 
 
 def _listed(what: str, names: Sequence[str]) -> Iterator[str]:

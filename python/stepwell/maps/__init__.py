@@ -30,7 +30,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from .. import _core
-from .._checks import meant
 from .._locations import Path
 from .._paths import named
 from .._restore import collector as collecting
@@ -39,6 +38,7 @@ from . import parameters, shipped
 from .coverage import Coverage, Observer
 from .layout import StoredLeaves
 from .parameters import Config
+from .patterns import Pattern
 from .rules import Concat
 from .shipped import recipe_toml, recipes
 from .tables import Tables, naming
@@ -93,8 +93,8 @@ class Map:
             tables = Tables.of_file(path, f"the map {path}", f"the inverse of the map {path}")
         else:
             raise MisuseError(
-                f"the map {path} is no file and no recipe{meant(path, shipped.words())}; pass a TOML file, the name of a "
-                "recipe, rules or a sw.maps.Map"
+                f"the map {path} is no file and no recipe{shipped.near(path)} Pass a TOML file, the name of a "
+                "recipe (`stepwell recipe list`), rules or a sw.maps.Map"
             )
         return cls._made(tables, {}, None, is_inverse)
 
@@ -162,6 +162,25 @@ class Map:
     def __repr__(self) -> str:
         return f"<Map of {len(self._tables.entries)} rules>"
 
+    def _recipes_for(self, kind: object) -> list[str]:
+        return shipped.for_model(kind, is_inverse=self._is_inverse)
+
+    def _check_direction(self, values: Values) -> None:
+        """Raises for a checkpoint that has only the leaves of the other side."""
+        taken, made = self._tables.source, self._tables.target
+        other = self._tables.inverse_name
+        if self._is_inverse:
+            taken, made, other = made, taken, self._tables.name
+
+        def has(patterns: Iterable[Pattern]) -> bool:
+            return any(next(pattern.among(values), None) is not None for pattern in patterns)
+
+        if taken and not has(taken) and has(made):
+            raise MisuseError(
+                f"{self._name} takes {taken[0].text}, and this checkpoint has only leaves that it makes, such as "
+                f"{made[0].text}. Use its way back, {other}"
+            )
+
     @property
     def _name(self) -> str:
         return self._tables.inverse_name if self._is_inverse else self._tables.name
@@ -184,7 +203,10 @@ class Map:
         if config is None and (self._tables.parameters or self._tables.model_types):
             with core.reading():
                 config = parameters.find_config(core.path())
+        if config is not None:
+            self._tables.check_model(config, self._name, self._recipes_for)
         stored = StoredLeaves(core)
+        self._check_direction(stored.values)
         numbers = self._tables.numbers(self._given, config, stored.number, self._name)
         told = "".join(f", {name} = {number}" for name, number in numbers.items())
         values = stored.values

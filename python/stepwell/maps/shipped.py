@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from .._checks import meant, shown
+from .._checks import meant
+from .._paths import printable
 from ..errors import MisuseError
 from .tables import Tables, read_text
 
@@ -36,7 +37,7 @@ def recipe_toml(name: str) -> str:
     own = _own_name(name)
     if own is None:
         raise MisuseError(
-            f"there is no recipe {shown(name)}{meant(name, words())}. See `stepwell recipe list`"
+            f"there is no recipe {printable(name)}{near(name)} `stepwell recipe list` lists them"
         )
     return read_text(_path(own), f"the recipe {own}")
 
@@ -51,6 +52,18 @@ def swapped(name: str) -> str:
     """The name of the way back."""
     first, _, second = name.partition(_TO)
     return f"{second}{_TO}{first}"
+
+
+def for_model(kind: object, *, is_inverse: bool) -> list[str]:
+    """The names of the recipes for a ``model_type``, or of their ways back."""
+    found = [name for name in _names() if kind in _tables(name).model_types]
+    return [swapped(name) if is_inverse else name for name in found]
+
+
+def near(name: str) -> str:
+    """The end of a sentence about an unknown name: the names that may be meant."""
+    found = [repr(one) for one in _names() if name and name in one]
+    return f"; did you mean {' or '.join(found)}?" if found else meant(name, words()) or "."
 
 
 def words() -> list[str]:

@@ -122,13 +122,19 @@ class Tables:
         name: str,
     ) -> dict[str, int]:
         """The values of its parameters; see :func:`parameters.resolved`."""
-        kind = None if config is None else config.entries.get("model_type")
-        if config is not None and self.model_types and kind is not None and kind not in self.model_types:
-            raise MisuseError(
-                f"{name} is for models of type {' or '.join(self.model_types)}, and {printable(config.path)} is of type "
-                f"{printable(str(kind))[:60]}. Use the recipe of that type, or a copy of this one with it in `model_types`"
-            )
         return parameters.resolved(self.parameters, given, config, stored, name)
+
+    def check_model(self, config: Config, name: str, others: Callable[[object], Sequence[str]]) -> None:
+        """Raises for a configuration of another model. ``others`` gives the names of recipes for a
+        type of model."""
+        kind = config.entries.get("model_type")
+        if not self.model_types or kind is None or kind in self.model_types:
+            return
+        recipes = " or ".join(others(kind)) or "the recipe of that type"
+        raise MisuseError(
+            f"{name} is for models of type {' or '.join(self.model_types)}, and {printable(config.path)} is of type "
+            f"{printable(str(kind))[:60]}. Use {recipes}, or a copy of this one with it in `model_types`"
+        )
 
     def rules(self, numbers: parsing.Numbers, *, is_inverse: bool) -> Called:
         """The rules of a direction, in the order in which they apply."""
