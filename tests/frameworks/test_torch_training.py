@@ -683,6 +683,33 @@ def test_a_raising_loader_is_named_with_what_was_filled(root: Path) -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_slots_of_another_parameter_are_refused(root: Path, live: bool) -> None:
+    def net() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    sw.save(root, {"optimizer": optimizer})
+    torch.save({"optimizer": optimizer.state_dict()}, root.with_suffix(".pt"))
+    other = net()
+    wanted = torch.optim.AdamW(list(other.parameters())[::-1], amsgrad=True)
+    if live:
+        other(torch.ones(2, 8)).sum().backward()
+        wanted.step()
+    for path in (root, root.with_suffix(".pt")):
+        with pytest.raises((sw.LoadFailed, sw.MismatchError), match=r"exp_avg"):
+            sw.restore(path, into={"optimizer": wanted})
+        assert all(slots["exp_avg"].shape == one.shape for one, slots in wanted.state.items())
+    same = torch.optim.AdamW(other.parameters(), amsgrad=True)
+    sw.restore(root, into={"optimizer": same})
+    assert [slots["exp_avg"].shape for slots in same.state.values()] == [
+        one.shape for one in other.parameters()
+    ]
+
+
 def test_memory_is_prepared_before_the_first_step(root: Path) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 
 import torch
 
@@ -81,13 +82,42 @@ def numbered(state: object) -> object:
     return {**state, "state": slots}
 
 
+def check_shapes(optimizer: torch.optim.Optimizer, state: object) -> None:
+    """Compares slots by number with the parameters that they are for: ``load_state_dict`` takes
+    those of any shape. An optimizer of torch has slots in the shape of the parameter, and scalars.
+
+    Raises:
+        ValueError: a slot has another shape.
+    """
+    if (
+        not _is_of_torch(optimizer)
+        or not isinstance(state, Mapping)
+        or not isinstance(state.get("state"), Mapping)
+    ):
+        return
+    stored = [number for group in state.get("param_groups", ()) for number in group["params"]]
+    for number, parameter in zip(stored, parameters(optimizer), strict=False):
+        slots = state["state"].get(number)
+        for slot, value in slots.items() if isinstance(slots, Mapping) else ():
+            shape = tuple(getattr(value, "shape", ()))
+            if prod(shape) != 1 and shape != tuple(parameter.shape):
+                raise ValueError(
+                    f"slot {slot} of parameter {number} has the shape {list(shape)}, and the parameter "
+                    f"{list(parameter.shape)}: give the optimizer the parameters in the order of the saved one"
+                )
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """True for an optimizer of torch with known slots."""
+    cls = type(optimizer)
+    return cls.__name__ in _SLOTS and getattr(torch.optim, cls.__name__, None) is cls
+
+
 def wrong_slots(optimizer: torch.optim.Optimizer, stored: object) -> str | None:
     """Returns why stored slots are not those of such an optimizer of torch, or ``None``."""
+    if not _is_of_torch(optimizer) or not isinstance(stored, Mapping) or not stored:
+        return None
     cls = type(optimizer)
-    if cls.__name__ not in _SLOTS or getattr(torch.optim, cls.__name__, None) is not cls:
-        return None
-    if not isinstance(stored, Mapping) or not stored:
-        return None
     always, optional = _SLOTS[cls.__name__]
     strange = [slot for slot in stored if slot in _KNOWN_SLOTS and slot not in always | optional]
     lacking = sorted(slot for slot in always if slot not in stored)

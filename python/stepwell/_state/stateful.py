@@ -143,6 +143,7 @@ def _load_state_dict(owner: _Owner, state: _State) -> None:
         from .._adapters import torch_slots
 
         state = torch_slots.numbered(state)
+        torch_slots.check_shapes(owner, state)
     owner.load_state_dict(state)
 
 
