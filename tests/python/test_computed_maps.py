@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -121,6 +122,60 @@ def test_moments_follow_a_scaled_parameter(tmp_path: Path, layout: str) -> None:
     )
     same(first, m / 4)
     same(second, v / 16)
+
+
+W = np.ones(2, np.float32)
+T = {"w": W}
+#: States in which `w` is a parameter, and the powers that its slots follow.
+SLOTS: dict[str, tuple[Any, dict[str, int]]] = {
+    "by hand": ({"params": T, "opt": {"m": T, "v": T}}, {"opt/m/w": -1, "opt/v/w": -2}),
+    "beside": ({"w": W, "m": T, "v": T}, {"m/w": -1, "v/w": -2}),
+    "alone": ({"params": T, "opt": [{"trace": T}]}, {"opt[0]/trace/w": -1}),
+    "lists": ({"params": [T, T], "opt": [{"nu": [T, T]}]}, {f"opt[0]/nu[{i}]/w": -2 for i in range(2)}),
+    "some": ({"params": {"a": T, "b": T}, "opt": {"mu": {"a": T}, "count": 1}}, {"opt/mu/a/w": -1}),
+    "keys": ({"params/w": W, "opt/mu/w": W, "opt/nu/w": W}, {r"opt\/mu\/w": -1, r"opt\/nu\/w": -2}),
+    "modules": (
+        {"params": {"mu": T, "to": {"x": W}}, "opt": {"mu": {"mu": T, "to": {"x": W}}, "count": 1}},
+        {"opt/mu/mu/w": -1},
+    ),
+    "attention": ({"params": {"q": T, "k": T, "v": T}}, {}),
+    "module": ({"params": {"mu": T, "rest": {"x": W}}}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_slots_and_modules_are_told_apart(tmp_path: Path, name: str) -> None:
+    state, powers = SLOTS[name]
+    sw.save(tmp_path / "c", state)
+    with sw.open(tmp_path / "c", map=[{"scale": "w", "by": 4}]) as found:
+        parameters = [path for path in found.paths() if path.endswith("w")]
+        assert powers.keys() < set(parameters)
+        for path in parameters:
+            same(found[path][:], W * np.float32(4.0) ** powers.get(path, 1))
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"params": {"mu": T, "logvar": T}}, "params/mu"),
+        ({"params": T, "mu": T, "nu": T}, "mu"),
+        ({"params": T, "opt": {"m": T}}, "opt/m"),
+        ({"opt": {"mu": T, "nu": T}}, "opt/mu"),
+    ],
+)
+def test_a_module_that_may_be_a_slot_is_refused(tmp_path: Path, state: dict[str, Any], name: str) -> None:
+    sw.save(tmp_path / "c", state)
+    rules: list[dict[str, object]] = [
+        {"scale": "w", "by": 4},
+        {"add": "w", "value": 1},
+        {"cast": "w", "to": "bfloat16"},
+        {"pad": "w", "size": 4, "value": 1},
+    ]
+    for rule in rules:
+        with pytest.raises(sw.MisuseError, match=f"`{name}` is a slot of an optimizer or a module"):
+            sw.restore(tmp_path / "c", map=[rule])
+    with sw.open(tmp_path / "c", map=[{"scale": f"{name}/w", "by": 4}]) as found:
+        same(found[f"{name}/w"][:], W * 4)
 
 
 def test_slots_keep_their_dtype_and_size(tmp_path: Path) -> None:

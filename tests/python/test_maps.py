@@ -391,6 +391,32 @@ def test_the_inverse_of_a_tie_keeps_the_first_name(tmp_path: Path) -> None:
         np.testing.assert_array_equal(back["a.w"], arange(2))
     again = sw.restore(tmp_path / "c", map=ties.inverse().inverse())
     assert again["a.w"] is again["a.z"]
+
+
+def test_the_inverse_of_a_tie_loses_no_value(tmp_path: Path) -> None:
+    untied = sw.maps.Map([{"tie": "embed", "to": "head"}]).inverse()
+    tensors = {"embed": arange(40, 30), "head": arange(40, 30).copy(), "slots": {"embed": 1, "head": 1}}
+    sw.save(tmp_path / "equal", tensors)
+    assert sw.restore(tmp_path / "equal", map=untied)["slots"] == {"embed": 1}
+    tensors["head"][39, 29] += 1
+    others: list[dict[str, object]] = [
+        tensors,
+        {**tensors, "head": arange(40, 30).astype(np.float64)},
+        {**tensors, "head": 3},
+        {**tensors, "head": arange(40, 30), "slots": {"embed": 1, "head": 2}},
+    ]
+    for number, state in enumerate(others):
+        sw.save(tmp_path / f"{number}", state)
+        with pytest.raises(
+            sw.MisuseError, match=r"the map keeps only `.*embed` of the two.*differ"
+        ) as refused:
+            sw.restore(tmp_path / f"{number}", map=untied)
+        assert refused.value.leaf == ("slots/head" if number == 3 else "head")
+        assert not untied.check(tmp_path / f"{number}")
+
+
+def test_a_tie_needs_one_of_its_names(tmp_path: Path) -> None:
+    ties = sw.maps.Map([{"tie": "{x}.w", "to": "{x}.z"}])
     sw.save(tmp_path / "neither", {"c": arange(2)})
     with pytest.raises(sw.MisuseError, match="matches no leaf"):
         sw.restore(tmp_path / "neither", map=ties.inverse())
@@ -464,7 +490,7 @@ def test_equal_slots_without_the_axis_become_one(
 )
 def test_slots_that_differ_are_not_lost(tmp_path: Path, layout: str, name: str, a: object, b: object) -> None:
     path = with_slots(tmp_path / "c", layout, name, a, b)
-    with pytest.raises(sw.MisuseError, match=f"it is one value, and `state/.*{name}.*differ"):
+    with pytest.raises(sw.MisuseError, match=f"as `state/.*{name}.*, and they differ"):
         restored(path, {"concat": ["a", "b"], "to": "c", "axis": 1})
 
 

@@ -39,7 +39,6 @@ from .coverage import Coverage, Observer
 from .layout import StoredLeaves
 from .parameters import Config
 from .patterns import Pattern
-from .rules import Concat
 from .shipped import recipe_toml, recipes
 from .tables import Tables, naming
 from .values import Values
@@ -215,12 +214,9 @@ class Map:
                 if observer is not None:
                     stack.enter_context(observer.watching(one, values))
                 stack.enter_context(naming(f"{called} of {self._name}{told}"))
-                if isinstance(one, Concat):
-                    after, alike = one.joined(values)
-                    stored.check_alike(alike, values)
-                    values = after
-                else:
-                    values = one.apply(values)
+                after, alike = one.joined(values)
+                stored.check_alike(alike, values)
+                values = after
         covered = self._tables.target if self._is_inverse else self._tables.source
         matched = {path for pattern in covered for path, _ in pattern.among(values)}
         left = [path for path in values if path in matched]

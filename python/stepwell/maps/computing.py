@@ -12,7 +12,7 @@ from ..errors import MisuseError
 from .arrangement import Arrangement, Computed, concat
 from .patterns import Match, Pattern
 from .rules import Crop, Rule
-from .slots import SLOTS, slot_name
+from .slots import SLOTS, Slots
 from .values import Made, Values, changed, consumed, refuse, untied
 
 #: The dtypes that operations compute, and those that they also read, with the bits of exponent and
@@ -30,7 +30,8 @@ class _Elementwise(Rule):
 
     def apply(self, values: Values) -> Values:
         found = self._leaves(values)
-        slots = {path: slot_name(match) for path, match in found}
+        known = Slots(values)
+        slots = {path: known.of(path, match) for path, match in found}
         for path, slot in slots.items():
             if (
                 self._takes_tensors_only
@@ -165,8 +166,9 @@ class Dequantise(Rule):
         made: Made = {}
         gone: set[str] = set()
         blocks_of = cache(self._blocks)
+        slots = Slots(values)
         for path, match in self._found(self.pattern, values):
-            if slot_name(match) in SLOTS:
+            if slots.of(path, match) in SLOTS:
                 continue
             weight, other = untied(values, path), match.around(self.scale.fill(match.captures))
             if other not in values:
@@ -223,8 +225,9 @@ class Merge(Rule):
     def apply(self, values: Values) -> Values:
         made: Made = {}
         gone: set[str] = set()
+        slots = Slots(values)
         for path, match in self._found(self.pattern, values):
-            if slot_name(match) in SLOTS:
+            if slots.of(path, match) in SLOTS:
                 continue
             names = [match.around(one.fill(match.captures)) for one in (self.b, self.a)]
             missing = [name for name in names if name not in values]

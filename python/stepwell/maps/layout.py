@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
-
-import numpy as np
+from typing import NoReturn, TypeGuard
 
 from .. import _core
 from .._paths import Component, extend, split
 from .._restore.structure import Structure, kind_of
 from .._state.leaves import Reviver
-from .._state.specs import to_dtype
 from .arrangement import Arrangement, Computed, EngineRows
 from .values import Stored, Tied, Value, Values, refuse, untied
 
@@ -80,35 +77,41 @@ class StoredLeaves:
         return value if type(value) is int and value >= 0 else None
 
     def check_alike(self, sets: Mapping[str, Sequence[str]], values: Values) -> None:
-        """Raises for leaves that differ. A map keeps one of each set, under the path of the set."""
-        pairs: list[tuple[str, str, str]] = []
-        read: dict[str, Arrangement | Stored] = {}
-        for whole, paths in sets.items():
-            first = untied(values, paths[0])
-            for path in paths[1:]:
+        """Reads and compares leaves of which a map keeps one, and raises for those that differ.
+        ``sets`` has their paths, by the path of the one that is kept."""
+        objects: dict[tuple[str, str, str], tuple[Stored, Stored]] = {}
+        tensors: dict[tuple[str, str, str], tuple[Arrangement, Arrangement]] = {}
+        for whole, (kept, *others) in sets.items():
+            one = untied(values, kept)
+            for path in others:
                 other = untied(values, path)
-                if first == other:
+                if one == other:
                     continue
-                pairs.append((whole, paths[0], path))
-                read |= {paths[0]: first, path: other}
-        found = dict(zip(read, self._read(list(read.values())), strict=True)) if read else {}
-        for whole, kept, path in pairs:
-            if found[kept] != found[path]:
-                _refuse_loss(whole, kept, path)
+                if isinstance(one, Stored) and isinstance(other, Stored):
+                    objects[whole, kept, path] = one, other
+                elif isinstance(one, Arrangement) and _is_alike(other, one):
+                    tensors[whole, kept, path] = one, other
+                else:
+                    _refuse_loss(whole, kept, path)
+        read = self._core.objects([one.leaf for pair in objects.values() for one in pair], Reviver())
+        for at, names in enumerate(objects):
+            if _comparable(read[2 * at]) != _comparable(read[2 * at + 1]):
+                _refuse_loss(*names)
+        for at in self._different(list(tensors.values())):
+            _refuse_loss(*list(tensors)[at])
 
-    def _read(self, values: Sequence[Arrangement | Stored]) -> list[object]:
-        """Returns the values of these leaves, for a comparison."""
-        tensors = [one for one in values if isinstance(one, Arrangement)]
+    def _different(self, pairs: Sequence[tuple[Arrangement, Arrangement]]) -> list[int]:
+        """The numbers of the pairs of tensors that differ."""
+        if not pairs:
+            return []
         rows = EngineRows()
+        tensors = [rows.tensor(one) for pair in pairs for one in pair]
         nodes: list[_core._ForeignNode] = [(0, None, "dict")]
         nodes += [(0, ("k", str(number)), None) for number in range(len(tensors))]
-        core = self._core.mapped(nodes, [(None, None, rows.tensor(one)) for one in tensors], rows.computed)
-        arrays = [np.empty(one.shape, to_dtype(one.dtype)) for one in tensors]
-        core.read([(leaf, [0] * array.ndim, array) for leaf, array in enumerate(arrays) if array.size])
-        held = iter([(array.dtype, array.shape, array.tobytes()) for array in arrays])
-        leaves = [one.leaf for one in values if isinstance(one, Stored)]
-        objects = iter(self._core.objects(leaves, Reviver()))
-        return [next(held) if isinstance(one, Arrangement) else _comparable(next(objects)) for one in values]
+        core = self._core.mapped(nodes, [(None, None, tensor) for tensor in tensors], rows.computed)
+        return _core.compare_tensors(
+            core, core, [(2 * at, 2 * at + 1, one.dtype) for at, (one, _) in enumerate(pairs)]
+        )
 
     def _tree(self, values: Values) -> _Container | str:
         if list(values) == [""]:
@@ -245,9 +248,14 @@ def _comparable(value: object) -> object:
     return (type(value), value) if value is None or type(value) in _COMPARED else object()
 
 
+def _is_alike(one: Value, other: Arrangement) -> TypeGuard[Arrangement]:
+    """True for a tensor of the same dtype and shape."""
+    return isinstance(one, Arrangement) and (one.dtype, one.shape) == (other.dtype, other.shape)
+
+
 def _refuse_loss(whole: str, one: str, other: str) -> NoReturn:
     refuse(
         other,
-        f"it is one value, and `{whole}` would keep only `{one}`; the two differ. "
-        "Rename or drop them by rules before this one",
+        f"the map keeps only `{one}` of the two, as `{whole}`, and they differ. Rename or drop them by rules before "
+        "this one",
     )

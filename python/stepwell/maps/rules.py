@@ -46,6 +46,11 @@ class Rule:
         """The leaves after it."""
         raise NotImplementedError
 
+    def joined(self, values: Values) -> tuple[Values, dict[str, list[str]]]:
+        """The leaves after it. Then leaves of which it keeps one, so that they have to be equal:
+        their paths, by the path of the one that is kept."""
+        return self.apply(values), {}
+
     def inverse(self) -> Rule:
         """Returns the operation that undoes this one. Raises if nothing can undo it."""
         raise NotImplementedError
@@ -123,9 +128,8 @@ class Concat(Rule):
         return self.joined(values)[0]
 
     def joined(self, values: Values) -> tuple[Values, dict[str, list[str]]]:
-        """The leaves after it. Then the slots of one element, which have to be equal: their paths,
-        by the path of the one that is kept."""
         made: Made = {}
+        # Slots of one element.
         alike: dict[str, list[str]] = {}
         bound = _Bound("pieces", _MAX_PIECES, _FREE_PIECES)
         sets, single = self._sets(values)
@@ -473,12 +477,19 @@ class Untie(Rule):
     to: Pattern
 
     def apply(self, values: Values) -> Values:
+        return self.joined(values)[0]
+
+    def joined(self, values: Values) -> tuple[Values, dict[str, list[str]]]:
         own = {path: match.around(self.to.fill(match.captures)) for path, match in self.pattern.among(values)}
         if not own:
             # Raises if neither of the two is there.
             list(self._found(self.to, values))
-        after = consumed(values, {}, {path for path, kept in own.items() if kept in values})
-        return renamed(after, {path: kept for path, kept in own.items() if kept not in values})
+        both: dict[str, list[str]] = {}
+        for path, kept in own.items():
+            if kept in values:
+                both.setdefault(kept, [kept]).append(path)
+        after = consumed(values, {}, {path for _, *paths in both.values() for path in paths})
+        return renamed(after, {path: kept for path, kept in own.items() if kept not in values}), both
 
     def inverse(self) -> Rule:
         return Tie(self.to, self.pattern, optional=self.optional)
@@ -598,7 +609,7 @@ def _single_slots(
         fits: true for a shape that the operation takes.
         how: what is wrong with another shape, for messages.
     """
-    slots = {path: slot for path, match in found if (slot := slot_name(match, shortest=1)) is not None}
+    slots = {path: slot for path, match in found if (slot := slot_name(match)) is not None}
     parameters, others = _shapes(found, slots, values) if slots else ({}, {})
     single: set[str] = set()
     for path, match in found:
