@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 from ..._paths import render
 from .content import Content, FileOptions
-from .output import OutputFile, OutputTensor
+from .output import OutputFile, OutputTensor, shards
 from .pickling import Pickle
-from .safetensors import shards
 from .torch import add_archive, add_dtype, check_torch_dtypes
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -20,8 +20,7 @@ from ..._paths import named, printable, render
 from ..._state.specs import to_dtype
 from ...errors import MisuseError
 from .content import Content, FileOptions, PlainValue
-from .output import OutputFile, OutputTensor
-from .safetensors import shards
+from .output import OutputFile, OutputTensor, shards
 
 _MANIFEST, _NODE = 0x0CDB3A2A, 0x0CDB20DE
 #: The limit on bytes of a chunk, if the rows of its array can be divided.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -46,6 +46,19 @@ def check_dtypes(
     wrong = {tensor.source: tensor.dtype for tensor in tensors if not holds(tensor.dtype)}
     if wrong:
         raise MisuseError(f"{what} the dtypes of {listed(list(wrong), wrong)}. {remedy} with exclude=")
+
+
+def shards(tensors: Sequence[OutputTensor], most: int) -> list[list[OutputTensor]]:
+    """Tensors in order, in shards of at most so many bytes. A larger tensor has its own shard."""
+    found: list[list[OutputTensor]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        if found[-1] and nbytes + tensor.nbytes > most:
+            found.append([])
+            nbytes = 0
+        found[-1].append(tensor)
+        nbytes += tensor.nbytes
+    return found
 
 
 class OutputFile:

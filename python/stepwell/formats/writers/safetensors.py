@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from ...errors import MisuseError
 from ..safetensors import DTYPES
 from .content import Content, FileOptions
-from .output import OutputFile, OutputTensor, check_dtypes
+from .output import OutputFile, OutputTensor, check_dtypes, shards
 
 #: The alignment of the data in a file.
 _DATA_ALIGNMENT = 4096
@@ -42,19 +42,6 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     total = {"total_size": sum(tensor.nbytes for tensor in content.tensors)}
     index.add_bytes(json.dumps({"metadata": total, "weight_map": places}, indent=2).encode() + b"\n")
     return [*files, index]
-
-
-def shards(tensors: Sequence[OutputTensor], most: int) -> list[list[OutputTensor]]:
-    """Tensors in order, in shards of at most so many bytes. A larger tensor has its own shard."""
-    found: list[list[OutputTensor]] = [[]]
-    nbytes = 0
-    for tensor in tensors:
-        if found[-1] and nbytes + tensor.nbytes > most:
-            found.append([])
-            nbytes = 0
-        found[-1].append(tensor)
-        nbytes += tensor.nbytes
-    return found
 
 
 def _file(name: str, tensors: Sequence[OutputTensor], metadata: Mapping[str, str]) -> OutputFile:
