@@ -533,6 +533,11 @@ UNIVERSAL_DAMAGE: dict[str, tuple[str, Any, str]] = {
         model_state(param_shapes=[{"../c": (1,)}]),
         r"no name of a directory",
     ),
+    "half a character as a name": (
+        "mp_rank_00_model_states.pt",
+        model_state(param_shapes=[{"\ud800": (1,)}]),
+        r"no name of a directory",
+    ),
 }
 
 

@@ -20,6 +20,7 @@ import pytest
 import stepwell as sw
 from orbax.checkpoint.experimental import v1
 from stepwell import _core
+from stepwell.formats import zarr
 
 DTYPES = [
     "bool",
@@ -240,7 +241,7 @@ def with_root(path: Path, height: int, node: bytes) -> None:
     (path / "manifest.ocdbt").write_bytes(framed(0x0CDB3A2A, manifest))
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "d/../../secret", "d//x"])
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "d/../../secret", "d//x", "d/\0"])
 def test_databases_do_not_reach_other_files(tmp_path: Path, name: str) -> None:
     WRITERS["zarr2 in OCDBT"](tmp_path / "c", {"w": jnp.arange(4.0)})
     (tmp_path / "secret").write_bytes(bytes(16))
@@ -311,6 +312,8 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
         (tree(3), "a row of its tree"),
         (tree(of(("..", 2), ("x", 2))), "is missing"),
         (tree(of(("/etc/passwd", 2))), "is missing"),
+        (tree(of(("a\0b", 2))), r"`a\\x00b` is missing"),
+        (tree(of(("a\ud800", 2))), r"`a\\ud800` is missing"),
         (tree(of(("w", 2)), of(("w", 2))), "is twice"),
         (
             tree(of(("w", 2)), {**of(("w", 2), ("x", 2)), "value_metadata": {"value_type": "None"}}),
@@ -326,6 +329,9 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
     for change, says in [
         ({"shape": [1 << 50, 4]}, "is missing"),
         ({"shape": [1 << 40, 1 << 40]}, "too many elements"),
+        ({"dimension_separator": "\0"}, "a dot or a slash"),
+        ({"dimension_separator": "\ud800"}, "a dot or a slash"),
+        ({"dimension_separator": 3}, "a dot or a slash"),
         ({"shape": [3]}, "different dimensions"),
         ({"chunks": [0, 4]}, "not possible"),
         ({"chunks": [3, 2]}, "bytes, not 24|is missing"),
@@ -343,6 +349,47 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(sw.CorruptCheckpoint, match=says):
             sw.restore(tmp_path / "c")
+
+
+def test_indexes_of_shards_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, shards = 1 << 13, 12
+    arrays = {name: np.arange(chunks * shards, dtype=np.uint8) for name in "ab"}
+    place = tmp_path / "c"
+    WRITERS["zarr3"](place, {name: array[:4] for name, array in arrays.items()})
+    inner = {"chunk_shape": [1], "codecs": [{"name": "bytes"}]}
+    inner["index_codecs"] = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+    for name, array in arrays.items():
+        file = place / name / "zarr.json"
+        described = json.loads(file.read_text()) | {"shape": [chunks * shards]}
+        described["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": [chunks]}}
+        described["codecs"] = [{"name": "sharding_indexed", "configuration": inner}]
+        file.write_text(json.dumps(described))
+        index = b"".join(struct.pack("<QQ", at, 1) for at in range(chunks))
+        index += struct.pack("<I", _core.crc32c(index))
+        for at, shard in enumerate(np.split(array, shards)):
+            (place / name / "c" / f"{at}").write_bytes(shard.tobytes() + index)
+    read = zarr.read_ranges
+    rounds: list[int] = []
+
+    def counted(ranges: Any) -> list[bytes]:
+        found = read(ranges)
+        rounds.append(sum(map(len, found)))
+        return found
+
+    monkeypatch.setattr(zarr, "read_ranges", counted)
+    with sw.open(place) as checkpoint:
+        assert len(checkpoint.contents()[1].chunks) == chunks * shards
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(checkpoint[name][-500:], array[-500:])
+    assert max(rounds) <= zarr._BYTES_OF_ARRAY * 2 + 16
+    assert sum(rounds) >= 2 * shards * chunks * 16
+    monkeypatch.setattr(zarr, "_BYTES_AT_ONCE", 1 << 20)
+    rounds.clear()
+    sw.open(place).close()
+    assert max(rounds) <= zarr._BYTES_AT_ONCE + 16
+    monkeypatch.setattr(zarr, "_MAX_CHUNKS", 2 * chunks * shards - 1)
+    with pytest.raises(sw.errors.FormatError, match=r"its arrays have more than \d+ chunks"):
+        sw.open(place)
 
 
 def test_zeros_that_old_versions_left_out_are_read(tmp_path: Path) -> None:

@@ -255,6 +255,14 @@ def test_complete_steps_are_told_from_others(tmp_path: Path, name: str) -> None:
     assert shown.exit_code == (1 if "passed over" in shown.stdout else 0)
 
 
+def test_a_part_that_is_read_alone_is_refused_by_name(trainer: Path) -> None:
+    sw.save(trainer.parent / "c", {"x": 1, "w": np.ones(3)})
+    made = sw.convert(trainer.parent / "c", trainer / "checkpoint-2" / "optimizer_0", to="orbax")
+    with pytest.raises(sw.errors.FormatError, match=r"`optimizer` is of Orbax, which is read alone. Open /"):
+        sw.restore(trainer, 2)
+    assert sw.restore(made.path)["x"] == 1
+
+
 def test_the_best_step_is_found_in_a_moved_root(tmp_path: Path) -> None:
     root = sw.open_root(write(tmp_path / "run", ROOTS["Hugging Face Trainer"][0]))
     assert root.best is root.steps[0]

@@ -176,6 +176,8 @@ def test_damaged_files_are_refused(tmp_path: Path, content: bytes, expected: str
         ('{"weight_map": 3}', "weight_map was expected"),
         ('{"weight_map": {"odd": "../../etc/passwd"}}', "no file name"),
         ('{"weight_map": {"odd": ".."}}', "no file name"),
+        (r'{"weight_map": {"odd": "a\u0000.safetensors"}}', "no file name"),
+        (r'{"weight_map": {"odd": "\ud800.safetensors"}}', "no file name"),
         ('{"weight_map": {"none": "a.safetensors"}}', "is not in a.safetensors"),
         ("[" * 100_000, "weight_map was expected"),
     ],

@@ -22,7 +22,7 @@ from . import megatron_files
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
 from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated, fits, row_major
-from .files import check_present, corrupt, read
+from .files import check_present, corrupt, is_file_name, read
 from .safetensors import Header, read_header
 from .torch_archive import Archive, roots_of
 from .torch_save import archived
@@ -91,7 +91,7 @@ class Checkpoint:
         """Checks the names and the lengths of the files, and reads nothing of them."""
         ends: dict[str, int] = {}
         for name, place in self._places():
-            if os.path.basename(place.file) != place.file or place.file in ("", ".", ".."):
+            if not is_file_name(place.file):
                 raise corrupt(self._path, f"{named(name)} is in {place.file!r}, which is no file name")
             ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
             if not place.transforms:

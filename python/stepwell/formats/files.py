@@ -56,6 +56,20 @@ def json_value(path: str) -> object:
     return found
 
 
+def is_file_name(text: str) -> bool:
+    """True if text of a file can be the name of a file in a directory."""
+    return "/" not in text and is_path_below(text)
+
+
+def is_path_below(text: str) -> bool:
+    """True if text of a file can be the path of a file below a directory."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON and pickles may have halves of characters
+        return False
+    return "\0" not in text and not {"", ".", ".."} & set(text.split("/"))
+
+
 def corrupt(path: str, what: str) -> CorruptCheckpoint:
     """The error of a damaged file. Names from files may be in its text."""
     error = CorruptCheckpoint(printable(f"{path}: {what}"))
@@ -103,7 +117,7 @@ def weight_map(index: str) -> list[tuple[str, str]]:
         raise corrupt(index, "its weight_map names no tensor. Write the checkpoint again, or pass its files")
     folder = os.path.dirname(index)
     for name, shard in pairs:
-        if os.path.basename(shard) != shard or shard in ("", ".", ".."):
+        if not is_file_name(shard):
             raise corrupt(index, f"tensor `{name}` is in {shown(shard)}, which is no file name")
     check_present(index, folder, {shard for _, shard in pairs})
     return [(name, os.path.join(folder, shard)) for name, shard in pairs]

@@ -16,6 +16,7 @@ from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint
 from .description import Chunk, Description, Opaque, Tensor, fits
 from .files import corrupt, read
+from .numpy_symbols import MAX_DIMS
 
 FAMILY = "flax"
 #: The file's name in directories of Hugging Face.
@@ -30,7 +31,6 @@ _START = re.compile(
 _START_BYTES = 16
 #: Names that old versions gave to bfloat16.
 _OLD_NAMES = {"V2": "bfloat16", "|V2": "bfloat16", "<V2": "bfloat16", "void16": "bfloat16"}
-_MAX_DIMS = 64
 _DTYPES = frozenset(_core.dtype_names())
 
 
@@ -91,8 +91,8 @@ class _Reader:
 
     def shape(self, sizes: list[object], place: str) -> tuple[int, ...]:
         shape = tuple(one for one in sizes if type(one) is int and one >= 0)
-        if len(shape) != len(sizes) or len(shape) > _MAX_DIMS:
-            raise self.corrupt(place, f"a shape has at most {_MAX_DIMS} sizes, none below zero")
+        if len(shape) != len(sizes) or len(shape) > MAX_DIMS:
+            raise self.corrupt(place, f"a shape has at most {MAX_DIMS} sizes, none below zero")
         return shape
 
     def chunked(self, value: dict[object, object], place: str) -> Tensor | Opaque:

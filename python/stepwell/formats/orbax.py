@@ -14,7 +14,7 @@ from .. import _core
 from ..errors import FormatError
 from . import flax, zarr
 from .description import Description, Value
-from .files import corrupt, json_value, read_ranges
+from .files import corrupt, is_path_below, json_value, read_ranges
 
 FAMILY = "Orbax"
 #: The file with a checkpoint's own metadata, and the name of a step.
@@ -90,7 +90,7 @@ class _Database:
         self._places: dict[str, zarr.Stored] = {}
         names, entries = _core.ocdbt_entries(os.path.realpath(path))
         for name in names:
-            if any(part in ("", ".", "..") for part in name.split("/")):
+            if not is_path_below(name):
                 raise corrupt(path, f"its database names the file {name[:100]!r}, which is no path below it")
         files = [os.path.join(path, name) for name in names]
         for key, value, place in entries:

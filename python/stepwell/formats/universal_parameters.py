@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .description import Chunk, Tensor
-from .files import corrupt
+from .files import corrupt, is_file_name
 from .parameter_shapes import shapes_of
 from .slicing_rules import SlicingRules
 from .tensor_slices import SliceRule, whole
@@ -54,7 +54,7 @@ def universal_state(path: str, models: Sequence[Fields], rules: SlicingRules | N
 
 def _add(state: ZeroState, path: str, name: str, size: Size | None, rows: int | None, load: Load) -> None:
     """Adds a parameter of that shape, without the padding behind ``rows``."""
-    if os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+    if not is_file_name(name):
         raise corrupt(path, f"parameter `{name[:200]}` has no name of a directory")
     directory = os.path.join(path, name)
     files = os.listdir(directory) if os.path.isdir(directory) else []

@@ -13,22 +13,27 @@ import stat
 import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
+from operator import add, ge, mul, sub
 from typing import Literal, Protocol, TypeAlias
 
 from .. import _core
 from .._paths import printable
 from .._state.specs import to_dtype
-from .description import Chunk, Compressed, Opaque, Tensor, row_major
-from .files import corrupt, read_ranges
+from ..errors import FormatError
+from .description import MAX_SIZE, Chunk, Compressed, Opaque, Tensor, fits, row_major
+from .files import corrupt, is_path_below, read_ranges
+from .numpy_symbols import MAX_DIMS
 
 #: The longest metadata of an array, and the longest index of a shard.
 _MAX_METADATA_BYTES, _MAX_INDEX_BYTES = 1 << 20, 4 << 20
 #: Arrays, and boxes of each, whose metadata and indexes are read together.
 _ARRAYS_AT_ONCE, _BOXES_AT_ONCE = 64, 64
-_MAX_DIMS = 64
-#: The most elements of an array. Their bytes fit into 64 bits.
-_MAX_SIZE = 1 << 58
+#: The most bytes of these, if they are several: of all arrays, and of one.
+_BYTES_AT_ONCE, _BYTES_OF_ARRAY = 16 << 20, 1 << 20
+#: The most stored chunks of all arrays.
+_MAX_CHUNKS = 1 << 22
 #: A chunk of a shard that is not stored.
 _ABSENT = (1 << 64) - 1
 #: Values of chunks that are left out: zero in each form of JSON.
@@ -87,7 +92,7 @@ class Files:
 
     def place(self, key: str) -> Stored | None:
         """The file of a value."""
-        if any(part in ("", ".", "..") for part in key.split("/")):
+        if not is_path_below(key):
             return None
         file = os.path.join(self.path, key)
         try:
@@ -146,6 +151,28 @@ class _Layout:
     def itemsize(self) -> int:
         return to_dtype(self.dtype).itemsize
 
+    @property
+    def index_bytes(self) -> int:
+        """The length of the index of a shard: 16 bytes for each chunk, and a checksum."""
+        return 16 * (math.prod(self.box) // math.prod(self.chunk)) + 4
+
+
+class _ChunksLeft:
+    """The number of chunks that the arrays may still have."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._left = _MAX_CHUNKS
+
+    def take(self, count: int) -> None:
+        """Counts chunks. Raises if they are too many."""
+        self._left -= count
+        if self._left < 0:
+            raise FormatError(
+                f"{self._path}: its arrays have more than {_MAX_CHUNKS} chunks. Restore it with the library that wrote "
+                "it, then pass its state to sw.save"
+            )
+
 
 #: An array that asks for places, and gets their bytes.
 _Reading: TypeAlias = Generator[list[Stored], list[bytes], "Tensor | Opaque"]
@@ -157,13 +184,14 @@ def arrays(
     """Returns the arrays with these names. Reads the metadata of several arrays together. With
     ``zeros``, their writer left out chunks of zeros."""
     found: dict[str, Tensor | Opaque] = {}
+    left = _ChunksLeft(store.path)
     for first in range(0, len(names), _ARRAYS_AT_ONCE):
         some = names[first : first + _ARRAYS_AT_ONCE]
-        readings = {name: _array(store, name, is_3, zeros) for name in some}
+        readings = {name: _array(store, name, is_3, zeros, left) for name in some}
         wanted = {name: next(reading) for name, reading in readings.items()}
         while wanted:
-            contents = iter(store.contents([place for places in wanted.values() for place in places]))
-            last, wanted = wanted, {}
+            last = _at_once(wanted)
+            contents = iter(store.contents([place for places in last.values() for place in places]))
             for name, places in last.items():
                 try:
                     wanted[name] = readings[name].send([next(contents) for _ in places])
@@ -172,7 +200,19 @@ def arrays(
     return found
 
 
-def _array(store: Store, name: str, is_3: bool, zeros: Zeros | None) -> _Reading:
+def _at_once(wanted: dict[str, list[Stored]]) -> dict[str, list[Stored]]:
+    """Takes out the places of as many arrays as are read together."""
+    taken: dict[str, list[Stored]] = {}
+    left = _BYTES_AT_ONCE
+    for name in list(wanted):
+        left -= sum(place.nbytes for place in wanted[name])
+        if taken and left < 0:
+            break
+        taken[name] = wanted.pop(name)
+    return taken
+
+
+def _array(store: Store, name: str, is_3: bool, zeros: Zeros | None, left: _ChunksLeft) -> _Reading:
     key = f"{name}/zarr.json" if is_3 else f"{name}/.zarray"
     place = store.place(key)
     if place is None:
@@ -185,13 +225,14 @@ def _array(store: Store, name: str, is_3: bool, zeros: Zeros | None) -> _Reading
         if not isinstance(metadata, dict):
             raise TypeError("a dict was expected")
         layout = _layout_3(metadata) if is_3 else _layout_2(metadata)
+        separator = _separator(metadata, is_3)
     except Unsupported as error:
         return Opaque(f"zarr array {error}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{_quoted(key)} does not describe an array: {type(error).__name__}: {error}"
         raise corrupt(store.path, what) from error
-    separator = _separator(metadata, is_3)
-    return (yield from _tensor(store, name, layout, is_3, separator, zeros if layout.fills_zeros else None))
+    zeros = zeros if layout.fills_zeros else None
+    return (yield from _tensor(store, name, layout, is_3, separator, zeros, left))
 
 
 def _quoted(name: str) -> str:
@@ -199,19 +240,22 @@ def _quoted(name: str) -> str:
 
 
 def _separator(metadata: Mapping[str, object], is_3: bool) -> str:
-    if not is_3:
-        return str(metadata.get("dimension_separator", "."))
-    encoding = metadata.get("chunk_key_encoding")
-    given = encoding.get("configuration", {}) if isinstance(encoding, dict) else {}
-    return str(given.get("separator", "/")) if isinstance(given, dict) else "/"
+    found = metadata.get("dimension_separator", ".")
+    if is_3:
+        encoding = metadata.get("chunk_key_encoding")
+        given = encoding.get("configuration", {}) if isinstance(encoding, dict) else {}
+        found = given.get("separator", "/") if isinstance(given, dict) else "/"
+    if found not in (".", "/"):
+        raise ValueError("numbers of chunks are separated by a dot or a slash")
+    return str(found)
 
 
 def _sizes(value: object, least: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
         raise ValueError("a shape is a list of sizes")
-    if any(type(one) is not int or not least <= one < _MAX_SIZE for one in value):
+    if any(type(one) is not int or not least <= one < MAX_SIZE for one in value):
         raise ValueError("a shape has a size that is not possible")
-    if math.prod(value) >= _MAX_SIZE:
+    if not fits(value, _MAX_ITEMSIZE):
         raise ValueError("a shape of too many elements")
     return tuple(value)
 
@@ -283,7 +327,13 @@ def _layout_3(metadata: Mapping[str, object]) -> _Layout:
 
 
 def _tensor(
-    store: Store, name: str, layout: _Layout, is_3: bool, separator: str, zeros: Zeros | None
+    store: Store,
+    name: str,
+    layout: _Layout,
+    is_3: bool,
+    separator: str,
+    zeros: Zeros | None,
+    left: _ChunksLeft,
 ) -> _Reading:
     if 0 in layout.shape:
         return Tensor(layout.dtype, layout.shape, ())
@@ -293,7 +343,9 @@ def _tensor(
     is_empty = True
     # The grid may claim any size. A chunk that is missing, or the limit of zeros, ends the walk.
     grid = _grid(counts)
-    while some := list(islice(grid, _BOXES_AT_ONCE)):
+    at_once = min(_BOXES_AT_ONCE, max(_BYTES_OF_ARRAY // layout.index_bytes, 1))
+    while some := list(islice(grid, at_once)):
+        left.take(len(some))
         boxes: list[_Box] = []
         for at in some:
             numbers = separator.join(map(str, at))
@@ -303,7 +355,9 @@ def _tensor(
             if place is None and zeros is None:
                 raise corrupt(store.path, f"array {_quoted(name)}: chunk {_quoted(key)} is missing")
             boxes.append((key, start, place))
-        for key, inner, shape, part in (yield from _parts(store, layout, boxes)):
+        parts = yield from _parts(store, layout, boxes)
+        left.take(len(parts) - len(some))
+        for key, inner, shape, part in parts:
             if part is not None:
                 is_empty = False
                 chunks.append(_chunk(store, key, layout, inner, part))
@@ -327,9 +381,16 @@ def _tensor(
 
 def _grid(counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """The places of a grid, the last dimension first."""
-    steps = row_major(tuple(counts), 1)
-    for number in range(math.prod(counts)):
-        yield tuple(number // step % count for step, count in zip(steps, counts, strict=True))
+    at = [0] * len(counts)
+    while True:
+        yield tuple(at)
+        axis = len(counts) - 1
+        while axis >= 0 and at[axis] == counts[axis] - 1:
+            at[axis] = 0
+            axis -= 1
+        if axis < 0:
+            return
+        at[axis] += 1
 
 
 #: Key, first element and place of a box. No place: it is not stored.
@@ -346,7 +407,7 @@ def _parts(
         return [(key, start, layout.box, place) for key, start, place in boxes]
     counts = [whole // part for whole, part in zip(layout.box, layout.chunk, strict=True)]
     number = math.prod(counts)
-    length = 16 * number + 4
+    length = layout.index_bytes
     places: list[Stored] = []
     for key, _, place in boxes:
         if place is None:
@@ -372,10 +433,8 @@ def _parts(
             )
         rows = struct.iter_unpack("<QQ", index[:-4])
         for at, (offset, nbytes) in zip(_grid(counts), rows, strict=True):
-            inner = tuple(
-                first + number * size for first, number, size in zip(start, at, layout.chunk, strict=True)
-            )
-            if any(first >= size for first, size in zip(inner, layout.shape, strict=True)):
+            inner = tuple(map(add, start, map(mul, at, layout.chunk)))
+            if any(map(ge, inner, layout.shape)):
                 continue
             if offset == nbytes == _ABSENT:
                 found.append((key, inner, layout.chunk, None))
@@ -388,21 +447,26 @@ def _parts(
 
 def _inside(layout: _Layout, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The part of a chunk that is in its array."""
-    return tuple(
-        min(size, whole - first) for size, whole, first in zip(shape, layout.shape, start, strict=True)
-    )
+    return tuple(map(min, shape, map(sub, layout.shape, start)))
+
+
+@lru_cache(maxsize=256)
+def _stored_as(
+    chunk: tuple[int, ...], extent: tuple[int, ...], itemsize: int, is_fortran: bool
+) -> tuple[int, int, tuple[int, ...] | None]:
+    """The length of a chunk, that of the part with the first elements, and the strides of the part.
+    ``None``: it is row-major."""
+    # Chunks at the edge are stored whole.
+    strides = row_major(chunk[::-1], itemsize)[::-1] if is_fortran else row_major(chunk, itemsize)
+    span = sum((size - 1) * step for size, step in zip(extent, strides, strict=True)) + itemsize
+    is_packed = strides == row_major(extent, itemsize)
+    return math.prod(chunk) * itemsize, span, None if is_packed else strides
 
 
 def _chunk(store: Store, key: str, layout: _Layout, start: tuple[int, ...], place: Stored) -> Chunk:
     itemsize = layout.itemsize
-    length = math.prod(layout.chunk) * itemsize
     extent = _inside(layout, start, layout.chunk)
-    # Chunks at the edge are stored whole.
-    strides = row_major(layout.chunk, itemsize)
-    if layout.is_fortran:
-        strides = row_major(layout.chunk[::-1], itemsize)[::-1]
-    span = sum((size - 1) * step for size, step in zip(extent, strides, strict=True)) + itemsize
-    is_packed = strides == row_major(extent, itemsize)
+    length, span, strides = _stored_as(layout.chunk, extent, itemsize, layout.is_fortran)
     file: str | Compressed = place.file
     offset = place.offset
     if layout.codec:
@@ -412,4 +476,4 @@ def _chunk(store: Store, key: str, layout: _Layout, start: tuple[int, ...], plac
     elif not place.file:
         file, offset = Compressed("", place.offset, length, length, None, "stored"), 0
     is_big = layout.big_endian and itemsize > 1
-    return Chunk(file, offset, span, start, extent, None if is_packed else strides, is_big)
+    return Chunk(file, offset, span, start, extent, strides, is_big)
