@@ -193,6 +193,10 @@ bench-foreign: build bench-tools ## conversions against a raw copy, loads agains
 	$(BIN)/python tests/bench/foreign_loads.py $(ARGS)
 	$(BIN)/python tests/bench/export_cost.py $(ARGS)
 
+.PHONY: bench-trainers
+bench-trainers: build ## how long trainers wait for their saves, alone and with stepwell (about 5 minutes)
+	$(BIN)/python tests/bench/trainers.py $(ARGS)
+
 .PHONY: bench-lazy
 bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)
 	$(BIN)/python tests/fake_cuda/bench.py
