@@ -57,8 +57,12 @@ from .errors import ClosedError, MisuseError, StepwellError
 
 if TYPE_CHECKING:
     from ._comparison import Difference
+    from ._distributed.agreement import Together
+    from ._distributed.exchange import Exchange
+    from ._restore.restore import Restored
     from .formats.adoption import Adoption
     from .formats.copies import Copies
+    from .formats.description import Stamp
     from .maps import MapLike
 
 #: One step of a path.
@@ -313,6 +317,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         "_core",
         "_foreign_step",
         "_owner",
+        "_stamps",
         "_structure",
     )
 
@@ -322,6 +327,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         step: int | None = None,
         adoption: Adoption | None = None,
         copies: Copies | None = None,
+        stamps: Mapping[str, Stamp] | None = None,
     ) -> None:
         self._core: _core.Checkpoint | None = core
         #: The number of a step of another library.
@@ -330,6 +336,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         self._adoption = adoption
         #: Tensors of these files that have to have the same values as others.
         self._copies = copies
+        #: The stamps of files of another library, unless checksums show what changes.
+        self._stamps = stamps
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
@@ -558,7 +566,18 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         if checked.fill:
             lifecycle.wait_captured()
         with as_rank(coordinators.initialised_rank()):
-            return restoring.run(self._open(), checked).answer(options)
+            return self._restored(checked).answer(options)
+
+    def _restored(
+        self, options: RestoreOptions, together: Together | None = None, exchange: Exchange | None = None
+    ) -> Restored:
+        """Restores, and checks that nobody has written to the files meanwhile."""
+        restored = restoring.run(self._open(), options, together, exchange)
+        if self._stamps is not None:
+            from .formats.files import check_unwritten
+
+            check_unwritten(self._stamps)
+        return restored
 
     @spelled_out
     def plan(self, **options: Unpack[RestoreKeywords]) -> RestorePlan:

@@ -17,7 +17,6 @@ from ._checks import flag, given_step, one_of, step_number
 from ._locations import CONTROL, MANIFEST, Path, absolute, check_watched, explaining, is_directory, readable
 from ._options import ENGINES, reader_json
 from ._public import public
-from ._restore import restore as restoring
 from ._restore.fallback import newest_intact
 from ._restore.options import (
     ChoiceKeywords,
@@ -70,7 +69,8 @@ def open_step(where: str, step: int | str | None, map: MapLike | None, engine: s
         path = found.path if found.step is not None else where
         core = RestoreOptions(map=map).mapped(found.open(engine, path))
         copies = Copies(found.copies, found.reading) if found.copies else None
-        return Checkpoint(core, found.step, found.adoption, copies)
+        stamps = found.stamps if found.adoption is None else None
+        return Checkpoint(core, found.step, found.adoption, copies, stamps)
     assert not isinstance(step, str)
     with explaining(where):
         core = _core.open_path(where, step, engine)
@@ -271,7 +271,7 @@ def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Re
         lifecycle.wait_captured()
     try:
         with open(path, step) as checkpoint, as_rank(coordinators.initialised_rank()):
-            return restoring.run(checkpoint._open(), checked), checkpoint.step
+            return checkpoint._restored(checked), checkpoint.step
     except StepwellError as failure:
         if failure.step is None:
             failure.step = step

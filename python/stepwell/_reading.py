@@ -19,7 +19,6 @@ from ._distributed.agreement import Together, Unasked
 from ._distributed.exchange import Exchange
 from ._locations import Path, explaining
 from ._restore import plan
-from ._restore import restore as restoring
 from ._restore.fallback import newest_intact
 from ._restore.options import ChoiceKeywords, RestoreKeywords, RestoreOptions, ResumeKeywords, spelled_out
 from ._restore.plan import RestorePlan
@@ -462,9 +461,9 @@ class Reading:
                     if start is not None and together is not None:
                         _check_same_start(checkpoint, together)
                     if together is None:
-                        restored = restoring.run(checkpoint._open(), checked)
+                        restored = checkpoint._restored(checked)
                     else:
-                        restored = self._restored_by_all(core, checkpoint._open(), checked, together)
+                        restored = self._restored_by_all(core, checkpoint, checked, together)
                     if checkpoint._number is not None:
                         core.restored(checkpoint.step)
                     return restored, checkpoint.step
@@ -476,7 +475,7 @@ class Reading:
                 raise
 
     def _restored_by_all(
-        self, manager: _core.Manager, core: _core.Checkpoint, options: RestoreOptions, together: Together
+        self, manager: _core.Manager, checkpoint: Checkpoint, options: RestoreOptions, together: Together
     ) -> Restored:
         """Restores this rank's part, in two steps: no rank writes anything before all match, and
         none continues if another could not read."""
@@ -485,7 +484,7 @@ class Reading:
             exchange = None
             if options.broadcast:
                 transport = transports.find(self._coordinator, self._stall)
-                exchange = Exchange(core, transport, together, options.broadcast == "gather")
-            restored = restoring.run(core, options, together, exchange)
+                exchange = Exchange(checkpoint._open(), transport, together, options.broadcast == "gather")
+            restored = checkpoint._restored(options, together, exchange)
             together.end()
             return restored

@@ -13,6 +13,7 @@ import types
 import uuid
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -597,3 +598,41 @@ def test_a_file_of_one_rank_has_its_parts(tmp_path: Path) -> None:
 def test_model_and_optimizer_of_ranks_are_two_parts(tmp_path: Path) -> None:
     model, optimizer = of_ranks(tmp_path, (2,)), of_ranks(tmp_path, (2,), "optim")
     check(sw.restore(tmp_path), {"model": model, "optim": optimizer})
+
+
+class Writer:
+    """Changes a file while a state with it is restored."""
+
+    def __init__(self, change: Callable[[], object]) -> None:
+        self.change = change
+
+    def state_dict(self) -> dict[str, int]:
+        return {"x": 0}
+
+    def load_state_dict(self, state: object) -> None:
+        self.change()
+
+
+def test_a_file_that_is_written_over_meanwhile_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    file.write_bytes(pickle.dumps({"w": np.arange(4.0), "s": {"x": 1}}, protocol=4))
+    content = file.read_bytes()
+    state = {"w": np.zeros(4), "s": Writer(lambda: file.write_bytes(content))}
+    with pytest.raises(sw.CorruptCheckpoint, match=r"written to while it was read.*two states") as failure:
+        sw.restore(file, into=state)
+    assert failure.value.file == str(file)
+    with sw.CheckpointManager(tmp_path / "run") as mgr, pytest.raises(sw.CorruptCheckpoint):
+        mgr.resume(state, start=file)
+    with sw.open(file) as checkpoint, pytest.raises(sw.CorruptCheckpoint):
+        checkpoint.restore(into=state)
+
+
+def test_a_file_that_is_replaced_meanwhile_is_restored(tmp_path: Path) -> None:
+    file = tmp_path / "state.pt"
+    file.write_bytes(pickle.dumps({"w": np.arange(4.0), "s": {"x": 1}}, protocol=4))
+    (tmp_path / "new").write_bytes(b"another one")
+    for change in (lambda: (tmp_path / "new").replace(file), file.unlink):
+        copy = file.read_bytes()
+        state = {"w": np.zeros(4), "s": Writer(change)}
+        assert (sw.restore(file, into=state)["w"] == np.arange(4.0)).all()
+        file.write_bytes(copy)

@@ -21,7 +21,7 @@ from .. import _core
 from .._locations import MANIFEST
 from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from . import roots
-from .description import MAX_SIZE, Description, Guarded
+from .description import MAX_SIZE, Description, Guarded, stamp_of
 from .files import corrupt, read_whole
 
 _NAME = ".stepwell-checksums"
@@ -202,14 +202,14 @@ def write(
     """Computes the checksums of files and keeps them for a checkpoint. A range with a checksum of
     its own is compared with it, and a file with its checksums ``before``."""
     directory = path if os.path.isdir(path) else os.path.dirname(path)
-    stamps = [_stamp(file) for file in files]
+    stamps = [stamp_of(os.stat(file)) for file in files]
     core = Description("files", path, {}, files=files, guarded=guarded).open("auto")
     try:
         sums = core.checksums(_BLOCK_BYTES, progress)
     finally:
         core.close()
     for file, stamp in zip(files, stamps, strict=True):
-        if _stamp(file) != stamp:
+        if stamp_of(os.stat(file)) != stamp:
             raise corrupt(
                 file, "it has changed while it was read. Adopt the checkpoint when its writer has ended"
             )
@@ -252,11 +252,6 @@ def _check_same(before: Adoption, rows: Mapping[str, AdoptedRow]) -> None:
             if changed[1:]
             else "it has changed since it was adopted. Pass replace=True if it was changed on purpose",
         )
-
-
-def _stamp(file: str) -> tuple[int, int, int]:
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _is_text(name: str) -> bool:

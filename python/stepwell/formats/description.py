@@ -125,6 +125,15 @@ class Copy:
     other: Tensor
 
 
+#: Length, time of change and inode of a file.
+Stamp: TypeAlias = tuple[int, int, int]
+
+
+def stamp_of(stat: os.stat_result) -> Stamp:
+    """The stamp of a file. If it changes, so did the file."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
 @dataclass(slots=True)
 class Description:
     """A checkpoint of another library."""
@@ -152,6 +161,8 @@ class Description:
     adoption: Adoption | None = None
     #: The reading that its files belong to.
     reading: _core.Reading = field(default_factory=_core.Reading)
+    #: The stamps of its files when it was opened.
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
     def own_files(self) -> list[str]:
         """The paths of its files."""
@@ -176,6 +187,7 @@ class Description:
             [one if os.path.isdir(one) else os.path.dirname(one) for one in places]
         )
         stats = {file: os.stat(place) for file, place in real.items()}
+        self.stamps = {file: stamp_of(stat) for file, stat in stats.items()}
         names = {file: os.path.relpath(place, directory) for file, place in real.items()} | {"": ""}
         newest = max((one.st_mtime_ns for one in stats.values()), default=0)
         files: list[_core._ForeignFile] = []

@@ -6,13 +6,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from .. import _core
 from .._checks import shown
 from .._paths import printable
 from ..errors import CorruptCheckpoint, from_engine
-from .description import Guarded
+from .description import Guarded, Stamp, stamp_of
 
 #: The longest index that is read.
 _MAX_INDEX_BYTES = 256 << 20
@@ -75,6 +75,22 @@ def corrupt(path: str, what: str) -> CorruptCheckpoint:
     error = CorruptCheckpoint(printable(f"{path}: {what}"))
     error.file = path
     return error
+
+
+def check_unwritten(stamps: Mapping[str, Stamp]) -> None:
+    """Raises if a file was written to since its stamp. One that was replaced or removed was read as
+    it was."""
+    for file, stamp in stamps.items():
+        try:
+            now = stamp_of(os.stat(file))
+        except FileNotFoundError:
+            continue
+        if now != stamp and now[2] == stamp[2]:
+            raise corrupt(
+                file,
+                "it was written to while it was read, so the restored values may be of two states. "
+                "Restore again when its writer has ended",
+            )
 
 
 def guarded(members: Iterable[_core._ZipMember], offsets: Iterable[int]) -> list[Guarded]:
