@@ -3,14 +3,13 @@
 use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use stepwell_core::foreign::Fault;
 use stepwell_core::foreign::ocdbt::{self, OcdbtNode, OcdbtPlace, OcdbtValue};
 use stepwell_core::io::is_component;
 use stepwell_core::sys::each;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::foreign;
 use crate::foreign_reading::ForeignFiles;
 
@@ -21,8 +20,6 @@ const MAX_NODE_BYTES: u64 = 64 << 20;
 /// were read.
 const MIN_ENTRIES_BYTES: u64 = 64 << 20;
 const ENTRIES_RATIO: u64 = 64;
-/// Bytes of an entry beside those of its key and its value.
-const ENTRY_BYTES: u64 = 64;
 /// Nodes that are read at a time: a disk answers many small reads together.
 const THREADS: usize = 16;
 
@@ -33,39 +30,14 @@ struct PendingNode {
     height: u8,
 }
 
-/// The memory that entries may take. Nodes are counted as they are read, by several threads.
-#[derive(Default)]
-struct EntryBudget {
-    read: AtomicU64,
-    taken: AtomicU64,
-}
-
-impl EntryBudget {
-    /// Counts a node of that many bytes. Keys have the prefix of the nodes above it.
-    fn count(&self, bytes: usize, prefix: &[u8], node: &OcdbtNode) {
-        let key = |rest: &[u8]| ENTRY_BYTES + (prefix.len() + rest.len()) as u64;
-        let value = |value: &OcdbtValue| match value {
-            OcdbtValue::Inline(bytes) => bytes.len() as u64,
-            OcdbtValue::At(_) => 0,
-        };
-        let entries: u64 = match node {
-            OcdbtNode::Leaf(found) => found.iter().map(|(rest, one)| key(rest) + value(one)).sum(),
-            OcdbtNode::Interior(found) => found.iter().map(|(rest, _)| key(rest)).sum(),
-        };
-        self.read.fetch_add(bytes as u64, Ordering::Relaxed);
-        self.taken.fetch_add(entries, Ordering::Relaxed);
-    }
-
-    /// Fails if the entries that were counted take too much.
-    fn check(&self, path: &Path) -> Result<()> {
-        let read = self.read.load(Ordering::Relaxed);
-        let limit = MIN_ENTRIES_BYTES.saturating_add(read.saturating_mul(ENTRIES_RATIO));
-        if self.taken.load(Ordering::Relaxed) <= limit {
-            return Ok(());
-        }
-        let what = format!("its entries take more than {limit} bytes of memory");
-        Err(stepwell_core::Error::corrupt(path.join(MANIFEST), what).into())
-    }
+/// The first of these nodes that are read together: some, and as many as need little memory.
+fn batch(nodes: &[PendingNode]) -> usize {
+    let mut bytes = 0_u64;
+    let fits = |node: &&PendingNode| {
+        bytes = bytes.saturating_add(node.place.length);
+        bytes <= MAX_NODE_BYTES
+    };
+    nodes.iter().take_while(fits).count().max(1).min(nodes.len())
 }
 
 /// Returns the newest entries of the database in a directory: keys and values. Paths of values are
@@ -86,33 +58,44 @@ pub fn ocdbt_entries(path: &Path, files: &ForeignFiles) -> Result<Vec<(Vec<u8>, 
     }
     let root = |(place, height)| PendingNode { prefix: Vec::new(), place, height };
     let mut pending: Vec<PendingNode> = manifest.root.map(root).into_iter().collect();
-    let (mut entries, mut seen, budget) = (Vec::new(), HashSet::new(), EntryBudget::default());
+    let (mut entries, mut seen, mut memory) = (Vec::new(), HashSet::new(), MIN_ENTRIES_BYTES);
     while !pending.is_empty() {
-        for PendingNode { place, .. } in &pending {
-            if !seen.insert((Arc::clone(&place.path), place.offset)) {
-                let what = format!("the node at byte {} is in the tree twice", place.offset);
-                return Err(stepwell_core::Error::corrupt(path.join(&*place.path), what).into());
-            }
-        }
-        let read = each("stepwell-foreign", THREADS, &pending, |node| {
-            budget.check(path)?;
-            let bytes = read(path, &node.place, files)?;
-            let parsed = ocdbt::node(&bytes, &node.place.base, node.height);
-            let parsed = parsed.map_err(|fault| corrupt(&node.place.path, &fault))?;
-            budget.count(bytes.len(), &node.prefix, &parsed);
-            budget.check(path)?;
-            Ok::<_, Error>(parsed)
-        });
         let mut below = Vec::new();
-        for (PendingNode { prefix, height, .. }, node) in pending.into_iter().zip(read) {
-            let key = |rest: Vec<u8>| [prefix.as_slice(), &rest].concat();
-            match node? {
-                OcdbtNode::Leaf(found) => {
-                    entries.extend(found.into_iter().map(|(rest, value)| (key(rest), value)));
+        let mut rest = pending.as_slice();
+        while !rest.is_empty() {
+            let (nodes, after) = rest.split_at(batch(rest));
+            rest = after;
+            for PendingNode { place, .. } in nodes {
+                if !seen.insert((Arc::clone(&place.path), place.offset)) {
+                    let what = format!("the node at byte {} is in the tree twice", place.offset);
+                    return Err(stepwell_core::Error::corrupt(path.join(&*place.path), what).into());
                 }
-                OcdbtNode::Interior(children) => below.extend(children.into_iter().map(|(rest, place)| {
-                    PendingNode { prefix: key(rest), place, height: height.saturating_sub(1) }
-                })),
+            }
+            let contents = each("stepwell-foreign", THREADS, nodes, |node| read(path, &node.place, files));
+            // Parsed one by one: each finds how much memory those before it have left.
+            for (PendingNode { prefix, place, height }, bytes) in nodes.iter().zip(contents) {
+                let bytes = bytes?;
+                memory = memory.saturating_add((bytes.len() as u64).saturating_mul(ENTRIES_RATIO));
+                let fault = |fault: Fault| corrupt(&place.path, &fault);
+                let node = ocdbt::node(&bytes, &place.base, *height, &mut memory).map_err(fault)?;
+                let count = match &node {
+                    OcdbtNode::Leaf(found) => found.len(),
+                    OcdbtNode::Interior(found) => found.len(),
+                };
+                let prefixes = prefix.len().saturating_mul(count) as u64;
+                memory = memory.checked_sub(prefixes).ok_or_else(|| {
+                    let what = "its entries take too much memory";
+                    stepwell_core::Error::corrupt(path.join(&*place.path), what)
+                })?;
+                let key = |rest: Vec<u8>| [prefix.as_slice(), &rest].concat();
+                match node {
+                    OcdbtNode::Leaf(found) => {
+                        entries.extend(found.into_iter().map(|(rest, value)| (key(rest), value)));
+                    }
+                    OcdbtNode::Interior(found) => below.extend(found.into_iter().map(|(rest, place)| {
+                        PendingNode { prefix: key(rest), place, height: height.saturating_sub(1) }
+                    })),
+                }
             }
         }
         pending = below;

@@ -18,6 +18,8 @@ const MIN_DECODED_BYTES: usize = 1 << 20;
 const DECODED_RATIO: usize = 64;
 const MAX_DECODED_BYTES: usize = 64 << 20;
 const MAX_PATH_BYTES: usize = 65_535;
+/// Bytes of memory of an entry, beside those of its name and its value.
+const ENTRY_BYTES: usize = 64;
 /// Bytes of the checksum at the end.
 const FOOTER_BYTES: usize = 4;
 
@@ -64,7 +66,8 @@ pub enum OcdbtValue {
 /// Parses `manifest.ocdbt`, or a numbered one.
 pub fn manifest(bytes: &[u8]) -> Parsed<OcdbtManifest> {
     let body = body(bytes, MANIFEST, "a manifest")?;
-    let mut fields = OcdbtFields { bytes: &body, at: 0 };
+    let mut memory = MAX_DECODED_BYTES as u64;
+    let mut fields = OcdbtFields { bytes: &body, at: 0, memory: &mut memory };
     fields.skip(16)?; // uuid
     let kind = fields.varint()?;
     fields.varint()?; // the longest inline value
@@ -94,10 +97,11 @@ pub fn manifest(bytes: &[u8]) -> Parsed<OcdbtManifest> {
     Ok(OcdbtManifest { is_numbered: false, root: root.and_then(|(place, height)| Some((place?, height))) })
 }
 
-/// Parses a node of that height. `base` is that of its place.
-pub fn node(bytes: &[u8], base: &str, height: u8) -> Parsed<OcdbtNode> {
+/// Parses a node of that height. `base` is that of its place. Its entries may take `memory` bytes,
+/// and what they take is subtracted.
+pub fn node(bytes: &[u8], base: &str, height: u8, memory: &mut u64) -> Parsed<OcdbtNode> {
     let body = body(bytes, NODE, "a node")?;
-    let mut fields = OcdbtFields { bytes: &body, at: 0 };
+    let mut fields = OcdbtFields { bytes: &body, at: 0, memory };
     let found = fields.byte()?;
     if found != height {
         return Err(fields.fault(format!("a node of height {height} was expected, not of {found}")));
@@ -130,6 +134,7 @@ pub fn node(bytes: &[u8], base: &str, height: u8) -> Parsed<OcdbtNode> {
         let value = match kind {
             0 => {
                 let length = usize::try_from(length).unwrap_or(usize::MAX);
+                fields.reserve(length)?;
                 OcdbtValue::Inline(fields.take(length)?.to_vec())
             }
             1 => {
@@ -145,7 +150,7 @@ pub fn node(bytes: &[u8], base: &str, height: u8) -> Parsed<OcdbtNode> {
 
 /// Checks the frame of a manifest or a node, and returns what is in it, decoded.
 fn body(bytes: &[u8], magic: u32, what: &str) -> Parsed<Vec<u8>> {
-    let mut fields = OcdbtFields { bytes, at: 0 };
+    let mut fields = OcdbtFields { bytes, at: 0, memory: &mut 0 };
     let found = fields.take(4)?;
     if found != magic.to_be_bytes() {
         return Err(Fault::new(0, format!("{what} of an OCDBT database was expected")));
@@ -206,6 +211,8 @@ struct OcdbtFile {
 struct OcdbtFields<'a> {
     bytes: &'a [u8],
     at: usize,
+    /// Bytes of memory that may still be taken.
+    memory: &'a mut u64,
 }
 
 impl<'a> OcdbtFields<'a> {
@@ -230,6 +237,15 @@ impl<'a> OcdbtFields<'a> {
         Ok(self.take(1)?.first().copied().unwrap_or_default())
     }
 
+    /// Counts memory before it is taken.
+    fn reserve(&mut self, bytes: usize) -> Parsed<()> {
+        *self.memory = self
+            .memory
+            .checked_sub(bytes as u64)
+            .ok_or_else(|| Fault::new(self.at as u64, "its entries take too much memory"))?;
+        Ok(())
+    }
+
     /// A number in groups of seven bits, the lowest first.
     fn varint(&mut self) -> Parsed<u64> {
         let mut value = 0_u64;
@@ -251,10 +267,12 @@ impl<'a> OcdbtFields<'a> {
     fn count(&mut self, bytes: usize) -> Parsed<usize> {
         let count = self.varint()?;
         let left = self.bytes.len() - self.at;
-        usize::try_from(count)
+        let count = usize::try_from(count)
             .ok()
             .filter(|count| count.checked_mul(bytes).is_some_and(|needed| needed <= left))
-            .ok_or_else(|| self.fault(format!("{count} entries in {left} bytes")))
+            .ok_or_else(|| self.fault(format!("{count} entries in {left} bytes")))?;
+        self.reserve(count.saturating_mul(ENTRY_BYTES))?;
+        Ok(count)
     }
 
     fn column(&mut self, count: usize) -> Parsed<Vec<u64>> {
@@ -272,19 +290,17 @@ impl<'a> OcdbtFields<'a> {
     /// The names of these lengths.
     fn prefixed(&mut self, lengths: &[(usize, usize)]) -> Parsed<Vec<Vec<u8>>> {
         let mut names: Vec<Vec<u8>> = Vec::with_capacity(lengths.len());
-        let mut total = 0_usize;
         for &(prefix, suffix) in lengths {
             let last = names.last().map(Vec::as_slice).unwrap_or_default();
             let Some(prefix) = last.get(..prefix) else {
                 return Err(self.fault("a name shares more with the one before it than that has"));
             };
-            let mut name = prefix.to_vec();
-            name.extend_from_slice(self.take(suffix)?);
-            total += name.len();
-            if name.len() > MAX_PATH_BYTES || total > MAX_DECODED_BYTES {
+            let length = prefix.len().saturating_add(suffix);
+            if length > MAX_PATH_BYTES {
                 return Err(self.fault("a name that is too long"));
             }
-            names.push(name);
+            self.reserve(length)?;
+            names.push([prefix, self.take(suffix)?].concat());
         }
         Ok(names)
     }

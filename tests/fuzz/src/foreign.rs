@@ -125,7 +125,7 @@ pub fn ocdbt(input: &[u8]) {
     let _ = ocdbt::manifest(&framed(0x0cdb_3a2a));
     let node = framed(0x0cdb_20de);
     for height in [0, input.first().copied().unwrap_or(1)] {
-        let count = match ocdbt::node(&node, "base/", height) {
+        let count = match ocdbt::node(&node, "base/", height, &mut (64 << 20)) {
             Ok(ocdbt::OcdbtNode::Leaf(entries)) => entries.len(),
             Ok(ocdbt::OcdbtNode::Interior(children)) => children.len(),
             Err(_) => 0,

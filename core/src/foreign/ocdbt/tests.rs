@@ -12,6 +12,11 @@ fn varint(mut value: u64) -> Vec<u8> {
     out
 }
 
+/// A node with ample memory.
+fn parse(bytes: &[u8], base: &str, height: u8) -> Parsed<OcdbtNode> {
+    node(bytes, base, height, &mut (64 << 20))
+}
+
 fn column(values: &[u64]) -> Vec<u8> {
     values.iter().flat_map(|&value| varint(value)).collect()
 }
@@ -115,18 +120,18 @@ fn the_newest_version_of_a_manifest_is_found() {
 #[test]
 fn values_lie_in_a_leaf_or_in_a_data_file() {
     for is_zstd in [false, true] {
-        let found = node(&leaf(is_zstd), "base/", 0).unwrap();
+        let found = parse(&leaf(is_zstd), "base/", 0).unwrap();
         let value = |bytes: &[u8]| OcdbtValue::Inline(bytes.to_vec());
         let at = place("base/process_0/d/x", "base/process_0/", 77, 900);
         let expected = [("a/0", value(b"one")), ("a/1", OcdbtValue::At(at)), ("b", value(b"tw"))];
         assert_eq!(found, OcdbtNode::Leaf(expected.map(|(key, value)| (key.into(), value)).into()));
     }
-    assert!(node(&leaf(false), "", 1).unwrap_err().what.contains("height 1"));
+    assert!(parse(&leaf(false), "", 1).unwrap_err().what.contains("height 1"));
 }
 
 #[test]
 fn children_have_the_prefix_of_their_keys() {
-    let found = node(&interior(), "", 1).unwrap();
+    let found = parse(&interior(), "", 1).unwrap();
     let expected = [("ab/", place("d/x", "", 5, 70)), ("", place("d/x", "", 6, 80))];
     assert_eq!(found, OcdbtNode::Interior(expected.map(|(key, place)| (key.into(), place)).into()));
 }
@@ -137,20 +142,31 @@ fn a_changed_byte_is_found() {
         for at in 0..sound.len() {
             let mut bytes = sound.clone();
             bytes[at] ^= 1;
-            assert!(node(&bytes, "", 0).is_err() && manifest(&bytes).is_err(), "byte {at}");
+            assert!(parse(&bytes, "", 0).is_err() && manifest(&bytes).is_err(), "byte {at}");
         }
-        assert!(node(&sound[..sound.len() - 1], "", 0).is_err());
+        assert!(parse(&sound[..sound.len() - 1], "", 0).is_err());
+    }
+}
+
+#[test]
+fn memory_is_counted_before_it_is_taken() {
+    // Three entries and a file of 64 bytes each, keys of 7 bytes, a path of 13, values of 5.
+    let mut memory = 4 * 64 + 7 + 13 + 5;
+    node(&leaf(false), "", 0, &mut memory).unwrap();
+    assert_eq!(memory, 0);
+    for memory in 0..281 {
+        assert!(node(&leaf(false), "", 0, &mut { memory }).unwrap_err().what.contains("too much memory"));
     }
 }
 
 #[test]
 fn lying_counts_take_no_memory() {
     let many = framed(NODE, &[vec![0], varint(0), varint(1 << 60)].concat(), false);
-    assert!(node(&many, "", 0).unwrap_err().what.contains("entries in"));
+    assert!(parse(&many, "", 0).unwrap_err().what.contains("entries in"));
     let long = framed(NODE, &[vec![0], varint(1), varint(1 << 60), varint(0)].concat(), false);
-    assert!(node(&long, "", 0).is_err());
+    assert!(parse(&long, "", 0).is_err());
     let bomb = framed(NODE, &vec![0; MIN_DECODED_BYTES + 1], true);
-    assert!(node(&bomb, "", 0).unwrap_err().what.contains("too long"));
+    assert!(parse(&bomb, "", 0).unwrap_err().what.contains("too long"));
 }
 
 proptest! {
@@ -168,6 +184,6 @@ proptest! {
             content[at] = value;
         }
         let bytes = framed(magic, &content, false);
-        let _ = (node(&bytes, "base", 0), node(&bytes, "", 1), manifest(&bytes));
+        let _ = (parse(&bytes, "base", 0), parse(&bytes, "", 1), manifest(&bytes));
     }
 }
