@@ -504,7 +504,8 @@ def test_metadata_that_lie_are_refused(tmp_path: Path) -> None:
         return next(info for index, info in metadata.storage_data.items() if index.fqn == name)
 
     refused("the file has", lambda m: setattr(of(m, "w"), "length", 1 << 40))
-    refused("no file name", lambda m: setattr(of(m, "w"), "relative_path", "../other"))
+    for name in ("../other", "a\0b"):
+        refused("no file name", lambda m, name=name: setattr(of(m, "w"), "relative_path", name))
     refused("no file is named", lambda m: m.storage_data.clear())
     refused("is not in", lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([2, 4])))
     refused(
