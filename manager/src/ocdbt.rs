@@ -53,8 +53,9 @@ pub fn ocdbt_entries(path: &Path, files: &ForeignFiles) -> Result<Vec<(Vec<u8>, 
     let manifest = ocdbt::manifest(&bytes);
     let manifest = manifest.map_err(|fault| corrupt(MANIFEST, &fault))?;
     if manifest.is_numbered {
-        let what = "it has its versions in numbered manifests, which are not supported";
-        return Err(stepwell_core::Error::corrupt(path.join(MANIFEST), what).into());
+        let what = "its database has numbered manifests, which Orbax does not write. Copy its arrays \
+                    with TensorStore into a database of the manifest kind `single`";
+        return Err(stepwell_core::Error::Format { file: path.join(MANIFEST), what: what.to_owned() }.into());
     }
     let root = |(place, height)| PendingNode { prefix: Vec::new(), place, height };
     let mut pending: Vec<PendingNode> = manifest.root.map(root).into_iter().collect();

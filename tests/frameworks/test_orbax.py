@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import stepwell as sw
+import tensorstore as ts
 from orbax.checkpoint.experimental import v1
 from stepwell import _core
 from stepwell.formats import zarr
@@ -445,6 +447,51 @@ def test_a_half_of_zeros_is_read(tmp_path: Path) -> None:
         assert chunks(checkpoint, "w") == before
         assert raw(checkpoint["w"][30:40, 3:7]) == raw(saved["w"][30:40, 3:7])
     same(sw.restore(tmp_path / "c"), saved)
+
+
+def test_shards_of_many_chunks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"w": jnp.arange(270_000) % 255 + 1}  # TensorStore leaves out chunks of zeros
+    WRITERS["zarr3"](tmp_path / "c", saved)
+    shutil.rmtree(tmp_path / "c" / "w")
+    codec = {"name": "sharding_indexed", "configuration": {"chunk_shape": [1]}}
+    grid = {"name": "regular", "configuration": {"chunk_shape": [270_000]}}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{tmp_path}/c/w/"},
+        "metadata": {"shape": [270_000], "data_type": "int32", "chunk_grid": grid, "codecs": [codec]},
+    }
+    ts.open(spec, create=True).result().write(np.asarray(saved["w"])).result()
+    shard = tmp_path / "c" / "w" / "c" / "0"
+    assert shard.stat().st_size > 4 << 20
+    with sw.open(tmp_path / "c") as checkpoint:
+        assert raw(checkpoint["w"][100_000:100_010]) == raw(saved["w"][100_000:100_010])
+    monkeypatch.setattr("stepwell.formats.zarr._MAX_SHARD_CHUNKS", 269_999)
+    with pytest.raises(sw.errors.FormatError, match="has 270000 chunks, and at most 269999 are read"):
+        sw.open(tmp_path / "c")
+    shard.write_bytes(shard.read_bytes()[: 16 * 270_000])
+    with pytest.raises(sw.CorruptCheckpoint, match="has no index of 270000 chunks"):
+        sw.open(tmp_path / "c")
+
+
+def test_numbered_manifests_are_refused_by_name(tmp_path: Path) -> None:
+    saved = {"w": jnp.arange(8.0)}
+    WRITERS["zarr2 in OCDBT"](tmp_path / "c", saved)
+    item = tmp_path / "c"
+
+    def database(path: Path, **config: object) -> Any:
+        base = {"driver": "file", "path": f"{path}/"}
+        return ts.KvStore.open({"driver": "ocdbt", "base": base, **config}).result()
+
+    theirs = database(tmp_path / "numbered", config={"manifest_kind": "numbered"})
+    for key in database(item).list().result():
+        theirs.write(key, database(item).read(key).result().value).result()
+    for name in ("manifest.ocdbt", "d"):
+        shutil.move(item / name, tmp_path / f"single-{name}")
+    for one in (tmp_path / "numbered").iterdir():
+        shutil.move(one, item / one.name)
+    assert any(one.name.startswith("manifest.0") for one in item.iterdir())
+    with pytest.raises(sw.errors.FormatError, match=r"manifest\.ocdbt.*numbered manifests"):
+        sw.open(item)
 
 
 def test_big_endian_and_fortran_order_are_read(tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ from .description import MAX_SIZE, Chunk, Compressed, Opaque, Tensor, fits, row_
 from .files import corrupt, is_path_below, read_ranges
 from .numpy_symbols import MAX_DIMS
 
-#: The longest metadata of an array, and the longest index of a shard.
-_MAX_METADATA_BYTES, _MAX_INDEX_BYTES = 1 << 20, 4 << 20
+#: The longest metadata of an array.
+_MAX_METADATA_BYTES = 1 << 20
+#: The most chunks of a shard. Each has 16 bytes in its index.
+_MAX_SHARD_CHUNKS = 1 << 20
 #: Arrays, and boxes of each, whose metadata and indexes are read together.
 _ARRAYS_AT_ONCE, _BOXES_AT_ONCE = 64, 64
 #: The most bytes of these, if they are several: of all arrays, and of one.
@@ -412,9 +414,14 @@ def _parts(
     for key, _, place in boxes:
         if place is None:
             continue
-        if length > min(place.nbytes, _MAX_INDEX_BYTES):
+        if length > place.nbytes:
             raise corrupt(
                 store.path, f"shard {_quoted(key)} of {place.nbytes} bytes has no index of {number} chunks"
+            )
+        if number > _MAX_SHARD_CHUNKS:
+            raise FormatError(
+                f"{store.path}: shard {_quoted(key)} has {number} chunks, and at most {_MAX_SHARD_CHUNKS} are read. "
+                "Write the array with larger chunks"
             )
         places.append(Stored(place.file, place.offset + place.nbytes - length, length))
     indexes = iter((yield places))
