@@ -12,7 +12,7 @@ from ._checks import flag, progress_callback
 from ._locations import Path, explain, readable
 from ._opening import foreign, is_own
 from ._public import public
-from .errors import MisuseError, StepNotFound
+from .errors import MisuseError, StepNotFound, StepwellError
 
 if TYPE_CHECKING:
     from .formats.adoption import Adoption
@@ -35,6 +35,8 @@ class AdoptReport:
     damages: tuple[Damage, ...]
     #: Files that were added since, relative to the checkpoint.
     added: tuple[str, ...]
+    #: Directories below it that are checkpoints of their own, which have no checksums here.
+    left_out: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -83,12 +85,7 @@ def adopt(
     from .formats import adoption
 
     if check:
-        target = where
-        if step is not None or not os.path.lexists(adoption.place(where)):
-            listing = formats.list_steps(where)
-            if listing is not None:
-                target = (listing.step(None) if step is None else listing.named(step)[-1]).path
-        known = adoption.find(target)
+        target, known = formats.find_adoption(where, step)
         if known is None:
             raise StepNotFound(f"{target} has no checksums: adopt it first")
         return _checked(target, known, progress)
@@ -96,25 +93,34 @@ def adopt(
     if found is None:
         raise StepNotFound(f"{where} is no checkpoint of another library: {explain(where)}")
     target = where if found.step is None and step is None else found.path
-    files = found.own_files()
+    files, others = found.own_files(), list[str]()
     if os.path.isdir(target):
-        files = _of_directory(target, files)
+        files, others = _of_directory(target, files)
     found.open("auto").close()  # refuses what cannot be read
     before = None if replace else adoption.of(target)
-    return _report(target, adoption.write(target, files, found.guarded, before, progress), (), ())
+    return _report(target, adoption.write(target, files, found.guarded, before, progress), left_out=others)
 
 
-def _of_directory(path: str, read: Sequence[str]) -> list[str]:
-    """The files of a directory. Those that are read must be among them."""
+def _is_checkpoint(path: str) -> bool:
+    """True if a directory is a checkpoint of another library, also a damaged one."""
+    try:
+        return foreign(path, adopted=False) is not None
+    except StepwellError:
+        return True
+
+
+def _of_directory(path: str, read: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files of a directory, and directories that are left out. Files that are read must be
+    among them."""
     from .formats import adoption
 
-    files = adoption.files_below(path, read)
+    files, others = adoption.files_below(path, read, _is_checkpoint)
     real = {os.path.realpath(file) for file in files}
     if outside := [file for file in read if os.path.realpath(file) not in real]:
         raise MisuseError(
             f"{outside[0]} is a part of this checkpoint, and is not below {path}. Copy it to a directory there"
         )
-    return files
+    return files, others
 
 
 def _checked(path: str, known: Adoption, progress: _Progress | None) -> AdoptReport:
@@ -123,11 +129,19 @@ def _checked(path: str, known: Adoption, progress: _Progress | None) -> AdoptRep
     rows = known.verify((), progress)[2]
     damages = tuple(Damage(file, block, tuple(leaves), what) for file, block, leaves, what in rows)
     listed = [os.path.join(known.directory, name) for name in known.rows]
-    present = adoption.files_below(path, listed) if os.path.isdir(path) else []
+    is_directory = os.path.isdir(path)
+    present, others = adoption.files_below(path, listed, _is_checkpoint) if is_directory else ([], [])
     names = [os.path.relpath(file, known.directory) for file in present]
-    return _report(path, known, damages, tuple(name for name in names if name not in known.rows))
+    added = tuple(name for name in names if name not in known.rows)
+    return _report(path, known, damages, added, others)
 
 
-def _report(path: str, known: Adoption, damages: tuple[Damage, ...], added: tuple[str, ...]) -> AdoptReport:
+def _report(
+    path: str,
+    known: Adoption,
+    damages: tuple[Damage, ...] = (),
+    added: tuple[str, ...] = (),
+    left_out: Sequence[str] = (),
+) -> AdoptReport:
     nbytes = sum(row.length for row in known.rows.values())
-    return AdoptReport(path, known.file, len(known.rows), nbytes, damages, added)
+    return AdoptReport(path, known.file, len(known.rows), nbytes, damages, added, tuple(left_out))

@@ -17,7 +17,7 @@ from ._checkpoint import Checkpoint, Damage, VerifyReport
 from ._locations import MANIFEST, is_directory
 from ._paths import printable
 from ._steps import inspect
-from .errors import CorruptCheckpoint, StepGone, StepNotFound, StorageError
+from .errors import CorruptCheckpoint, StepGone, StepNotFound, StepwellError, StorageError
 
 Progress: TypeAlias = Callable[[int, int], object] | None
 
@@ -87,4 +87,23 @@ def _one(
         where = " is corrupt: " if block is None else f" is corrupt, block {block}: "
         what = str(error).removeprefix(f"{error.file}{where}").removeprefix(printable(f"{error.file}: "))
         number = error.step if step is None else step
-        return VerifyReport(0, 0, (Damage(error.file, block, (), what),), at, number)
+        first = Damage(error.file, block, (), what)
+        return _with_checksums(path, step, VerifyReport(0, 0, (first,), at, number), progress)
+
+
+def _with_checksums(path: str, step: int | None, report: VerifyReport, progress: Progress) -> VerifyReport:
+    """The report of a checkpoint that cannot be opened, with all damage that checksums of
+    ``sw.adopt`` show."""
+    from . import formats  # imported late: most checkpoints are stepwell's own
+
+    try:
+        _, known = formats.find_adoption(path, step)
+    except StepwellError:  # the checksums are damaged, or the step is incomplete
+        return report
+    if known is None:
+        return report
+    files, nbytes, rows = known.verify((), progress)
+    found = tuple(Damage(file, block, tuple(leaves), what) for file, block, leaves, what in rows)
+    shown = {one.file for one in found}
+    rest = tuple(one for one in report.damages if os.path.realpath(one.file) not in shown)
+    return VerifyReport(files, nbytes, rest + found, report.path, report.step)

@@ -408,3 +408,53 @@ def test_a_killed_adoption_leaves_nothing_half(model: Path) -> None:
         assert {one.name for one in model.iterdir() if "stepwell" in one.name} == {".stepwell-checksums"}
         (model / ".stepwell-checksums").unlink()
     assert kept
+
+
+def test_other_checkpoints_below_are_left_out(model: Path) -> None:
+    other = model / "runs" / "other"
+    other.mkdir(parents=True)
+    save_file(tensors(), other / "model.safetensors")
+    (model / "runs" / "notes.txt").write_text("x")
+    report = sw.adopt(model)
+    assert report.left_out == (str(other),)
+    assert report.files == 6
+    assert run("adopt", model).stdout.count(f"{other}: another checkpoint, left out") == 1
+    assert sw.adopt(model, check=True)
+    flip(other / "model.safetensors", 500)
+    assert sw.verify(model)
+    assert sw.adopt(other).ok  # it has checksums of its own
+
+
+def test_a_step_of_a_root_has_checkpoints_below_it(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-1"
+    (step / "ema").mkdir(parents=True)
+    for place in (step, step / "ema"):
+        save_file({"w": np.ones(3)}, place / "model.safetensors")
+    (step / "trainer_state.json").write_text('{"global_step": 1}')
+    assert sw.adopt(step).files == 3
+
+
+@pytest.mark.parametrize("path", ["", "checkpoint-1"])
+def test_verify_lists_all_damage_of_an_adopted_step(tmp_path: Path, path: str) -> None:
+    step = tmp_path / "checkpoint-1"
+    step.mkdir()
+    save_file({"w": np.ones(3)}, step / "model.safetensors")
+    (step / "trainer_state.json").write_text('{"global_step": 1}')
+    (step / "notes.txt").write_text("text")
+    sw.adopt(step)
+    for name in ("model.safetensors", "trainer_state.json", "notes.txt"):
+        flip(step / name, -2)
+    found = sorted(Path(one.file).name for one in sw.verify(tmp_path / path).damages)
+    assert found == ["model.safetensors", "notes.txt", "trainer_state.json"]
+
+
+def test_a_file_that_was_just_changed_is_not_adopted(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(seconds: float) -> None:
+        (model / "config.json").write_text("{}")  # the writer goes on, within one tick
+        os.utime(model / "config.json", ns=(1, time.time_ns() + 1000))
+
+    (model / "config.json").write_text("[]")
+    monkeypatch.setattr("stepwell.formats.adoption.time.sleep", change)
+    with pytest.raises(sw.CorruptCheckpoint, match="it has changed while it was read"):
+        sw.adopt(model)
+    assert not (model / ".stepwell-checksums").exists()

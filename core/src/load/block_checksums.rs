@@ -69,7 +69,7 @@ impl BlockChecksums {
         }
         let what = format!(
             "it has {found} bytes, and had {} when its checksums were computed. \
-             If it was replaced on purpose, adopt it again",
+             If it was replaced on purpose, adopt it again with `replace`",
             self.length
         );
         Err(Error::corrupt(file.path(), what))

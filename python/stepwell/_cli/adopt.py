@@ -28,6 +28,8 @@ def adopt(out: Output, path: Target, check: bool, replace: bool) -> int:
     what = f"{safe(report.path)}: {count(report.files, 'file')}, {size(report.nbytes)}"
     if not check:
         out.line(f"adopted {what}; checksums in {safe(report.checksums)}")
+        for place in report.left_out:
+            out.line(f"  {safe(place)}: another checkpoint, left out. Adopt it by its path")
         return FINE
     out.line(f"{out.good('unchanged') if report.ok else out.bad('changed')}: {what}")
     for damage in report.damages:

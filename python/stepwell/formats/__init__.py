@@ -24,7 +24,7 @@ from .description import Description, Value, of_parts
 from .files import json_value
 from .refused import refuse
 
-__all__ = ["Description", "find", "find_step", "list_steps", "roots"]
+__all__ = ["Description", "find", "find_adoption", "find_step", "list_steps", "roots"]
 
 #: Describes the files at a path; ``None``: another format.
 Format: TypeAlias = Callable[[str], Description | None]
@@ -71,6 +71,18 @@ def list_steps(path: str) -> roots.Listing | None:
     """Returns the steps of a root of another library; ``None`` if the path is no such root."""
     with _explaining(path):
         return roots.find(path)
+
+
+def find_adoption(path: str, step: int | str | None) -> tuple[str, adoption.Adoption | None]:
+    """Returns the path of a checkpoint, or of a step of a root, and its checksums. ``None``: it was
+    not adopted."""
+    with _explaining(path):
+        target = path
+        if step is not None or not os.path.lexists(adoption.place(path)):
+            listing = roots.find(path)
+            if listing is not None:
+                target = (listing.step(None) if step is None else listing.named(step)[-1]).path
+        return target, adoption.find(target)
 
 
 @contextmanager

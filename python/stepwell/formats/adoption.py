@@ -13,6 +13,7 @@ import binascii
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -21,7 +22,7 @@ from .. import _core
 from .._locations import MANIFEST
 from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from . import roots
-from .description import MAX_SIZE, Description, Guarded, stamp_of
+from .description import MAX_SIZE, Description, Guarded, Stamp, stamp_of
 from .files import corrupt, read_whole
 
 _NAME = ".stepwell-checksums"
@@ -32,6 +33,8 @@ _VERSION = 1
 _BLOCK_BYTES = 64 << 10
 #: The longest file of checksums: those of 12 TB.
 _MAX_BYTES = 1 << 30
+#: A time that is longer than a tick of the clocks of common file systems.
+_TICK_NS = 50_000_000
 #: Directories above a file in which its checksums are looked for, and below a checkpoint.
 _ABOVE, _MAX_DEPTH = 3, 32
 
@@ -202,7 +205,7 @@ def write(
     """Computes the checksums of files and keeps them for a checkpoint. A range with a checksum of
     its own is compared with it, and a file with its checksums ``before``."""
     directory = path if os.path.isdir(path) else os.path.dirname(path)
-    stamps = [stamp_of(os.stat(file)) for file in files]
+    stamps = _settled(files)
     core = Description("files", path, {}, files=files, guarded=guarded).open("auto")
     try:
         sums = core.checksums(_BLOCK_BYTES, progress)
@@ -210,9 +213,7 @@ def write(
         core.close()
     for file, stamp in zip(files, stamps, strict=True):
         if stamp_of(os.stat(file)) != stamp:
-            raise corrupt(
-                file, "it has changed while it was read. Adopt the checkpoint when its writer has ended"
-            )
+            raise _changing(file)
     rows = {
         os.path.relpath(file, directory): AdoptedRow(stamp[0], crcs)
         for file, stamp, crcs in zip(files, stamps, sums, strict=True)
@@ -230,6 +231,24 @@ def write(
     text = json.dumps(content)
     _core.write_record(place(path), f"{text}\n{_core.crc32c(text.encode()):08x}\n")
     return Adoption(directory, place(path), rows, _BLOCK_BYTES)
+
+
+def _settled(files: Sequence[str]) -> list[Stamp]:
+    """Returns the stamps of files, once the next change of any of them would show. Within one tick
+    of the file system's clock, a file may change twice and have one time."""
+    newest = max((os.stat(file).st_mtime_ns for file in files), default=0)
+    if abs(time.time_ns() - newest) < _TICK_NS:
+        time.sleep(_TICK_NS / 1e9)
+    stamps = [stamp_of(os.stat(file)) for file in files]
+    for file, stamp in zip(files, stamps, strict=True):
+        if stamp[1] > newest:
+            raise _changing(file)
+    return stamps
+
+
+def _changing(file: str) -> CorruptCheckpoint:
+    what = "it has changed while it was read. Adopt the checkpoint when its writer has ended"
+    return corrupt(file, what)
 
 
 def _check_same(before: Adoption, rows: Mapping[str, AdoptedRow]) -> None:
@@ -258,13 +277,19 @@ def _is_text(name: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def files_below(path: str, read: Collection[str]) -> list[str]:
-    """The files of a checkpoint that is a directory. Steps of a root in it are left out, and so are
-    checkpoints and checksums of stepwell. A link to a directory is followed if it has files that
-    are ``read``."""
+def files_below(
+    path: str, read: Collection[str], is_checkpoint: Callable[[str], bool]
+) -> tuple[list[str], list[str]]:
+    """The files of a checkpoint that is a directory, and directories that are left out because they
+    are checkpoints of their own. A step of a root has all files below it.
+
+    Steps of a root in it are not listed, and neither are checkpoints and checksums of stepwell. A
+    link to a directory is followed if it has files that are ``read``."""
     listing = roots.find(path)
     steps = {step.path for step in listing.steps} if listing is not None else set()
+    is_step = roots.containing(path) is not None
     found: list[str] = []
+    others: list[str] = []
     pending = [(path, 0)]
     while pending:
         directory, depth = pending.pop()
@@ -278,9 +303,13 @@ def files_below(path: str, read: Collection[str]) -> list[str]:
                 continue
             if os.path.isdir(one):
                 is_own = os.path.lexists(os.path.join(one, MANIFEST)) or name == ".stepwell"
-                is_passed = os.path.islink(one) and not any(file.startswith(one + os.sep) for file in read)
-                if not is_own and not is_passed:
+                is_read = any(file.startswith(one + os.sep) for file in read)
+                if is_own or (os.path.islink(one) and not is_read):
+                    continue
+                if is_read or is_step or not is_checkpoint(one):
                     pending.append((one, depth + 1))
+                else:
+                    others.append(one)
             elif os.path.isfile(one):
                 found.append(one)
-    return sorted(found)
+    return sorted(found), sorted(others)
