@@ -26,7 +26,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from deepspeed_model import Model, groups_of
+from deepspeed_model import Large, Model, groups_of
 
 # It is compiled when it is first used, which needs more than Python packages.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
@@ -48,7 +48,7 @@ def settings_of(setting: dict[str, Any]) -> dict[str, Any]:
 
 def trained(setting: dict[str, Any]) -> Any:
     torch.manual_seed(7)
-    model = Model()
+    model = Large() if setting.get("kind") == "large" else Model()
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     engine, *_ = deepspeed.initialize(
@@ -160,6 +160,7 @@ def tensor_parallel(setting: dict[str, Any]) -> Any:
 
 KINDS = {
     "data": trained,
+    "large": trained,
     "pipeline": pipeline,
     "experts": experts,
     "tensor": tensor_parallel,

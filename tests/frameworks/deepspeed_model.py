@@ -35,3 +35,34 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
         {"params": [one for one in trained if one.dim() > 1], "weight_decay": 0.1},
         {"params": [one for one in trained if one.dim() <= 1], "weight_decay": 0.0, "lr": 0.02},
     ]
+
+
+class Layer(torch.nn.Module):
+    """A gated MLP behind a projection, with a residual."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.value = torch.nn.Linear(width, width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+        self.gate = torch.nn.Linear(width, inner)
+        self.down = torch.nn.Linear(inner, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.out(self.value(self.norm(x)))
+        return x + self.down(torch.relu(self.gate(h)))
+
+
+class Large(torch.nn.Module):
+    """12.7 million parameters: 51 MB of weights, and twice that of slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(2048, 1024)
+        self.layers = torch.nn.ModuleList(Layer(1024, 4096) for _ in range(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        return h.float().square().mean()

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,8 +22,8 @@ torch = pytest.importorskip("torch")
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 from deepspeed_model import Model, groups_of  # noqa: E402
+from deepspeed_ranks import JOB, run_job  # noqa: E402
 
-JOB = Path(__file__).with_name("deepspeed_job.py")
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -65,28 +64,12 @@ DIVIDED = {name: setting for name, setting in ALL.items() if "kind" in setting}
 STEPPED = [name for name in ZERO if name != "two_unstepped"]
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All saves, by name."""
     directory = tmp_path_factory.mktemp("deepspeed")
     for world, settings in SETTINGS.items():
-        port = str(free_port())
-        ranks = []
-        for rank in range(world):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_SIZE": world}
-            environment = os.environ | {name: str(value) for name, value in names.items()}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            with (directory / f"{world}.{rank}.log").open("w") as log:
-                command = [sys.executable, str(JOB), str(directory), json.dumps(settings)]
-                ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-        for rank, process in enumerate(ranks):
-            assert process.wait(300) == 0, (directory / f"{world}.{rank}.log").read_text()[-4000:]
+        run_job(directory, world, settings)
     return directory
 
 
