@@ -247,6 +247,7 @@ fn manifest() -> Manifest {
             within: None,
             others: Others::new(),
         }],
+        adopted: None,
         dropped: vec![Tombstone {
             item: "optimizer".into(),
             dir: "i1".into(),

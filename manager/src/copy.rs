@@ -85,17 +85,31 @@ pub(crate) fn into(
     environment: &Environment,
     progress: Progress<'_>,
 ) -> Result<()> {
+    let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
+    publish(parent, name, label, environment, |dir, temporary| {
+        write(source, &manifest, dir, progress)?;
+        verify(parent, temporary, environment, source, progress)
+    })
+}
+
+/// Writes a checkpoint into a temporary of a directory, and gives it a free name. `write` gets the
+/// temporary and its name, and makes all files of it durable.
+pub(crate) fn publish(
+    parent: &Arc<dyn Dir>,
+    name: &str,
+    label: &str,
+    environment: &Environment,
+    write: impl FnOnce(&Arc<dyn Dir>, &str) -> Result<()>,
+) -> Result<()> {
     let taken = || Error::PathExists { path: parent.path().join(name) };
     if parent.stat(name)?.is_some() {
         return Err(taken());
     }
-    let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
     let temporary = directory_layout::temporary(label, &environment.hex_id(), 0);
-    // Its held lease shows that its writer is alive, and becomes the lease of the copy.
+    // Its held lease shows that its writer is alive, and becomes the lease of the checkpoint.
     let OwnedTemporary { dir, lease } = own_temporary(&**parent, &temporary, false)?;
-    let written = write(source, &manifest, &dir, progress)
-        .and_then(|()| verify(parent, &temporary, environment, source, progress))
-        .and_then(|()| match aside::publish_copy(&**parent, &temporary, name) {
+    let written =
+        write(&dir, &temporary).and_then(|()| match aside::publish_copy(&**parent, &temporary, name) {
             Err(error) if error.already_exists() => Err(taken()),
             published => Ok(published?),
         });
@@ -104,7 +118,7 @@ pub(crate) fn into(
         && let Err(error) = delete_tree(&**parent, &temporary)
         && !error.is_not_found()
     {
-        tracing::warn!(%error, "a failed copy left its temporary; the next save to this path removes it");
+        tracing::warn!(%error, "a failed write left its temporary; the next save to this path removes it");
     }
     written
 }
@@ -136,6 +150,11 @@ fn write(source: &Checkpoint, manifest: &Manifest, dir: &Arc<dyn Dir>, progress:
     for directory in &directories {
         dir.open_dir(directory)?.sync()?;
     }
+    write_manifest(dir, manifest)
+}
+
+/// Writes the manifest and what else a step has beside its data, durably.
+pub(crate) fn write_manifest(dir: &Arc<dyn Dir>, manifest: &Manifest) -> Result<()> {
     if dir.stat(LEASE)?.is_none() {
         dir.write_file(LEASE, b"")?;
     }

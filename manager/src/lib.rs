@@ -20,6 +20,7 @@
 //! | [`coordination`] | the agreement of ranks |
 #![forbid(unsafe_code)]
 
+mod adopted_step;
 pub mod checkpoint;
 pub mod commit;
 mod control;
@@ -58,6 +59,7 @@ pub mod step_name;
 mod stored_index;
 pub mod writer_heartbeat;
 
+pub use adopted_step::AdoptedStep;
 pub use checkpoint::Checkpoint;
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};

@@ -19,6 +19,7 @@ pub use crate::control::{
     read_info, take_epoch,
 };
 
+use crate::adopted_step;
 use crate::checkpoint::Checkpoint;
 use crate::directory_layout;
 use crate::discovery::{
@@ -368,6 +369,9 @@ impl Root {
 
     /// Returns the damage of a listed step.
     pub(crate) fn damage(&self, found: &Found) -> stepwell_core::Result<Option<String>> {
+        if let Some(files) = &found.manifest.adopted {
+            return adopted_step::damage(&*self.environment.disk, &self.path, files);
+        }
         damage(&*self.dir, &found.name, &found.manifest)
     }
 

@@ -368,6 +368,11 @@ impl Checkpoint {
         Ok(body.to_owned())
     }
 
+    /// True for a step whose bytes are files of another library.
+    fn is_adopted(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.get(py)?.step().is_ok_and(|step| step.manifest().adopted.is_some()))
+    }
+
     /// Metrics that were saved with it.
     fn metrics(&self, py: Python<'_>) -> PyResult<BTreeMap<String, f64>> {
         Ok(self.get(py)?.step().map(|step| step.manifest().metrics.clone()).unwrap_or_default())

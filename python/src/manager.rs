@@ -15,7 +15,7 @@ use pyo3::types::PyString;
 
 use stepwell_core::deadline::StallTimer;
 use stepwell_core::sys::spawn;
-use stepwell_manager::{Decision, Exists, Hold, Manager as Engined, Mode, Save};
+use stepwell_manager::{AdoptedStep, Decision, Exists, Hold, Manager as Engined, Mode, Save};
 
 use crate::board::Agreeing;
 use crate::checkpoint::{Checkpoint, CopiedPart, part_of, telling};
@@ -334,6 +334,29 @@ impl Manager {
     ) -> PyResult<()> {
         let (inner, source) = (Arc::clone(&self.inner), checkpoint.get(py)?);
         telling(py, progress.as_ref(), move |seen| inner.add(source.step()?, &part_of(part), seen))
+    }
+
+    /// The name of a step that the root does not have yet.
+    fn free_name(&self, py: Python<'_>, step: u64) -> PyResult<String> {
+        self.query(py, move |inner| inner.free_name(step, "add a step"))
+    }
+
+    /// Commits a step whose bytes are files of another library, which `files` names as the manifest
+    /// does.
+    fn adopt(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        files: &str,
+        written_unix_ns: i64,
+        metrics: BTreeMap<String, f64>,
+        custom_metadata: &str,
+    ) -> PyResult<()> {
+        let files = serde_json::from_str(files)
+            .map_err(|error| PyValueError::new_err(format!("adopted files: {error}")))?;
+        let custom_metadata = json(custom_metadata)?;
+        let adopted = AdoptedStep { step, files, written_unix_ns, metrics, custom_metadata };
+        self.query(py, move |inner| inner.adopt(&adopted))
     }
 
     fn delete_branch(&self, py: Python<'_>, branch: String) -> PyResult<Vec<String>> {

@@ -65,8 +65,9 @@ impl PathTicket {
         Ok(Self { path, unused: Mutex::new(Some(ticket)), cause })
     }
 
-    /// Saves a flattened state. Returns when it is captured.
+    /// Saves a flattened state. Returns when it is captured. A copy of a step has its number.
     #[expect(clippy::too_many_arguments, reason = "the arguments of `save`, one by one")]
+    #[pyo3(signature = (state, metrics, custom_metadata, snapshot, streams, events, step = 0))]
     fn save(
         &self,
         py: Python<'_>,
@@ -76,9 +77,10 @@ impl PathTicket {
         snapshot: &str,
         streams: HashMap<u32, u64>,
         events: &Events,
+        step: u64,
     ) -> PyResult<SaveHandle> {
         let devices = OnDevices::new(py, &streams, Vec::new())?;
-        let (request, parcel) = request(py, 0, state, Snapshot::named(snapshot)?, devices, events)?;
+        let (request, parcel) = request(py, step, state, Snapshot::named(snapshot)?, devices, events)?;
         let request = SaveRequest { metrics, custom_metadata: json(custom_metadata)?, ..request };
         let cancel = Arc::clone(&request.cancel);
         let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this ticket was used before"))?;

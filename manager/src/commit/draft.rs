@@ -117,6 +117,7 @@ impl Draft {
             plan_hash: self.plan_hash.clone(),
             items,
             files,
+            adopted: None,
             dropped: Vec::new(),
             metrics: self.metrics.clone(),
             custom_metadata: self.custom_metadata.clone(),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use stepwell_core::io::{EntryKind, LockKind};
 
 use super::{Inner, Manager};
+use crate::adopted_step::AdoptedStep;
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
 use crate::coordination::LEADER;
@@ -132,21 +133,39 @@ impl Manager {
         part: &copy::CopySelection,
         progress: copy::Progress<'_>,
     ) -> Result<()> {
+        let (inner, step) = (&self.inner, source.manifest().step);
+        let name = self.free_name(step, "add a step")?;
+        let label = directory_layout::label(step);
+        copy::into(source, part, &inner.root.dir, &name, &label, &inner.environment, progress)
+    }
+
+    /// Returns the name of a step that the root does not have yet. `what` is what the caller does
+    /// with it.
+    pub fn free_name(&self, step: u64, what: &'static str) -> Result<String> {
         let inner = &self.inner;
-        inner.check_writable("add a step")?;
+        inner.check_writable(what)?;
         if !inner.team.is_alone() {
-            return Err(Error::Invalid("a step is added by a manager of one process".to_owned()));
+            return Err(Error::Invalid(format!("to {what}, open a manager of one process")));
         }
         inner.drain(None)?;
-        let step = source.manifest().step;
         let root = &inner.root;
         let name = root.names.format(step);
         if root.list()?.steps.contains_key(&step) {
             return Err(Error::PathExists { path: root.path.join(name) });
         }
         root.check_writer()?;
+        Ok(name)
+    }
+
+    /// Commits a step whose bytes are files of another library: see [`AdoptedStep`].
+    pub fn adopt(&self, adopted: &AdoptedStep) -> Result<()> {
+        let (inner, step) = (&self.inner, adopted.step);
+        let name = self.free_name(step, "adopt a checkpoint")?;
         let label = directory_layout::label(step);
-        copy::into(source, part, &root.dir, &name, &label, &inner.environment, progress)
+        let manifest = adopted.manifest(inner.environment.hex_id());
+        copy::publish(&inner.root.dir, &name, &label, &inner.environment, |dir, _| {
+            copy::write_manifest(dir, &manifest)
+        })
     }
 
     /// Protects a step from retention and deletion until the [`Hold`] is dropped. With several

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 use stepwell_core::deadline::deadline_after;
-use stepwell_core::format::manifest::Manifest;
+use stepwell_core::format::manifest::{AdoptedFiles, Manifest};
 use stepwell_core::limits::MAX_STEP;
 use stepwell_core::sys::{cores, each};
 
@@ -39,6 +39,8 @@ pub struct StepReport {
     pub items: Vec<ItemReport>,
     /// Its items that were thinned away.
     pub dropped: Vec<String>,
+    /// The files of another library that have its bytes.
+    pub adopted: Option<AdoptedFiles>,
     /// Its metrics, including later ones.
     pub metrics: BTreeMap<String, String>,
     /// The first keys of its metadata, if that is an object.
@@ -82,6 +84,7 @@ impl StepReport {
             bytes: below.values().copied().fold(0, u64::saturating_add),
             items: items.collect(),
             dropped: manifest.dropped.iter().map(|tombstone| tombstone.item.clone()).collect(),
+            adopted: manifest.adopted.clone(),
             metrics: metrics.into_iter().map(|(name, value)| (name, value.to_string())).collect(),
             metadata_keys: metadata
                 .map(|map| map.keys().take(MAX_METADATA_KEYS).cloned().collect())

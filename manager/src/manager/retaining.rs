@@ -227,6 +227,14 @@ impl Inner {
             };
             // Release the lock while this step is read.
             drop(inspected);
+            if newest.manifest.adopted.is_some() {
+                let step = newest.manifest.step;
+                tracing::warn!(
+                    step,
+                    "the newest step has files of another library, which retention does not verify; it keeps older steps"
+                );
+                return Ok(Vec::new());
+            }
             let damage = self.verified(&newest)?;
             let mut inspected = self.inspected();
             let attempt = newest.manifest.attempt.clone();

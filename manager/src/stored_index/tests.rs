@@ -85,6 +85,7 @@ impl Step {
             plan_hash: String::new(),
             items: Vec::new(),
             files: Vec::new(),
+            adopted: None,
             dropped: Vec::new(),
             metrics: std::collections::BTreeMap::new(),
             custom_metadata: serde_json::Value::Null,

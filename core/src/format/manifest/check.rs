@@ -6,7 +6,7 @@ use std::io;
 use serde_json::Value;
 
 use super::json::is_hex;
-use super::{Manifest, NODE_FILES};
+use super::{ADOPTED_FILES, Manifest, NODE_FILES};
 use crate::error::Result;
 use crate::format::limit;
 use crate::format::paths::{check_visible, is_below};
@@ -17,6 +17,8 @@ use crate::limits::{
 
 /// Header and trailer, the least that a data file is made of.
 const MIN_DATA_FILE_BYTES: u64 = 8192;
+/// The longest path of adopted files, as of the operating system.
+const MAX_PATH_BYTES: usize = 4096;
 
 /// The outer error is a limit; the inner one says what else is wrong.
 pub(super) fn check(manifest: &Manifest) -> Result<std::result::Result<(), String>> {
@@ -90,6 +92,7 @@ fn check_meaning(manifest: &Manifest) -> std::result::Result<(), String> {
         }
     }
     check_parts(manifest, &paths)?;
+    check_adopted(manifest)?;
     // Recovery deletes what a tombstone names, so it must not name anything in use.
     for tombstone in &manifest.dropped {
         check_dir(&tombstone.dir)?;
@@ -127,6 +130,26 @@ fn check_parts(manifest: &Manifest, paths: &HashSet<&str>) -> std::result::Resul
         Some(two) => Err(format!("data files in `{}` overlap", two.first().map_or("", |part| part.0))),
         None => Ok(()),
     }
+}
+
+/// Checks the reference of a step whose bytes are files of another library.
+fn check_adopted(manifest: &Manifest) -> std::result::Result<(), String> {
+    let is_declared = manifest.required_features.iter().any(|name| name == ADOPTED_FILES);
+    let Some(adopted) = &manifest.adopted else {
+        return if is_declared { Err(format!("`{ADOPTED_FILES}` are not named")) } else { Ok(()) };
+    };
+    if !is_declared {
+        return Err(format!("adopted files are the feature `{ADOPTED_FILES}`"));
+    }
+    if !(manifest.items.is_empty() && manifest.files.is_empty() && manifest.dropped.is_empty()) {
+        return Err("a step of adopted files has items of its own".to_owned());
+    }
+    for path in [&adopted.path, &adopted.checksums.path] {
+        if path.is_empty() || path.contains('\0') || path.len() > MAX_PATH_BYTES {
+            return Err(format!("`{}` cannot be the path of adopted files", path.escape_debug()));
+        }
+    }
+    Ok(())
 }
 
 fn check_dir(dir: &str) -> std::result::Result<(), String> {

@@ -33,8 +33,10 @@ const FORMAT_NAME: &str = "stepwell";
 const LAST_LINE_BYTES: usize = 23;
 /// Data files are parts of others: [`FileEntry::within`].
 pub const NODE_FILES: &str = "node_files";
+/// The step's bytes are in files of another library: [`Manifest::adopted`].
+pub const ADOPTED_FILES: &str = "adopted_files";
 /// Features that a manifest may require of this reader.
-const KNOWN_FEATURES: &[&str] = &[NODE_FILES];
+const KNOWN_FEATURES: &[&str] = &[NODE_FILES, ADOPTED_FILES];
 
 /// Keys that this version does not know. A rewrite (thinning) writes them back, so that records of
 /// a later version survive an earlier one.
@@ -69,6 +71,9 @@ pub struct Manifest {
     pub items: Vec<Item>,
     /// Every data file of every item.
     pub files: Vec<FileEntry>,
+    /// The files of another library that have the bytes of the step. It has no items then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub adopted: Option<AdoptedFiles>,
     /// Items that were thinned away after the commit.
     #[serde(default)]
     pub dropped: Vec<Tombstone>,
@@ -170,6 +175,40 @@ pub struct WithinEntry {
     pub path: String,
     /// Offset of the data file in it, in bytes.
     pub offset: u64,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
+}
+
+/// A checkpoint of another library, and the file with its checksums. Both paths are absolute, or
+/// relative to the root.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdoptedFiles {
+    /// The checkpoint: a file or a directory.
+    pub path: String,
+    /// True if it is read as a step of the root above it: that may be more than the path alone.
+    pub of_root: bool,
+    /// The library that wrote it.
+    pub family: String,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// The file with its checksums.
+    pub checksums: ChecksumsEntry,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
+}
+
+/// A file with the checksums of an adopted checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChecksumsEntry {
+    /// Absolute, or relative to the root.
+    pub path: String,
+    /// In bytes.
+    pub length: u64,
+    /// CRC-32C of its content, which the file ends with.
+    #[serde(with = "json::hex_u32")]
+    pub crc32c: u32,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Others,

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::{
-    Attempt, FileEntry, IndexEntry, Item, Manifest, NODE_FILES, Others, Tombstone, TopLevel, WithinEntry,
-    stored_files,
+    ADOPTED_FILES, AdoptedFiles, Attempt, ChecksumsEntry, FileEntry, IndexEntry, Item, Manifest, NODE_FILES,
+    Others, Tombstone, TopLevel, WithinEntry, stored_files,
 };
 use crate::error::{Error, Result};
 use crate::format::checksum::crc32c;
@@ -60,6 +60,7 @@ pub(crate) fn sample() -> Manifest {
                 others: Others::new(),
             },
         ],
+        adopted: None,
         dropped: vec![Tombstone {
             item: "data".into(),
             dir: "i2".into(),
@@ -393,5 +394,51 @@ proptest! {
         let line = format!("{{\"crc32c\": \"{:08x}\"}}\n", crc32c(&body));
         body.extend_from_slice(line.as_bytes());
         let _ = decode(&body);
+    }
+}
+
+/// A step whose bytes are files of another library.
+fn adopted() -> Manifest {
+    let checksums = ChecksumsEntry {
+        path: "../outputs/checkpoint-100/.stepwell-checksums".into(),
+        length: 900,
+        crc32c: 0x00C0_FFEE,
+        others: Others::new(),
+    };
+    let adopted = AdoptedFiles {
+        path: "../outputs/checkpoint-100".into(),
+        of_root: true,
+        family: "Hugging Face Trainer".into(),
+        bytes: 1 << 40,
+        checksums,
+        others: Others::new(),
+    };
+    Manifest {
+        required_features: vec![ADOPTED_FILES.into()],
+        items: Vec::new(),
+        files: Vec::new(),
+        dropped: Vec::new(),
+        adopted: Some(adopted),
+        ..sample()
+    }
+}
+
+#[test]
+fn a_step_of_adopted_files_has_no_items() {
+    type Change = fn(&mut Manifest);
+    let manifest = adopted();
+    assert_eq!(Manifest::decode(&manifest.encode().unwrap(), Path::new("m")).unwrap(), manifest);
+    let cases: [(Change, &str); 5] = [
+        (|one| one.items = sample().items, "items of its own"),
+        (|one| one.required_features.clear(), ADOPTED_FILES),
+        (|one| one.adopted = None, "not named"),
+        (|one| one.adopted.as_mut().unwrap().path.clear(), "cannot be the path"),
+        (|one| one.adopted.as_mut().unwrap().checksums.path = "x\0".into(), "cannot be the path"),
+    ];
+    for (change, text) in cases {
+        let mut manifest = adopted();
+        change(&mut manifest);
+        let error = manifest.encode().unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
     }
 }
