@@ -66,7 +66,7 @@ pub(crate) fn damage(
         )));
     }
     let length = files.checksums.length;
-    let is_there = |stat: &Stat| stat.kind == EntryKind::File && stat.len == length;
+    let is_there = |stat: &Stat| stat.kind == EntryKind::File && stat.len >= length;
     if stat(disk, &checksums)?.as_ref().is_some_and(is_there) {
         return Ok(None);
     }

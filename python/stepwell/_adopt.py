@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from ._adopted_step import reference
 from ._checkpoint import Damage
 from ._checks import flag, progress_callback
 from ._locations import Path, explain, readable
 from ._opening import foreign, is_own
 from ._public import public
-from .errors import MisuseError, StepNotFound, StepwellError
+from .errors import MisuseError, StepExists, StepNotFound, StepwellError
 
 if TYPE_CHECKING:
+    from . import _core
+    from .formats import Description
     from .formats.adoption import Adoption
 
 _Progress = Callable[[int, int], object]
@@ -82,7 +86,6 @@ def adopt(
         raise MisuseError(f"{where} is of stepwell, and has checksums. Pass a checkpoint of another library")
     flag(check, "check")
     from . import formats
-    from .formats import adoption
 
     if check:
         target, known = formats.find_adoption(where, step)
@@ -92,13 +95,68 @@ def adopt(
     found = foreign(where, step, adopted=not flag(replace, "replace"))
     if found is None:
         raise StepNotFound(f"{where} is no checkpoint of another library: {explain(where)}")
-    target = where if found.step is None and step is None else found.path
-    files, others = found.own_files(), list[str]()
-    if os.path.isdir(target):
-        files, others = _of_directory(target, files)
+    target = found.path if found.of_root else where
     found.open("auto").close()  # refuses what cannot be read
-    before = None if replace else adoption.of(target)
-    return _report(target, adoption.write(target, files, found.guarded, before, progress), left_out=others)
+    known, others = _written(found, target, replace, progress)
+    return _report(target, known, left_out=others)
+
+
+def _written(
+    found: Description, path: str, replace: bool, progress: _Progress | None
+) -> tuple[Adoption, list[str]]:
+    """Computes and keeps the checksums of a checkpoint. Returns directories that are left out,
+    too."""
+    from .formats import adoption
+
+    files, others = found.own_files(), list[str]()
+    if os.path.isdir(path):
+        files, others = _of_directory(path, files)
+    before = None if replace else adoption.of(path)
+    return adoption.write(path, files, found.guarded, before, progress), others
+
+
+def adopt_step(
+    core: _core.Manager,
+    root: str,
+    path: Path,
+    step: int | None,
+    from_step: int | str | None,
+    metrics: dict[str, float],
+    metadata: str,
+    progress: _Progress | None,
+) -> int:
+    """Commits a step whose bytes are files of another library; see
+    :meth:`stepwell.CheckpointManager.adopt`. The checksums are written before the step is."""
+    progress_callback(progress)
+    where = readable(path)
+    if is_own(where):
+        raise MisuseError(
+            f"{where} is of stepwell. Copy its step with add(), of the checkpoint that sw.open returns"
+        )
+    from . import formats
+
+    # The path of a step is also that of a part, such as the model of the Trainer.
+    whole = formats.find_at(where) if from_step is None else None
+    found = whole or foreign(where, from_step)
+    if found is None:
+        raise StepNotFound(f"{where} is no checkpoint of another library: {explain(where)}")
+    target = found.path if found.of_root else where
+    number = found.step if step is None else step
+    if number is None:
+        raise MisuseError(f"{target} has no number of a step: pass step=")
+    try:
+        core.free_name(number)  # before anything is written
+    except StepExists as error:
+        error.args = (
+            f"{root} has a step {number} already. Pass another number as step=, or delete that one",
+        )
+        raise
+    opened = found.open("auto")  # refuses what cannot be read
+    written: int = json.loads(opened.manifest())["committed_unix_ns"]
+    opened.close()
+    known = found.adoption or _written(found, target, False, progress)[0]
+    core.adopt(number, reference(found, target, known, root), written, metrics, metadata)
+    return number
 
 
 def _is_checkpoint(path: str) -> bool:

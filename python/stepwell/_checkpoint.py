@@ -51,13 +51,13 @@ from ._restore.report import RestoreReport
 from ._restore.structure import Structure, kind_of
 from ._state.leaves import Reviver
 from ._state.specs import ArraySpec, ObjectSpec, as_rank, to_dtype
-from ._steps import utc
+from ._steps import AdoptedFiles, utc
 from ._types import Metrics
 from .errors import ClosedError, MisuseError, StepwellError
 
 if TYPE_CHECKING:
     from ._comparison import Difference
-    from ._distributed.agreement import Together
+    from ._distributed.agreement import Together, Unasked
     from ._distributed.exchange import Exchange
     from ._restore.restore import Restored
     from .formats.adoption import Adoption
@@ -312,6 +312,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
 
     __slots__ = (
         "__weakref__",
+        "_adopted_step",
         "_adoption",
         "_copies",
         "_core",
@@ -328,6 +329,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         adoption: Adoption | None = None,
         copies: Copies | None = None,
         stamps: Mapping[str, Stamp] | None = None,
+        adopted_step: _core.Checkpoint | None = None,
     ) -> None:
         self._core: _core.Checkpoint | None = core
         #: The number of a step of another library.
@@ -338,6 +340,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         self._copies = copies
         #: The stamps of files of another library, unless checksums show what changes.
         self._stamps = stamps
+        #: The step of a root that these files are, leased.
+        self._adopted_step = adopted_step
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
@@ -346,6 +350,11 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         if self._core is None:
             raise ClosedError("this checkpoint was closed; open it again")
         return self._core
+
+    def _with(self, core: _core.Checkpoint) -> Checkpoint:
+        """This checkpoint, with its tensors in another arrangement. It keeps no lease of its
+        own."""
+        return Checkpoint(core, self._foreign_step, self._adoption, self._copies, None, self._adopted_step)
 
     def _of_ours(self) -> _core.Checkpoint:
         """Refuses files of another library."""
@@ -429,7 +438,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     @property
     def path(self) -> str:
         """Its path."""
-        return self._open().path()
+        core = self._open()
+        return core.path() if self._adopted_step is None else self._adopted_step.path()
 
     @property
     def step(self) -> int:
@@ -440,6 +450,19 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
     def _number(self) -> int | None:
         """Its number, if it has one."""
         return self.step if self.manifest["format_version"] else self._foreign_step
+
+    @property
+    def adopted(self) -> AdoptedFiles | None:
+        """The files of another library that have the bytes of this step, if it was adopted:
+        :class:`stepwell.results.AdoptedFiles`."""
+        if self._adopted_step is None:
+            return None
+        return AdoptedFiles.of(self.manifest["adopted"], os.path.dirname(self.path))
+
+    def _metrics(self) -> dict[str, float]:
+        """The metrics that were saved with it."""
+        core = self._open()
+        return core.metrics() if self._adopted_step is None else self._adopted_step.metrics()
 
     @property
     def manifest(self) -> Manifest:
@@ -531,7 +554,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
                 nbytes += size if tied is None else 0
                 specs.append(spec)
         manifest = self.manifest
-        metrics = {str(name): float(value) for name, value in core.metrics().items()}
+        metrics = {str(name): float(value) for name, value in self._metrics().items()}
         return Metadata(
             step=self._number,
             tree=structure.build(0, specs.__getitem__) if structure.nodes else {},
@@ -585,7 +608,11 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         changes nothing. Raises the errors that ``restore`` would raise about the match."""
         checked = RestoreOptions.of(options, "plan").reading_alone()
         with as_rank(coordinators.initialised_rank()):
-            found = plan.plan(self._open(), checked, self.manifest["items"])
+            return self._planned(checked)
+
+    def _planned(self, options: RestoreOptions, others: Unasked | None = None) -> RestorePlan:
+        """Plans a restore; ``others`` stands for the other ranks, where there are some."""
+        found = plan.plan(self._open(), options, self.manifest["items"], others)
         found.path, found.step = self.path, self._number
         return found
 
@@ -659,7 +686,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         progress: Callable[[int, int], object] | None = None,
     ) -> str:
         """Copies the checkpoint to a free path, byte for byte, and returns that path. The copy is
-        verified and durable before it gets its name.
+        verified and durable before it gets its name. The copy of a step that was adopted has the
+        values in files of its own, and is verified once it has its name.
 
         Args:
             path: the free path.
@@ -672,13 +700,23 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         """
         where = absolute(path)
         check_destination(where)
-        self._of_ours().copy(where, copied_part(include, exclude, metrics), progress)
+        self._copy(where, copied_part(include, exclude, metrics), progress)
         return where
+
+    def _copy(self, path: str, part: _core._Part, progress: Callable[[int, int], object] | None) -> None:
+        if self._adopted_step is None:
+            self._of_ours().copy(path, part, progress)
+        else:
+            from ._conversion.save import copy
+
+            copy(self, path, part, progress)
 
     def close(self) -> None:
         """Gives the lease up. Closing twice is fine."""
         if self._core is not None and self._owner.is_here:
             self._core.close()
+            if self._adopted_step is not None:
+                self._adopted_step.close()
         self._core = None
 
     def __enter__(self) -> Checkpoint:

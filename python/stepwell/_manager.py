@@ -31,7 +31,7 @@ from ._checks import (
 from ._choice import choice_of, copied_part
 from ._ending import Ending, end_earlier
 from ._holds import Hold, Rewound
-from ._locations import absolute, check_root, explaining
+from ._locations import Path, absolute, check_root, explaining
 from ._opening import check_not_foreign
 from ._options import Options, StepName, to_json
 from ._policies import SavePolicy, as_policy
@@ -445,7 +445,52 @@ class CheckpointManager(Reading):
             StepExists: the root has that step.
         """
         instance(checkpoint, Checkpoint, "checkpoint", "sw.open(…)")
-        self._open().add(checkpoint._of_ours(), copied_part(include, exclude, metrics), progress)
+        core, part = self._open(), copied_part(include, exclude, metrics)
+        if checkpoint.adopted is None:
+            core.add(checkpoint._of_ours(), part, progress)
+        else:
+            checkpoint._copy(os.path.join(self._root, core.free_name(checkpoint.step)), part, progress)
+
+    def adopt(
+        self,
+        path: Path,
+        step: int | None = None,
+        *,
+        from_step: int | str | None = None,
+        metrics: Metrics | None = None,
+        custom_metadata: object = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> int:
+        """Makes a checkpoint of another library a step of this root, and returns its number.
+        Nothing is copied: the step names the path of the files. If they have no checksums, this
+        call writes them first, as :func:`stepwell.adopt` does. All functions read such a step as
+        any other. When it is retired or deleted, the files stay as they are.
+
+        The step keeps a path relative to the root if the files are in the root's parent directory.
+        Then both can be moved together. The number may be below the newest step, so the history of
+        a run can be adopted later.
+
+        Args:
+            path: a checkpoint of another library, a step's path in a root of one, or the root.
+            step: the number in this root; default: the number in the other one.
+            from_step: the number or the name of a step in the other root; default: its newest
+                complete one.
+            metrics: real numbers by name, for retention.
+            custom_metadata: JSON that belongs to the step.
+            progress: as in :meth:`Checkpoint.verify`, while checksums are computed.
+
+        Raises:
+            StepExists: this root has that step.
+            StepNotFound: there is no checkpoint of another library.
+            CorruptCheckpoint: it is damaged or incomplete, or changes meanwhile.
+            MisuseError: it is a checkpoint of stepwell, it has no number, or this manager has
+                several processes.
+        """
+        from ._adopt import adopt_step
+
+        number = None if step is None else step_number(step)
+        numbers, metadata = real_numbers(metrics), metadata_json(custom_metadata)
+        return adopt_step(self._open(), self._root, path, number, from_step, numbers, metadata, progress)
 
     def delete(self, step: int) -> None:
         """Deletes a step, also the newest or the only one: who names a step means it. (Retention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from ._types import Json
 
@@ -50,6 +50,27 @@ class ManifestDropped(TypedDict):
     unix_ns: int
 
 
+class ManifestChecksums(TypedDict):
+    """The file with the checksums of an adopted checkpoint."""
+
+    #: Absolute, or relative to the root.
+    path: str
+    length: int
+    crc32c: str
+
+
+class ManifestAdopted(TypedDict):
+    """The files of another library that have the bytes of a step."""
+
+    #: The checkpoint: absolute, or relative to the root.
+    path: str
+    #: True if it is read as a step of the root above it.
+    of_root: bool
+    family: str
+    bytes: int
+    checksums: ManifestChecksums
+
+
 class Manifest(TypedDict):
     """The commit record of a step. Times are nanoseconds since 1970, sizes are bytes."""
 
@@ -63,6 +84,8 @@ class Manifest(TypedDict):
     plan_hash: str
     items: list[ManifestItem]
     files: list[ManifestFile]
+    #: Only of a step that was adopted.
+    adopted: NotRequired[ManifestAdopted]
     dropped: list[ManifestDropped]
     metrics: dict[str, float]
     custom_metadata: Json

@@ -12,6 +12,7 @@ from . import _core, coordinators
 from . import _lifecycle as lifecycle
 from . import _verification as verifying
 from . import _watcher as watching
+from ._adopted_step import of_step
 from ._checkpoint import Checkpoint, Metadata, VerifyReport
 from ._checks import flag, given_step, one_of, step_number
 from ._locations import CONTROL, MANIFEST, Path, absolute, check_watched, explaining, is_directory, readable
@@ -74,7 +75,7 @@ def open_step(where: str, step: int | str | None, map: MapLike | None, engine: s
     assert not isinstance(step, str)
     with explaining(where):
         core = _core.open_path(where, step, engine)
-    return Checkpoint(RestoreOptions(map=map).mapped(core))
+    return of_step(core, map, engine)
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> 
         if step is not None:
             raise MisuseError("step= is for a root, and this is an open checkpoint; leave it out")
         core = RestoreOptions(map=map).mapped(source._open())
-        yield source if map is None else Checkpoint(core)
+        yield source if map is None else source._with(core)
         return
     with open(source, step, map=map) as checkpoint:
         yield checkpoint
@@ -204,7 +205,7 @@ def _restore_intact(
             where,
             lambda one: attempt(manager.latest_step() if one is None else one),
             manager.all_steps,
-            lambda: damaged(manager.report()),
+            lambda: damaged(manager.report(), where),
             lambda mine: mine,
         )
     finally:

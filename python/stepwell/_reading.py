@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
+from ._adopted_step import of_step
 from ._checkpoint import Checkpoint, Metadata
 from ._checks import flag, given_step, one_of, real_numbers, shown, step_number, text
 from ._distributed import transports
 from ._distributed.agreement import Together, Unasked
 from ._distributed.exchange import Exchange
 from ._locations import Path, explaining
-from ._restore import plan
 from ._restore.fallback import newest_intact
 from ._restore.options import ChoiceKeywords, RestoreKeywords, RestoreOptions, ResumeKeywords, spelled_out
 from ._restore.plan import RestorePlan
@@ -301,7 +301,8 @@ class Reading:
         """Returns facts about a step without reading an array."""
         with self.checkpoint(step) as checkpoint:
             found = checkpoint.metadata()
-            return replace(found, metrics=self._open().metrics_of(checkpoint._open()))
+            stored = checkpoint._adopted_step or checkpoint._open()
+            return replace(found, metrics=self._open().metrics_of(stored))
 
     def metrics(self, step: int) -> dict[str, float]:
         """Metrics of a step, those that came after the commit included."""
@@ -345,7 +346,7 @@ class Reading:
     def inspect(self) -> list[StepInfo]:
         """Returns facts about every directory with a step's name, whole, damaged, or not a step, in
         order: see :class:`stepwell.results.StepInfo`."""
-        return steps(self._open().report())
+        return steps(self._open().report(), self._root)
 
     def quarantined(self) -> dict[str, str]:
         """Directories that have a step's name and are none, and why. They are never chosen and
@@ -392,7 +393,7 @@ class Reading:
     def _open_step(self, core: _core.Manager, step: int | None) -> Checkpoint:
         """Opens a step (``None``: the newest) under a lease."""
         with self._explaining():
-            return Checkpoint(core.checkpoint(step))
+            return of_step(core.checkpoint(step))
 
     def _plan(self, core: _core.Manager, step: int | None, options: RestoreKeywords) -> RestorePlan:
         """Plans this rank's part of a restore, without asking the others."""
@@ -400,7 +401,7 @@ class Reading:
         ranks = core.ranks()
         with as_rank(ranks), self._open_step(core, step) as checkpoint:
             others = None if ranks[1] == 1 else Unasked()
-            return plan.plan(checkpoint._open(), checked, checkpoint.manifest["items"], others)
+            return checkpoint._planned(checked, others)
 
     def _restore(
         self,
@@ -427,7 +428,7 @@ class Reading:
                 core, core.latest_step() if alone and one is None else one, options
             ),
             core.all_steps,
-            lambda: damaged(core.report()),
+            lambda: damaged(core.report(), self._root),
             lambda mine: alone or Together(core).same(f"pass over: {mine}"),
             can_rewind=not resuming,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from dataclasses import dataclass
 from typing import TypedDict, final
 
 from . import _core
 from ._locations import Path, absolute, explaining
+from ._manifest import ManifestAdopted
 from ._options import reader_json
 from ._public import public
 
@@ -26,6 +28,25 @@ class ItemInfo:
 
 @final
 @dataclass(frozen=True, slots=True)
+class AdoptedFiles:
+    """The files of another library that have the bytes of a step."""
+
+    #: The checkpoint.
+    path: str
+    #: The library that wrote it.
+    family: str
+    #: Bytes of its files.
+    nbytes: int
+
+    @classmethod
+    def of(cls, adopted: ManifestAdopted, root: str) -> AdoptedFiles:
+        """The files that a manifest in a root names."""
+        path = os.path.normpath(os.path.join(os.path.realpath(root), adopted["path"]))
+        return cls(path, adopted["family"], adopted["bytes"])
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class StepInfo:
     """A directory with a step's name."""
 
@@ -33,7 +54,7 @@ class StepInfo:
     step: int | None
     #: Name of the directory.
     name: str
-    #: Bytes of the data files.
+    #: Bytes of the data files in the root.
     nbytes: int
     items: tuple[ItemInfo, ...]
     #: Names of the items that were thinned away.
@@ -47,6 +68,8 @@ class StepInfo:
     committed: datetime.datetime
     #: Why it cannot be restored, or ``None``. Only :func:`stepwell.verify` reads every byte.
     damage: str | None
+    #: The files that have its bytes, if it was adopted. Retention never deletes or changes them.
+    adopted: AdoptedFiles | None = None
 
     @property
     def number(self) -> int:
@@ -75,6 +98,7 @@ class _Row(TypedDict):
     bytes: int
     items: list[_Item]
     dropped: list[str]
+    adopted: ManifestAdopted | None
     metrics: dict[str, float | str]
     metadata_keys: list[str]
     started_unix_ns: int
@@ -82,7 +106,7 @@ class _Row(TypedDict):
     damage: str | None
 
 
-def steps(report: str) -> list[StepInfo]:
+def steps(report: str, root: str) -> list[StepInfo]:
     """The engine's report on a root."""
     rows: list[_Row] = json.loads(report)
     return [
@@ -97,14 +121,15 @@ def steps(report: str) -> list[StepInfo]:
             utc(row["started_unix_ns"]),
             utc(row["committed_unix_ns"]),
             row["damage"],
+            None if row["adopted"] is None else AdoptedFiles.of(row["adopted"], root),
         )
         for row in rows
     ]
 
 
-def damaged(report: str) -> list[tuple[int, str]]:
+def damaged(report: str, root: str) -> list[tuple[int, str]]:
     """Number and damage of the steps in the engine's report that cannot be restored."""
-    return [(row.number, row.damage) for row in steps(report) if row.damage is not None]
+    return [(row.number, row.damage) for row in steps(report, root) if row.damage is not None]
 
 
 @public
@@ -115,6 +140,6 @@ def inspect(root: Path) -> list[StepInfo]:
     with explaining(path):
         core = _core.Manager(path, reader_json())
     try:
-        return steps(core.report())
+        return steps(core.report(), path)
     finally:
         core.close(None)

@@ -80,7 +80,10 @@ def _one(
     except (CorruptCheckpoint, StorageError) as error:
         # A missing file is damage. A disk error, or a newer format, is not.
         known = isinstance(error, CorruptCheckpoint) or error.errno == errno.ENOENT
-        if not known or error.file is None or not _is_in(path, error.file):
+        if not known or error.file is None:
+            raise
+        # Files of an adopted step are elsewhere, and its error names the step.
+        if error.step is None and not _is_in(path, error.file):
             raise
         # The damage names the file and the block already.
         block = getattr(error, "block", None)

@@ -31,10 +31,11 @@ from ._retention import RetentionDecision
 from ._roots import Root, RootStep
 from ._save_result import Save, SaveStats
 from ._state.registry import StoredEnum
-from ._steps import ItemInfo, StepInfo
+from ._steps import AdoptedFiles, ItemInfo, StepInfo
 
 __all__ = [
     "AdoptReport",
+    "AdoptedFiles",
     "Array",
     "Attached",
     "CastLeaf",

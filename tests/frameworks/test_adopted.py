@@ -177,3 +177,15 @@ def test_accelerate_loads_an_adopted_checkpoint(tmp_path: Path) -> None:
     torch.nn.init.zeros_(model.weight)
     accelerator.load_state()
     assert torch.equal(model.weight, saved)
+
+
+def test_a_step_without_a_number_is_adopted_as_the_newest(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"w": torch.ones(3)}}, tmp_path / "last.ckpt")  # as Lightning
+    report = sw.adopt(tmp_path)
+    assert (report.path, report.files) == (str(tmp_path / "last.ckpt"), 1)
+    assert sw.adopt(tmp_path, check=True).path == report.path
+    with sw.CheckpointManager(tmp_path / "run") as mgr:
+        with pytest.raises(sw.MisuseError, match="has no number of a step"):
+            mgr.adopt(tmp_path)
+        assert mgr.adopt(tmp_path, 5) == 5
+        assert (mgr.restore()["state_dict"]["w"] == 1).all()

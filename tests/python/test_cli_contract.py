@@ -182,7 +182,9 @@ def test_an_interrupt_ends_a_command_without_a_traceback(root: Path) -> None:
     assert "Traceback" not in told
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("cat", "ls", "recipe")])
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name not in ("adopt", "cat", "ls", "recipe")]
+)
 def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, tmp_path: Path) -> None:
     make_root(root)
     more: dict[str, list[object]] = {
@@ -197,9 +199,6 @@ def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, t
         "report": ["-o", tmp_path / "report.html"],
     }
     subject = "bash" if command == "completion" else root
-    if command == "adopt":
-        subject = tmp_path / "model.safetensors"
-        sw.export(root, subject, objects="skip")
     found = document(command, subject, *more.get(command, []), code=None)
     assert keys(found) == documented(command)
 
@@ -216,6 +215,11 @@ def test_documents_have_the_documented_keys(root: Path, tmp_path: Path) -> None:
     (tmp_path / "other/checkpoint_1").write_text("x")  # as Flax
     other = document("ls", tmp_path / "other")
     assert keys(steps) | keys(files) | keys(other) == documented("ls")
+    sw.export(root, tmp_path / "x.safetensors", objects="skip")
+    adopted = document("adopt", tmp_path / "x.safetensors")
+    step = document("adopt", tmp_path / "x.safetensors", "--root", root, "--step", 7)
+    assert keys(adopted) | keys(step) == documented("adopt")
+    assert keys(step["steps"][0]["adopted"]) == {"path", "family", "bytes"}
 
 
 def test_the_command_line_uses_the_public_api_only() -> None:

@@ -33,7 +33,7 @@ def cp(
     """
     chosen = include or None
     with source.open() as checkpoint:
-        if (found := format_of(checkpoint)) != "stepwell":
+        if (found := format_of(checkpoint)) != "stepwell" and checkpoint.adopted is None:
             raise MisuseError(
                 f"{checkpoint.path} is no step of stepwell: another library wrote it ({found}). "
                 "Write it as one with `stepwell convert SOURCE DESTINATION --to stepwell`"

@@ -31,7 +31,7 @@ def list_checkpoint(out: Output, target: Target) -> None:
         raise
     with checkpoint:
         nodes, manifest = checkpoint.contents(), checkpoint.manifest
-        path, found = checkpoint.path, format_of(checkpoint)
+        path, found, adopted = checkpoint.path, format_of(checkpoint), checkpoint.adopted
     inside: Counter[str] = Counter()
     for node in nodes:
         if node.kind == "array":
@@ -48,6 +48,7 @@ def list_checkpoint(out: Output, target: Target) -> None:
         {
             "path": path,
             "format": found,
+            "adopted": adopted,
             "bytes": nbytes,
             "number_of_tensors": len(arrays),
             "number_of_objects": leaves - len(arrays),
@@ -56,8 +57,9 @@ def list_checkpoint(out: Output, target: Target) -> None:
         }
     )
     objects = f", {count(leaves - len(arrays), 'object')}" if leaves > len(arrays) else ""
+    place = path if adopted is None else f"{path}, adopted from {adopted.path}"
     out.line(
-        f"{safe(path)}: {safe(found)}, {count(len(files), 'file')}, {size(nbytes)}, "
+        f"{safe(place)}: {safe(found)}, {count(len(files), 'file')}, {size(nbytes)}, "
         f"{count(len(arrays), 'tensor')}{objects}"
     )
     out.lines(_lines(out, files))

@@ -74,17 +74,18 @@ def _list_steps(out: Output, path: str, rows: list[sw.results.StepInfo], last: i
     out.line(f"{safe(path)}: {count(len(steps), 'step')}, {total}{_WRITER[beside.writer]}")
     if len(shown) < len(steps):
         out.line(out.dim(f"  the newest {len(shown)} of {len(steps)}:"))
-    out.lines(_lines(out, shown, others, beside))
+    out.lines(_lines(out, path, shown, others, beside))
     return FINE if steps and len(whole) == len(steps) and not others else PROBLEMS
 
 
 def _lines(
     out: Output,
+    root: str,
     steps: list[sw.results.StepInfo],
     others: list[sw.results.StepInfo],
     beside: Leftovers,
 ) -> Iterator[str]:
-    heads, *lines = columns([_HEADS, *map(_cells, steps)], "rlrlll")
+    heads, *lines = columns([_HEADS, *(_cells(row, root) for row in steps)], "rlrlll")
     if steps:
         yield out.dim("  " + heads)
     for line, row in zip(lines, steps, strict=True):
@@ -105,16 +106,23 @@ def _lines(
         yield f"  branch {safe(branch)}: {names} ({size(sum(one.nbytes for one in moved))}, kept by a rewind)"
 
 
-def _cells(row: sw.results.StepInfo) -> list[str]:
+def _cells(row: sw.results.StepInfo, root: str) -> list[str]:
+    files = row.adopted
+    held = " ".join([item.name for item in row.items] + [f"-{item}" for item in row.dropped])
     cells = [
         str(row.step),
         local(row.committed),
-        size(row.nbytes),
-        " ".join([item.name for item in row.items] + [f"-{item}" for item in row.dropped]),
+        size(row.nbytes if files is None else files.nbytes),
+        held if files is None else f"adopted from {_near(files.path, root)} ({files.family})",
         _few([f"{name}={value:.6g}" for name, value in row.metrics.items()]),
         _few(row.metadata_keys),
     ]
     return [safe(cell) for cell in cells]
+
+
+def _near(path: str, root: str) -> str:
+    """A path relative to a root, if that is shorter."""
+    return min(os.path.relpath(path, os.path.realpath(root)), path, key=len)
 
 
 def _few(texts: list[str] | tuple[str, ...]) -> str:

@@ -87,6 +87,7 @@ class Head(TypedDict):
     writer: str
     format_version: int
     world_size: int
+    adopted: sw.results.AdoptedFiles | None
     bytes: int
     array_bytes: int
     number_of_leaves: int
@@ -111,6 +112,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
         "writer": facts.writer,
         "format_version": facts.format_version,
         "world_size": facts.world_size,
+        "adopted": checkpoint.adopted,
         "bytes": sum(file["bytes"] for file in files),
         "array_bytes": sum(node.stored_bytes for node in nodes if node.kind == "array"),
         "number_of_leaves": nodes[0].leaves if nodes else 0,
@@ -161,7 +163,11 @@ def small_objects(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode])
 
 
 def _head_lines(out: Output, head: Head) -> Iterator[str]:
-    if head["format_version"]:
+    if head["adopted"] is not None:
+        files = head["adopted"]
+        yield f"step {head['step']}: {safe(head['path'])}, adopted from {safe(files.path)} ({safe(files.family)})"
+        when = f"modified {local(head['committed'])}"
+    elif head["format_version"]:
         yield f"step {head['step']}: {safe(head['path'])}"
         took = (head["committed"] - head["started"]).total_seconds()
         when = f"committed {local(head['committed'])}, {took:.3g} s after its save began"

@@ -20,14 +20,11 @@ from ..formats.writers import check_name
 from .files import write
 from .passed_along import Files, passed_along
 from .save import save
-from .spec import Conversion, ConversionResult, Progress, Target
+from .spec import STALL_SECONDS, Conversion, ConversionResult, Progress, Target
 
 if TYPE_CHECKING:
     from ..coordinators import Coordinator
     from ..maps import MapLike
-
-#: The most seconds without progress of another rank.
-_STALL_SECONDS = 600
 
 
 @public
@@ -175,7 +172,7 @@ def _connected(board: Coordinator | None) -> Iterator[coordinators.Meeting | Non
 def _meeting(path: str, ranks: coordinators.Meeting | None) -> Iterator[_core.Sharing]:
     """The session of the ranks that share a conversion to a path. It ends on all ranks if the
     conversion fails on this one: the others wait for it."""
-    sharing = _core.Sharing(path, ranks, _STALL_SECONDS)
+    sharing = _core.Sharing(path, ranks, STALL_SECONDS)
     try:
         yield sharing
     except BaseException as failure:

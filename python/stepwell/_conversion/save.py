@@ -22,7 +22,7 @@ from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, StepwellError
 from ..formats.description import Opaque
 from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, selected
-from .spec import Conversion, ConversionResult, Progress, digest
+from .spec import STALL_SECONDS, Conversion, ConversionResult, Progress, digest
 
 #: Bytes of the staging ring.
 _STAGING_BYTES = 64 << 20
@@ -39,9 +39,11 @@ def save(
     sharing: _core.Sharing,
     ranks: coordinators.Meeting | None,
     progress: Progress | None,
+    later: Mapping[str, float] | None = None,
 ) -> ConversionResult:
     """Saves leaves of a checkpoint as one of ours, with the ranks of ``sharing``. The save reads
-    them as it captures them. To it, they are replicated: all ranks write parts of them."""
+    them as it captures them. To it, they are replicated: all ranks write parts of them. With
+    metrics of a later date it is a copy, which has the number of the step."""
     choice, subtree = what.choice, what.subtree
     core, begun, reads = checkpoint._open(), time.monotonic(), _core.StoredReads()
     leaves = selected(checkpoint, core, choice, subtree)
@@ -69,7 +71,8 @@ def save(
         return ConversionResult(path, "stepwell", {}, nbytes, 0, {}, skipped, 0.0, dry_run=True)
     names = [(leaf.number, leaf.nested_name) for leaf in arrays]
     sharing.check_equal(digest(core, [*names, *casts.items()], rank[1]).hex(), what.verify)
-    saving = _begin(path, state, casts, core.metrics(), checkpoint.manifest["custom_metadata"], ranks)
+    metrics, metadata = {**checkpoint._metrics(), **(later or {})}, checkpoint.manifest["custom_metadata"]
+    saving = _begin(path, state, casts, metrics, metadata, ranks, 0 if later is None else checkpoint.step)
     try:
         while not saving.done():
             if progress is not None and (stats := saving.stats) is not None:
@@ -95,6 +98,17 @@ def save(
     return ConversionResult(path, "stepwell", sizes, written, 0, tied, skipped, seconds, verified=what.verify)
 
 
+def copy(checkpoint: Checkpoint, path: str, part: _core._Part, progress: Progress | None) -> None:
+    """Copies an adopted step into one with bytes of its own."""
+    include, exclude, later = part
+    what = Conversion("stepwell", (include, exclude, []))
+    sharing = _core.Sharing(path, None, STALL_SECONDS)
+    try:
+        save(checkpoint, path, what, sharing, None, progress, later)
+    finally:
+        sharing.leave()
+
+
 def _begin(
     path: str,
     state: object,
@@ -102,6 +116,7 @@ def _begin(
     metrics: dict[str, float],
     metadata: object,
     ranks: coordinators.Meeting | None,
+    step: int,
 ) -> Save:
     """Begins a save whose arrays are stored tensors."""
     # The ranks read one source, so their tensors need no comparison.
@@ -111,7 +126,7 @@ def _begin(
     try:
         flat = _core.flatten(state, (None, [], list(casts.items())), ranks is None)
         text = metadata_json(metadata)
-        handle = ticket.save(flat, metrics, text, "lazy", {}, lifecycle.notifier.events)
+        handle = ticket.save(flat, metrics, text, "lazy", {}, lifecycle.notifier.events, step)
     except BaseException as error:
         ticket.fail(f"{type(error).__name__}: {error}")
         raise

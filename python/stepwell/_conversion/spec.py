@@ -20,6 +20,9 @@ Target: TypeAlias = Literal["safetensors", "torch", "npz", "dcp", "megatron", "o
 #: Called with the bytes done and in all.
 Progress: TypeAlias = Callable[[int, int], object]
 
+#: The most seconds without progress of another rank.
+STALL_SECONDS = 600
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 

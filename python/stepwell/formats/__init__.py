@@ -24,7 +24,7 @@ from .description import Description, Value, of_parts
 from .files import json_value
 from .refused import refuse
 
-__all__ = ["Description", "find", "find_adoption", "find_step", "list_steps", "roots"]
+__all__ = ["Description", "find", "find_adoption", "find_at", "find_step", "list_steps", "roots"]
 
 #: Describes the files at a path; ``None``: another format.
 Format: TypeAlias = Callable[[str], Description | None]
@@ -65,6 +65,18 @@ def find_step(path: str, step: int | str | None, *, adopted: bool = True) -> Des
     with _explaining(path):
         listing = roots.find(path)
         return None if listing is None else _of_step(listing, step, adopted)
+
+
+@collecting.paused()
+def find_at(path: str, *, finished: bool = True) -> Description | None:
+    """Returns the description of a path as a step of the root above it, with all its parts;
+    ``None``: it is no step. Steps beside it are not looked at. Reads are checked if it was
+    adopted. An unfinished step is refused unless ``finished`` is false."""
+    with _explaining(path):
+        if (listing := roots.containing(path)) is None:
+            return None
+        name = os.path.basename(path)
+        return _of_listed(listing, listing.step(name) if finished else listing.named(name)[-1], True)
 
 
 def list_steps(path: str) -> roots.Listing | None:
@@ -133,7 +145,7 @@ def _of_listed(listing: roots.Listing, step: roots.ForeignStep, adopted: bool) -
         found = of_parts(listing.family, step.path, parts)
     else:
         found = _required(step.checkpoint or step.path, reading, of_their_own)
-    found.path, found.step = step.path, step.number
+    found.path, found.step, found.of_root = step.path, step.number, True
     found.adoption, found.reading = known, reading
     return found
 
@@ -141,7 +153,7 @@ def _of_listed(listing: roots.Listing, step: roots.ForeignStep, adopted: bool) -
 def _step_at(path: str, adopted: bool) -> Description | None:
     """The description of a directory that is a checkpoint only as a step of the root above it."""
     try:
-        listing = roots.containing(path)
+        listing = roots.containing(path) if os.path.isdir(path) else None
     except StepwellError:  # of the directory above, which nobody has asked for
         return None
     return None if listing is None else _of_step(listing, os.path.basename(path), adopted)

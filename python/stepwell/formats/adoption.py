@@ -23,12 +23,14 @@ from .._locations import MANIFEST
 from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from . import roots
 from .description import MAX_SIZE, Description, Guarded, Stamp, stamp_of
-from .files import corrupt, read_whole
+from .files import corrupt, read, read_whole
 
 _NAME = ".stepwell-checksums"
 #: The temporary name of that file.
 _NEW = ".new"
 _VERSION = 1
+#: The end of the line of JSON, behind its rows.
+_END = b"]}"
 #: Bytes of a block.
 _BLOCK_BYTES = 64 << 10
 #: The longest file of checksums: those of 12 TB.
@@ -61,6 +63,10 @@ class Adoption:
     #: By name, relative to the directory.
     rows: Mapping[str, AdoptedRow]
     block_bytes: int
+    #: The bytes of the file up to the end of its last row, and their CRC-32C. A file that gets more
+    #: rows begins with the same bytes.
+    length: int
+    crc: str
 
     def check_in(self, reading: _core.Reading) -> None:
         """Has the reads of these files checked in a reading."""
@@ -69,6 +75,15 @@ class Adoption:
                 reading.adopt(self.path(name), self.block_bytes, row.length, row.crcs)
         except (MisuseError, ValueError, OverflowError) as error:
             raise _damaged(self.file, str(error)) from error
+
+    def nbytes_of(self, path: str) -> int:
+        """Bytes of the files of a checkpoint."""
+        name = os.path.relpath(path, self.directory)
+        return sum(
+            row.length
+            for one, row in self.rows.items()
+            if name in (os.curdir, one) or one.startswith(name + os.sep)
+        )
 
     def path(self, name: str) -> str:
         """The path of a file, without links."""
@@ -188,7 +203,19 @@ def _read(directory: str, file: str) -> Adoption:
             rows[name] = AdoptedRow(length, base64.b64decode(row["crc32c"], validate=True))
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise _damaged(file, f"{type(error).__name__}: {error}") from error
-    return Adoption(directory, file, rows, block_bytes)
+    return Adoption(directory, file, rows, block_bytes, *_rows_of(text))
+
+
+def _rows_of(text: bytes) -> tuple[int, str]:
+    """The bytes of checksums up to the end of the last row, and their CRC-32C."""
+    begin = text.removesuffix(_END)
+    return len(begin), f"{_core.crc32c(begin):08x}"
+
+
+def begins_with(known: Adoption, length: int, crc: str) -> bool:
+    """True if the file of these checksums begins with bytes of that length and CRC-32C. Then it has
+    the same rows as before, and maybe more."""
+    return f"{_core.crc32c(read(known.file, 0, length)[0]):08x}" == crc
 
 
 def _is_below(name: str) -> bool:
@@ -220,6 +247,8 @@ def write(
     }
     if before is not None:
         _check_same(before, rows)
+        # New rows come last: steps of roots name the first ones.
+        rows = {name: rows[name] for name in (*before.rows, *rows)}
     content = {
         "stepwell_checksums": _VERSION,
         "block_bytes": _BLOCK_BYTES,
@@ -230,7 +259,7 @@ def write(
     }
     text = json.dumps(content)
     _core.write_record(place(path), f"{text}\n{_core.crc32c(text.encode()):08x}\n")
-    return Adoption(directory, place(path), rows, _BLOCK_BYTES)
+    return Adoption(directory, place(path), rows, _BLOCK_BYTES, *_rows_of(text.encode()))
 
 
 def _settled(files: Sequence[str]) -> list[Stamp]:

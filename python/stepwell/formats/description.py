@@ -157,6 +157,8 @@ class Description:
     memory: bytes = b""
     #: The number of the step that it is, if it has one.
     step: int | None = None
+    #: True if it was found as a step of a root, whose number may be unknown.
+    of_root: bool = False
     #: The checksums of its files, if it was adopted.
     adoption: Adoption | None = None
     #: The reading that its files belong to.
@@ -172,8 +174,9 @@ class Description:
         return sorted(file for file in found if os.path.isfile(file))
 
     @collecting.paused()
-    def open(self, engine: str, given: str | None = None) -> _core.Checkpoint:
-        """Opens it. ``given``: the path that the caller has passed, if it is another one."""
+    def open(self, engine: str, given: str | None = None, step: Manifest | None = None) -> _core.Checkpoint:
+        """Opens it. ``given``: the path that the caller has passed, if it is another one. ``step``:
+        the manifest of the step that adopted it."""
         rows = _Rows()
         rows.add(self.state, 0, None)
         for own in self.files:
@@ -226,6 +229,13 @@ class Description:
             "metrics": {},
             "custom_metadata": dict(self.metadata) or None,
         }
+        if step is not None:
+            manifest["step"], manifest["adopted"] = step["step"], step["adopted"]
+            manifest["started_unix_ns"] = step["started_unix_ns"]
+            manifest["committed_unix_ns"] = step["committed_unix_ns"]
+            manifest["metrics"] = step["metrics"]
+            if step["custom_metadata"] is not None:
+                manifest["custom_metadata"] = step["custom_metadata"]
         with self.reading:
             return _core.Checkpoint.foreign(
                 given or self.path,

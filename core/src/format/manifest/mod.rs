@@ -204,9 +204,9 @@ pub struct AdoptedFiles {
 pub struct ChecksumsEntry {
     /// Absolute, or relative to the root.
     pub path: String,
-    /// In bytes.
+    /// Bytes from its start on. The file may have more, if files were added later.
     pub length: u64,
-    /// CRC-32C of its content, which the file ends with.
+    /// CRC-32C of these bytes.
     #[serde(with = "json::hex_u32")]
     pub crc32c: u32,
     /// Keys that this version does not know.

@@ -57,11 +57,11 @@ def find(path: str) -> Listing | None:
 
 
 def containing(path: str) -> Listing | None:
-    """Lists a directory that is a step of the root above it; ``None`` if it is none. Other entries
-    of the root are not looked at: there may be very many."""
+    """Lists a step of the root above it; ``None`` if the path is none. Other entries of the root
+    are not looked at: there may be very many."""
     root, name = os.path.split(path)
     beside = (name, f"{name}{lightning.UNFINISHED}", *trackers.POINTERS)
     names = sorted({one for one in beside if os.path.lexists(os.path.join(root, one))})
-    listings = (family(root, names) for family in _FAMILIES) if os.path.isdir(path) else ()
+    listings = (family(root, names) for family in _FAMILIES)
     found = [one for one in listings if one is not None and any(step.path == path for step in one.steps)]
     return found[0] if len(found) == 1 else None
