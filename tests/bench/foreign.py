@@ -45,6 +45,7 @@ SOURCES = {
     "torch.save": "model.pt",
     "Megatron": "megatron",
     "ZeRO-3": "zero-3/global_step1",
+    "ZeRO-3 with slots": "zero-3-with-slots/global_step1",
 }
 LAYERS_PER_GIB = 2
 #: The layers of an 8B Llama.
@@ -65,9 +66,10 @@ OURS = {
     "torch.save → safetensors": ("torch.save", "safetensors", None),
     "Megatron → Hugging Face": ("Megatron", "safetensors", "megatron-to-hf-llama"),
     "ZeRO-3 → safetensors": ("ZeRO-3", "safetensors", None),
+    "ZeRO-3 with slots → stepwell": ("ZeRO-3 with slots", "stepwell", None),
 }
 #: The least rates, as a share of the raw copy's, and the most memory: the budget and 64 MiB.
-LEAST_RATE = dict.fromkeys(OURS, 0.8) | {"Megatron → Hugging Face": 0.7, "ZeRO-3 → safetensors": 0.7}
+LEAST_RATE = dict.fromkeys(OURS, 0.8) | {name: 0.7 for name in OURS if name.startswith(("Megatron", "ZeRO"))}
 MOST_MIB = 256 + 64
 
 #: An operation: its imports are made before it converts a source to a target.
@@ -153,12 +155,24 @@ def torch_to_safetensors() -> Callable[[Path, Path], object]:
     return lambda source, target: save_file(torch.load(source, weights_only=True), target)
 
 
+def universal() -> Callable[[Path, Path], object]:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.checkpoint import ds_to_universal
+
+    workers = {"num_extract_workers": 2, "num_merge_workers": 2}
+    options = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True, **workers}
+    return lambda source, target: ds_to_universal.main(
+        argparse.Namespace(input_folder=str(source), output_folder=str(target), **options)
+    )
+
+
 #: The source of each operation, and the operation.
 OPERATIONS: dict[str, tuple[str, Operation]] = {
     **{f"raw copy: {source}": (source, raw) for source in SOURCES},
     **{name: (source, conversion(to, recipe)) for name, (source, to, recipe) in OURS.items()},
     "dcp_to_torch_save": ("DCP", dcp_to_torch_save),
     "torch.load, save_file": ("torch.save", torch_to_safetensors),
+    "ds_to_universal": ("ZeRO-3 with slots", universal),
 }
 
 
@@ -178,6 +192,12 @@ def child(name: str, folder: Path) -> None:
     answer(measure)
 
 
+def size_of(path: Path) -> int:
+    """The bytes of a file, or of the files below a directory."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return sum(one.stat().st_size for one in files)
+
+
 def write_all(folder: Path, gib: float) -> None:
     """Writes a model in each format."""
     import stepwell as sw
@@ -192,6 +212,7 @@ def write_all(folder: Path, gib: float) -> None:
     with contextlib.redirect_stderr(io.StringIO()):
         dcp.save(state, checkpoint_id=folder / SOURCES["DCP"], no_dist=True)
     write_zero(folder / SOURCES["ZeRO-3"], state, 3)
+    write_zero(folder / SOURCES["ZeRO-3 with slots"], state, 3, has_slots=True)
     recipe = sw.maps.recipe("hf-llama-to-megatron", **NUMBERS)
     sw.convert(folder / SOURCES["safetensors"], folder / SOURCES["Megatron"], to="dcp", map=recipe)
 
@@ -215,8 +236,8 @@ def main() -> None:
 
 def measure(folder: Path, rounds: int) -> None:
     """Runs all rounds, and prints a table."""
-    nbytes, target = (folder / SOURCES["safetensors"]).stat().st_size, folder / "target"
-    spare = Spare(max(1 << 30, 2 * nbytes))
+    nbytes = {kind: size_of(folder / source) for kind, source in SOURCES.items()}
+    target, spare = folder / "target", Spare(max(1 << 30, 2 * nbytes["safetensors"]))
     seconds: dict[str, list[float]] = {name: [] for name in OPERATIONS}
     memory: dict[str, list[float]] = {name: [] for name in OPERATIONS}
 
@@ -236,15 +257,17 @@ def measure(folder: Path, rounds: int) -> None:
     rows = [["operation", "seconds", "GB/s", "of the raw copy", "at least", "",
              f"peak MiB, at most {MOST_MIB}", ""]]  # fmt: skip
     for name, times in seconds.items():
-        row = [name, spread(times), f"{nbytes / 1e9 / statistics.median(times):.2f}"]
-        copies = seconds[f"raw copy: {OPERATIONS[name][0]}"]
+        kind = OPERATIONS[name][0]
+        row = [name, spread(times), f"{nbytes[kind] / 1e9 / statistics.median(times):.2f}"]
+        copies = seconds[f"raw copy: {kind}"]
         ratios = [one / other for one, other in zip(copies, times, strict=True)]
         peak, is_ours = max(memory[name]), name in OURS
         least, most = LEAST_RATE.get(name), MOST_MIB if is_ours else None
         rate = "" if copies is times else spread(ratios)
         row += [rate, f"{least or ''}", verdict(statistics.median(ratios), least, at_least=True)]
         rows.append([*row, f"{peak:.0f}", verdict(peak, most)])
-    print(f"Conversions of {nbytes / 2**30:.2f} GiB, {rounds} rounds; median (quartiles)\n\n{table(rows)}\n")
+    size = nbytes["safetensors"] / 2**30
+    print(f"Conversions of a model of {size:.2f} GiB, {rounds} rounds; median (quartiles)\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":

@@ -112,9 +112,9 @@ def write_orbax(folder: Path, state: dict[str, Any]) -> None:
             checkpointer.save((folder / PLACES[kind]).absolute(), args=ocp.args.PyTreeSave(arrays))
 
 
-def write_zero(path: Path, state: dict[str, Any], stage: int) -> None:
-    """Writes tensors as the weights of DeepSpeed's optimizer on four ranks. Its slots would have
-    the same layout, and are left out. The weights of the model itself are in bfloat16."""
+def write_zero(path: Path, state: dict[str, Any], stage: int, has_slots: bool = False) -> None:
+    """Writes tensors as the weights of DeepSpeed's optimizer on four ranks. Its slots have the same
+    values, or are left out. The weights of the model itself are in bfloat16."""
     import torch
 
     path.mkdir(parents=True)
@@ -131,14 +131,17 @@ def write_zero(path: Path, state: dict[str, Any], stage: int) -> None:
         "ds_version": "0.19.8",
     }
     for rank in range(RANKS):
-        base = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-        optimizer = {"zero_stage": stage, "partition_count": RANKS if stage == 3 else [RANKS]}
+        base: dict[str, Any] = {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+        optimizer: dict[str, Any] = {"zero_stage": stage, "partition_count": RANKS if stage == 3 else [RANKS]}
         if stage == 3:
-            shares = [_share(one, rank) for one in whole.values()]
-            optimizer |= {"fp32_flat_groups": [torch.cat(shares)], "optimizer_state_dict": base}
+            own = torch.cat([_share(one, rank) for one in whole.values()])
+            optimizer |= {"fp32_flat_groups": [own], "optimizer_state_dict": base}
         else:
             own = _part(list(whole.values()), rank * size, (rank + 1) * size)
             optimizer |= {"single_partition_of_fp32_groups": [own], "base_optimizer_state": base}
+        if has_slots:
+            slots = {slot: own.clone() for slot in ("exp_avg", "exp_avg_sq")}
+            base["state"] = {0: {**slots, "step": torch.tensor(1.0)}}
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": optimizer, "ds_version": "0.19.8"}, path / name)
         if stage == 3:
