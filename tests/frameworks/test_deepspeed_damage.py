@@ -956,3 +956,51 @@ def test_steps_without_overflows_are_compared(tmp_path: Path) -> None:
     model(files)["skipped_steps"] = 2
     with sw.open(write(tmp_path / "c", files)) as checkpoint:
         assert not checkpoint.metadata().custom_metadata
+
+
+def plain_run() -> tuple[Any, Any, Any]:
+    """A model with the parameters, its optimizer, and a scheduler."""
+    plain = torch.nn.Module()
+    for name, value in VALUES.items():
+        plain.register_parameter(name, torch.nn.Parameter(torch.zeros_like(value)))
+    groups = [{"params": [getattr(plain, name) for name in group]} for group in SHAPES]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    return plain, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 7)
+
+
+def test_a_run_of_the_trainer_with_deepspeed_goes_on(tmp_path: Path) -> None:
+    step = tmp_path / "old" / "checkpoint-5"
+    step.mkdir(parents=True)
+    write(step / "global_step5", of_zero_2())
+    (step / "latest").write_text("global_step5")
+    (step / "trainer_state.json").write_text('{"global_step": 5}')
+    save_file({"w": np.ones(3, np.float32)}, step / "model.safetensors")
+    plain, optimizer, scheduler = plain_run()
+    torch.save({**scheduler.state_dict(), "last_epoch": 5}, step / "scheduler.pt")
+    state = {"deepspeed": sw.torch.TrainState(plain, optimizer), "scheduler": scheduler}
+    with sw.CheckpointManager(tmp_path / "new") as mgr:
+        state, first = mgr.resume(state, start=sw.Start(tmp_path / "old", unexpected="ignore"))
+    assert (first, scheduler.last_epoch) == (6, 5)
+    for name, value in VALUES.items():
+        parameter = getattr(plain, name)
+        assert torch.equal(parameter.detach(), value)
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], value + 1000)
+
+
+def test_a_run_of_deepspeed_without_zero_goes_on(tmp_path: Path) -> None:
+    saved, optimizer, _ = plain_run()
+    sum(one.sum() for one in saved.parameters()).backward()
+    optimizer.step()
+    file = model_state(module=dict(VALUES), param_shapes=None, optimizer=optimizer.state_dict())
+    write(tmp_path / "old", {})
+    write(tmp_path / "old" / "global_step5", {"mp_rank_00_model_states.pt": file})
+    (tmp_path / "old" / "latest").write_text("global_step5")
+    plain, other, _ = plain_run()
+    state = {"model": plain, "optimizer": other}
+    with sw.CheckpointManager(tmp_path / "new") as mgr:
+        state, first = mgr.resume(state, start=sw.Start(tmp_path / "old", unexpected="ignore"))
+    assert first == 6
+    for name, value in VALUES.items():
+        assert torch.equal(getattr(plain, name).detach(), value)
+        slots = optimizer.state[getattr(saved, name)]
+        assert torch.equal(other.state[getattr(plain, name)]["exp_avg"], slots["exp_avg"])

@@ -273,7 +273,13 @@ def test_a_run_moves_from_orbax(tmp_path: Path) -> None:
         manager.wait_until_finished()
     other = JaxRun(9)
     # Orbax has stored ``None`` for states without leaves.
-    start = sw.Start(tmp_path / "old", unexpected="ignore")
+    start = sw.Start(tmp_path / "old", unexpected={"opt_state[1]": "ignore"})
+    sgd = {"params": other.state["params"], "opt_state": optax.sgd(0.1).init(other.state["params"])}
+    with (
+        sw.CheckpointManager(tmp_path / "sgd") as mgr,
+        pytest.raises(sw.MismatchError, match=r"opt_state\[0\]/mu"),
+    ):
+        mgr.resume(sgd, start=start)
     assert moved(tmp_path / "new", other.state, other.step, start=start) == expected[MOVED:]
 
 
