@@ -216,6 +216,39 @@ def test_verify_checks_the_checksums_of_compressed_arrays(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_verify_checks_members_without_a_tensor(tmp_path: Path, save: Save) -> None:
+    archive = tmp_path / "x.npz"
+    save(archive, w=np.arange(100.0), text=np.array(["a", "b"]), v=np.ones(3))
+    assert sw.verify(archive).ok
+    with zipfile.ZipFile(archive) as found:
+        contents = {name: found.read(name) for name in found.namelist()}
+        crcs = {row.filename: row.CRC for row in found.infolist()}
+    contents["w.npy"] = contents["w.npy"].replace(b"<f8", b"<d8")
+    method = zipfile.ZIP_STORED if save is np.savez else zipfile.ZIP_DEFLATED
+    with zipfile.ZipFile(archive, "w", method) as written:
+        for name, content in contents.items():
+            written.writestr(name, content)
+        written.getinfo("w.npy").CRC = crcs["w.npy"]  # that of the member before the damage
+    assert "<d8" in str(sw.restore(archive)["w"])  # listed, and not restored
+    (damage,) = sw.verify(archive).damages
+    assert damage.file == str(archive)
+    assert run("verify", archive).exit_code == 1
+
+
+def test_an_end_record_without_entries_is_damage(tmp_path: Path) -> None:
+    archive = tmp_path / "x.npz"
+    np.savez(archive)
+    assert sw.restore(archive) == {}
+    np.savez(archive, w=np.ones(3))
+    content = bytearray(archive.read_bytes())
+    end = content.rindex(b"PK\x05\x06")
+    content[end + 8 : end + 20] = bytes(12)  # entries, bytes and place of the directory
+    archive.write_bytes(content)
+    with pytest.raises(sw.CorruptCheckpoint, match=r"x\.npz.*member"):
+        sw.restore(archive)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_archives_without_checksums_are_unguarded(tmp_path: Path, save: Save) -> None:
     archive = tmp_path / "x.npz"
     save(archive, w=counted((300,)), v=counted((40, 50)))

@@ -147,8 +147,8 @@ class Description:
     state: object
     #: Text that the files carry beside the tensors.
     metadata: Mapping[str, str] = field(default_factory=dict)
-    #: Files of the checkpoint, also those without a tensor.
-    files: Sequence[str] = ()
+    #: Files of the checkpoint, and compressed parts of them, also those without a tensor.
+    files: Sequence[str | Compressed] = ()
     #: Returns the ranges that have checksums, by file. Those of one file do not overlap.
     guarded: Callable[[], Mapping[str, Sequence[Guarded]]] = dict
     #: Tensors that the state leaves out, because another one has to have the same values.
@@ -170,7 +170,7 @@ class Description:
         """The paths of its files."""
         rows = _Rows()
         rows.add(self.state, 0, None)
-        found = {self.path, *self.files, *map(_path_of, rows.files)}
+        found = {self.path, *map(_path_of, self.files), *map(_path_of, rows.files)}
         return sorted(file for file in found if os.path.isfile(file))
 
     @collecting.paused()

@@ -18,6 +18,8 @@ FAMILY = "numpy"
 _SUFFIX = ".npy"
 _MAGIC = b"\x93NUMPY"
 _ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")
+#: Bytes of an archive without a member: its end record.
+_EMPTY_BYTES = 22
 #: Bytes that tell the formats apart.
 _START_BYTES = 6
 
@@ -53,15 +55,19 @@ def describe(path: str) -> Description | None:
     if start == _MAGIC:
         (array,) = _arrays(path, [("", path, 0, length)])
         return Description(FAMILY, path, array)
-    return _archive(path) if start[:4] in _ZIP_MAGICS else None
+    return _archive(path, length) if start[:4] in _ZIP_MAGICS else None
 
 
-def _archive(path: str) -> Description | None:
+def _archive(path: str, file_length: int) -> Description | None:
     directory = _core.ZipDirectory(os.path.realpath(path))
     members = directory.members()
     if not any(member[0].endswith(_SUFFIX) for member in members) and (members or not path.endswith(".npz")):
         return None
+    if not members and file_length > _EMPTY_BYTES:
+        raise corrupt(path, f"its end record names no member, and the file has {file_length} bytes")
     state: dict[str, Tensor | Opaque] = {}
+    #: Compressed members. A verification decodes all of them, also those without a tensor.
+    streams: list[Compressed] = []
     arrays: list[tuple[str, str | Compressed, int, int]] = []
     offsets = directory.contents(range(len(members)))
     for (member, method, crc, stored, length), offset in zip(members, offsets, strict=True):
@@ -69,11 +75,16 @@ def _archive(path: str) -> Description | None:
         if name in state:
             raise corrupt(path, f"array `{name}` occurs twice, as `{name}` and `{name}{_SUFFIX}`")
         state[name] = Opaque(f"file of {length} bytes")
+        file: str | Compressed = path
+        if method != "stored":
+            file, offset = Compressed(path, offset, stored, length, crc), 0
+            streams.append(file)
         if member.endswith(_SUFFIX):
-            stream = Compressed(path, offset, stored, length, crc)
-            arrays.append((name, path, offset, length) if method == "stored" else (name, stream, 0, length))
+            arrays.append((name, file, offset, length))
     state.update(zip((name for name, *_ in arrays), _arrays(path, arrays), strict=True))
-    return Description(FAMILY, path, state, guarded=lambda: {path: guarded(members, offsets)})
+    return Description(
+        FAMILY, path, state, files=[path, *streams], guarded=lambda: {path: guarded(members, offsets)}
+    )
 
 
 def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> list[Tensor | Opaque]:
