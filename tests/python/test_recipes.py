@@ -75,7 +75,7 @@ def configured(model: Path, **changes: object) -> Path:
 @pytest.mark.parametrize("name", sw.maps.recipes())
 def test_a_recipe_is_short_and_has_a_way_back(name: str) -> None:
     text = sw.maps.recipe_toml(name)
-    assert len(text.splitlines()) <= 90
+    assert len(text.splitlines()) <= 110
     assert sw.maps.recipe(name).about
     first, to, second = name.partition("-to-")
     assert to
@@ -410,6 +410,132 @@ def test_what_is_not_there_is_reported(model: Path) -> None:
     assert found.uncovered == ()
 
 
+def without(model: Path, *lost: str) -> Path:
+    """The directory without tensors whose names have one of these texts."""
+    kept = {name: one for name, one in llama().items() if not any(text in name for text in lost)}
+    save_file(kept, model / "model.safetensors")
+    return model
+
+
+def says_that_it_lacks(path: Path, leaf: str, map: str, **numbers: int) -> None:
+    """A restore and a check name the missing leaf."""
+    found = sw.maps.recipe(map, **numbers)
+    with pytest.raises(sw.MisuseError) as caught:
+        sw.restore(path, map=found)
+    coverage = found.check(path)
+    assert not coverage
+    assert leaf in coverage.missing or any(f"`{leaf}` is missing" in one for one in coverage.problems)
+    assert leaf in str(caught.value) or "it has 1 of {i}, and" in str(caught.value)
+
+
+@pytest.mark.parametrize("stacked", [0, 1])
+@pytest.mark.parametrize(
+    ("lost", "leaf"),
+    [
+        ("1.mlp.down_proj", "model.layers.1.mlp.down_proj.weight"),
+        ("1.input_layernorm", "model.layers.1.input_layernorm.weight"),
+        ("layers.1.", "model.layers.1.input_layernorm.weight"),
+        ("lm_head", "lm_head.weight"),
+    ],
+)
+def test_a_model_without_a_tensor_is_refused(model: Path, lost: str, leaf: str, stacked: int) -> None:
+    without(configured(model, num_hidden_layers=LAYERS, tie_word_embeddings=False), lost)
+    says_that_it_lacks(model, leaf, THERE, stacked=stacked)
+    if stacked:
+        says_that_it_lacks(model, leaf, "hf-llama-to-jax")
+    if lost.startswith("1."):
+        configured(model)
+        says_that_it_lacks(model, leaf, THERE, stacked=stacked)
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [(3, "`model.layers.2.[a-z_.]*` is missing"), (1, "`model.layers.1.[a-z_.]*` is one too many")],
+)
+def test_the_layers_are_those_of_the_configuration(
+    model: Path, tmp_path: Path, layers: int, says: str
+) -> None:
+    sw.save(tmp_path / "there", sw.restore(configured(model), map=THERE))
+    configured(model, num_hidden_layers=layers)
+    for map in (THERE, "hf-llama-to-jax"):
+        with pytest.raises(sw.MisuseError, match=says):
+            sw.restore(model, map=map)
+    with pytest.raises(sw.MisuseError, match=says):
+        sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, config=model))
+    with pytest.raises(sw.MisuseError, match=says):
+        sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, **NUMBERS, layers=layers))
+
+
+def test_the_way_back_gives_no_incomplete_model(model: Path, tmp_path: Path) -> None:
+    there = sw.restore(configured(model), map=THERE)
+    name = "decoder.layers.mlp.linear_fc2.weight"
+    sw.save(tmp_path / "there", {**there, name: there[name][:1]})
+    with pytest.raises(sw.MisuseError, match=r"`model\.layers\.1\.mlp\.down_proj\.weight` is missing"):
+        sw.restore(tmp_path / "there", map=sw.maps.recipe(BACK, config=model))
+    del there["output_layer.weight"]
+    sw.save(tmp_path / "tied", there)
+    configured(model, tie_word_embeddings=False)
+    with pytest.raises(sw.MisuseError, match=r"`output_layer.weight` matches no leaf"):
+        sw.restore(tmp_path / "tied", map=sw.maps.recipe(BACK, config=model))
+    configured(model, tie_word_embeddings=True)
+    assert "lm_head.weight" not in sw.restore(tmp_path / "tied", map=sw.maps.recipe(BACK, config=model))
+
+
+@pytest.mark.parametrize("stacked", [0, 1])
+@pytest.mark.parametrize(
+    ("lost", "says"),
+    [
+        (
+            {"experts.2."},
+            r"`model.layers.0.block_sparse_moe.experts.2.w1.weight` is missing: \{e\} has the numbers",
+        ),
+        ({"1.block_sparse_moe.experts.2."}, "experts.2.w1.weight` is missing|it has 2 of {e}"),
+        (
+            {"1.block_sparse_moe.gate"},
+            "`model.layers.1.block_sparse_moe.gate.weight` is missing|it has 1 of {i}",
+        ),
+    ],
+)
+def test_a_model_without_an_expert_is_refused(
+    tmp_path: Path, lost: set[str], says: str, stacked: int
+) -> None:
+    tensors = {name: one for name, one in llama().items() if ".mlp." not in name}
+    for i in range(LAYERS):
+        moe = f"model.layers.{i}.block_sparse_moe"
+        tensors[f"{moe}.gate.weight"] = np.ones((3, HIDDEN), np.float32)
+        for e in range(3):
+            for part, shape in {"w1": (FFN, HIDDEN), "w2": (HIDDEN, FFN), "w3": (FFN, HIDDEN)}.items():
+                tensors[f"{moe}.experts.{e}.{part}.weight"] = np.ones(shape, np.float32)
+    configured(tmp_path, model_type="mixtral", num_local_experts=3)
+    found = sw.maps.recipe("hf-mixtral-to-megatron", stacked=stacked, stacked_experts=stacked)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert found.check(tmp_path)
+    kept = {name: one for name, one in tensors.items() if not any(text in name for text in lost)}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(sw.MisuseError, match=says):
+        sw.restore(tmp_path, map=found)
+
+
+def test_slots_of_frozen_layers_may_be_missing(model: Path, tmp_path: Path) -> None:
+    weights = llama()
+    slots = {
+        name: {"exp_avg": one, "step": np.array(1.0)}
+        for name, one in weights.items()
+        if "layers.0" not in name
+    }
+    sw.save(tmp_path / "run", {"model": weights, "optimizer": {"state": slots}})
+    numbers = {**NUMBERS, "training": 1, "layers": LAYERS}
+    found = sw.restore(tmp_path / "run", map=sw.maps.recipe(THERE, **numbers, stacked=0))
+    assert f"optimizer.state.exp_avg.decoder.layers.{LAYERS - 1}.mlp.linear_fc2.weight" in found
+    slots = {name: one for name, one in slots.items() if "layers.1.mlp.down" not in name}
+    slots |= {
+        name: {"exp_avg": one, "step": np.array(1.0)} for name, one in weights.items() if "layers.0" in name
+    }
+    sw.save(tmp_path / "other", {"model": weights, "optimizer": {"state": slots}})
+    with pytest.raises(sw.MisuseError, match=r"exp_avg.*it has 1 of \{i\}, and .* has 2"):
+        sw.restore(tmp_path / "other", map=sw.maps.recipe(THERE, **numbers))
+
+
 def test_a_map_of_ones_own_has_parameters_too(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(sw.maps.recipe_toml(THERE).replace("decoder.", "mine."))
@@ -446,6 +572,17 @@ def test_a_map_of_ones_own_has_parameters_too(model: Path, tmp_path: Path) -> No
             "parameters.a = {}\nrule = [{ crop = 'w', size = 2, when = 'not' }]",
             "`when` cannot be .* no parameter not",
         ),
+        ("complete = 3", "`complete` of the map is a list of tables"),
+        ("complete = [3]", "`complete` 1 of the map is a table"),
+        ("complete = [{}]", "`complete` 1 of the map: `each` is missing"),
+        ("complete = [{ each = ['w.{i}'], count = 3 }]", "`count` is not known here"),
+        ("complete = [{ each = ['w.{i}', 'w.{j}'] }]", "has the capture {[ij]}, which"),
+        ("complete = [{ each = ['w.{i}'], counts = { j = 3 } }]", "`counts` has j, which is no capture"),
+        (
+            "complete = [{ each = ['w.{i}'], counts = { i = -3 } }]",
+            "`counts` cannot be .* a table of captures",
+        ),
+        ("rule = [{ drop = 'w', optional = 'x' }]", "`optional` cannot be .* true or false"),
         ("rule = [{ keep = 'w' }]", "`keep` cannot be .* a list of leaf paths"),
         ("rule = [{ drop = 'w', direction = 'back' }]", "`direction` is forward or inverse"),
         ("rule = [{ concat = ['w', 'v'], to = 'x', unit = 3 }]", "`unit` needs `sizes`"),

@@ -228,6 +228,16 @@ class Map:
                 f"{self._name} has no rule for {', '.join(map(named, left[:_LISTED]))}{more}. Use the recipe of this "
                 "model, or a copy of this one with rules for them. `stepwell recipe check` lists them"
             )
+        model = values if self._is_inverse else stored.values
+        uncovered = set(left)
+        if uncovered and model is stored.values:
+            model = {path: value for path, value in model.items() if path not in uncovered}
+        for called, part in self._tables.completeness(numbers):
+            with contextlib.ExitStack() as stack:
+                if observer is not None:
+                    stack.enter_context(observer.noting())
+                stack.enter_context(naming(f"{called} of {self._name}{told}"))
+                part.check(model)
         return stored, values
 
 

@@ -49,6 +49,12 @@ class Observer:
         """Notes the leaves that a rule takes. An error leaves them as they are."""
         for pattern in rule.taken():
             self._taken.update(path for path, _ in pattern.among(values))
+        with self.noting():
+            yield
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes an error, and goes on."""
         try:
             yield
         except NoMatch as error:

@@ -11,6 +11,7 @@ from typing import Literal, NoReturn, TypeAlias, TypeGuard, TypeVar
 from .._checks import meant, shown
 from ..errors import MisuseError
 from ..formats.description import MAX_SIZE
+from .completeness import Complete
 from .computing import FLOATS, READ, Add, Cast, Dequantise, Merge, Pad, Scale
 from .parameters import evaluated, names
 from .patterns import Pattern
@@ -33,13 +34,13 @@ _LIKENESS = 0.8
 class _Table:
     """The entries of a rule, each of which is used once."""
 
-    def __init__(self, number: int, entries: Mapping[str, object], numbers: Numbers) -> None:
-        self._number = number
+    def __init__(self, called: str, entries: Mapping[str, object], numbers: Numbers) -> None:
+        self._called = called
         self._entries = dict(entries)
         self._numbers = numbers
 
     def wrong(self, what: str) -> NoReturn:
-        raise MisuseError(f"rule {self._number} of the map: {what}")
+        raise MisuseError(f"{self._called} of the map: {what}")
 
     def take(self, name: str, kind: Callable[[object], _T], default: object = ...) -> _T:
         """An entry, as ``kind`` understands it."""
@@ -58,9 +59,11 @@ class _Table:
             self.wrong(f"`{name}` cannot be {shown(value)}: {error}")
 
     def _filled(self, value: object) -> object:
-        """A number, or a list of numbers, with the values of its expressions."""
+        """A number, or numbers in a list or table, with the values of its expressions."""
         if isinstance(value, list):
             return [self._filled(one) for one in value]
+        if isinstance(value, Mapping):
+            return {key: self._filled(one) for key, one in value.items()}
         return self.value(value) if isinstance(value, str) else value
 
     def _bounded(self, value: object) -> object:
@@ -109,16 +112,28 @@ def rule(number: int, entries: Mapping[str, object], numbers: Numbers) -> Rule:
         raise MisuseError(
             f"rule {number} of the map has {len(operations)} operations ({', '.join(_OPERATIONS)}); one is expected{hint}"
         )
-    table = _Table(number, entries, numbers)
+    table = _Table(f"rule {number}", entries, numbers)
     made = _OPERATIONS[operations[0]](table)
     table.end()
     return made
 
 
-def condition(number: int, expression: str, numbers: Numbers) -> bool:
+def complete(number: int, entries: Mapping[str, object], numbers: Numbers) -> Complete:
+    """What a complete model has, as an entry of ``complete`` says."""
+    table = _Table(f"`complete` {number}", entries, numbers)
+    patterns, counts = table.take("each", _patterns), table.take("counts", _counts, {})
+    table.end()
+    _check_captures(table, patterns[:1], patterns)
+    _check_captures(table, patterns, patterns[:1])
+    if unknown := set(counts) - set(patterns[0].captures):
+        table.wrong(f"`counts` has {min(unknown)}, which is no capture of `each`")
+    return Complete(patterns, tuple(counts.items()))
+
+
+def condition(called: str, expression: str, numbers: Numbers) -> bool:
     """True if the condition of a rule holds: its expression is not zero, or with ``not`` before it,
     is zero."""
-    table = _Table(number, {}, numbers)
+    table = _Table(called, {}, numbers)
     plain = expression.removeprefix(NOT)
     try:
         return (table.value(plain) != 0) == (plain == expression)
@@ -183,11 +198,23 @@ def _blocks(value: object) -> tuple[int, ...]:
     return _integers(value, 0)
 
 
+def _counts(value: object) -> dict[str, int]:
+    if not isinstance(value, Mapping) or not all(_is_integer(one, 0) for one in value.values()):
+        raise TypeError("it is a table of captures with their numbers")
+    return dict(value)
+
+
 def _order(value: object) -> tuple[int, ...]:
     order = value if isinstance(value, (list, tuple)) and all(map(_is_integer, value)) else [-1]
     if sorted(order) != list(range(len(order))):
         raise ValueError("it is a list of all axes, such as [1, 0]")
     return tuple(order)
+
+
+def _truth(value: object) -> bool:
+    if not isinstance(value, int):
+        raise TypeError("it is true or false, or an expression")
+    return bool(value)
 
 
 def _flag(value: object) -> bool:
@@ -244,7 +271,7 @@ def _dtype(value: object) -> str:
 
 
 def _optional(table: _Table) -> bool:
-    return table.take("optional", _flag, False)
+    return table.take("optional", _truth, False)
 
 
 def _rename(table: _Table) -> Rule:
@@ -410,7 +437,7 @@ def _merge(table: _Table) -> Rule:
 
 
 #: The kinds of entries that may be expressions, or patterns with expressions.
-_OF_NUMBERS = (_integer, _positive, _not_negative, _sizes, _blocks)
+_OF_NUMBERS = (_integer, _positive, _not_negative, _sizes, _blocks, _counts, _truth)
 _OF_PATTERNS = (pattern_of, _patterns)
 
 

@@ -5,7 +5,7 @@ capture take numbers only: ``{i<3}``, ``{i>=3}``. A shift stands for another num
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +17,10 @@ _CAPTURE = re.compile(r"\{([^\W\d]\w*)(\.\.\.|(<|>=|\+)([0-9]{1,18}))?\}")
 _NAME, _REST = r"[^./\[\]]+", r".+"
 #: The most digits of a number in a path.
 _MAX_DIGITS = 18
+#: The texts of a pattern that are looked for before it is compared.
+_COMPARED = 3
+#: More than any number of a path.
+_NO_BOUND = 10**_MAX_DIGITS
 
 
 class Match(NamedTuple):
@@ -44,8 +48,8 @@ class Pattern:
     #: Captures that are numbers, with their operator and its number.
     _numbers: tuple[tuple[str, str, int], ...] = field(init=False, repr=False)
     _expression: re.Pattern[str] = field(init=False, repr=False)
-    #: Text that is in each path that it matches.
-    _literal: str = field(init=False, repr=False)
+    #: Texts that are in each path that it matches.
+    _literals: tuple[str, ...] = field(init=False, repr=False)
     #: Its text with ``%s`` for each capture, and those with their shifts.
     _template: str = field(init=False, repr=False)
     _fields: tuple[tuple[str, int], ...] = field(init=False, repr=False)
@@ -82,14 +86,16 @@ class Pattern:
         object.__setattr__(self, "captures", tuple(names))
         object.__setattr__(self, "_numbers", tuple(numbers))
         object.__setattr__(self, "_expression", re.compile(whole, re.DOTALL))
-        object.__setattr__(self, "_literal", max(literals, key=len))
+        object.__setattr__(self, "_literals", tuple(sorted(set(literals), key=len, reverse=True)[:_COMPARED]))
         object.__setattr__(self, "_template", "%s".join(one.replace("%", "%%") for one in literals))
         object.__setattr__(self, "_fields", tuple(fields))
 
     def among(self, paths: Iterable[str]) -> Iterator[tuple[str, Match]]:
         """The paths that it matches, in their order."""
-        literal, match = self._literal, self.match
-        for path in [one for one in paths if literal in one]:
+        for literal in self._literals:
+            paths = [one for one in paths if literal in one]
+        match = self.match
+        for path in paths:
             if (found := match(path)) is not None:
                 yield path, found
 
@@ -106,6 +112,17 @@ class Pattern:
             if operator == "+":
                 captures[name] = str(number - bound)
         return Match(captures, found[1], found[len(self.captures) + 2])
+
+    def bounds(self, name: str) -> tuple[int, int]:
+        """The first number that a capture takes, and the one behind its last."""
+        for one, operator, bound in self._numbers:
+            if one == name and operator != "+":
+                return (0, bound) if operator == "<" else (bound, _NO_BOUND)
+        return 0, _NO_BOUND
+
+    def text_of(self, captures: Sequence[str]) -> str:
+        """The path for these captures, in their order."""
+        return self.fill(dict(zip(self.captures, captures, strict=True)))
 
     def fill(self, captures: Mapping[str, str]) -> str:
         """The path for these captures. Raises if one with a shift is no number."""

@@ -300,9 +300,16 @@ class Stack(Rule):
                     f"{{{self.over}}} in `to`, or match fewer leaves",
                 )
         made: Made = {}
+        most = max(sets, key=lambda whole: len(sets[whole])) if sets else ""
         for whole, numbered in sets.items():
             if missing := _first_gaps(numbered):
                 refuse(whole, f"of {{{self.over}}}, {', '.join(map(str, missing))} is missing")
+            if len(numbered) < len(sets[most]):
+                refuse(
+                    whole,
+                    f"it has {len(numbered)} of {{{self.over}}}, and `{most}` has {len(sets[most])}. Complete the "
+                    "checkpoint, or stack the two by two rules",
+                )
             parts = [untied(values, numbered[number]) for number in range(len(numbered))]
             if not all(isinstance(part, Arrangement) for part in parts):
                 refuse(whole, "objects cannot be stacked")

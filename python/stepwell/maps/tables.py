@@ -29,6 +29,7 @@ from .._paths import printable
 from ..errors import MisuseError
 from ..formats.files import read_whole
 from . import parameters, parsing
+from .completeness import Complete
 from .parameters import Config, Parameter
 from .patterns import Pattern
 from .rules import Rule
@@ -52,11 +53,15 @@ class _Entry:
     #: The only direction that it applies in. It is written as it applies there.
     direction: str | None
 
-    def called(self) -> str:
+    def called(self, kind: str = "rule") -> str:
         """Its name in messages."""
         if self.when is None or not (plain := self.when.removeprefix(parsing.NOT)).isidentifier():
-            return f"rule {self.number}"
-        return f"rule {self.number}, which {plain}={0 if plain == self.when else 1} leaves out,"
+            return f"{kind} {self.number}"
+        return f"{kind} {self.number}, which {plain}={0 if plain == self.when else 1} leaves out,"
+
+    def holds(self, kind: str, numbers: parsing.Numbers) -> bool:
+        """True if its condition holds, or there is none."""
+        return self.when is None or parsing.condition(f"{kind} {self.number}", self.when, numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,8 @@ class Tables:
     #: The leaves that it takes, and those that it makes. After it, none of the first are left.
     source: tuple[Pattern, ...]
     target: tuple[Pattern, ...]
+    #: What a complete model has on the side of the first.
+    complete: tuple[_Entry, ...]
     about: str
     #: For users of its result; empty: none.
     warning: str
@@ -104,15 +111,21 @@ class Tables:
         model_types = _texts(head, "model_types")
         source, target = (_patterns(head, key) for key in ("from", "to"))
         about, warning = _text(head, "about"), _text(head, "warning")
-        entries = tuple(_entry(number, one) for number, one in enumerate(rules, start=1))
-        found = cls(name, inverse_name, entries, known, model_types, source, target, about, warning)
+        complete = head.get("complete", [])
+        if not isinstance(complete, list):
+            raise MisuseError(f"`complete` of the map is a list of tables, not {shown(complete)}")
+        entries = _entries("rule", rules)
+        parts = _entries("`complete`", complete)
+        found = cls(name, inverse_name, entries, known, model_types, source, target, parts, about, warning)
         found.check()
         # The caller may change its tables.
         return replace(found, entries=copy.deepcopy(entries))
 
     def check(self, *, is_inverse: bool = False) -> None:
         """Raises for rules that are invalid with any numbers, or have no way back."""
-        self.rules(dict.fromkeys(self.parameters), is_inverse=is_inverse)
+        unknown: parsing.Numbers = dict.fromkeys(self.parameters)
+        self.rules(unknown, is_inverse=is_inverse)
+        self.completeness(unknown)
 
     def numbers(
         self,
@@ -141,13 +154,21 @@ class Tables:
         found: list[tuple[str, Rule]] = []
         for entry in reversed(self.entries) if is_inverse else self.entries:
             rule = parsing.rule(entry.number, entry.table, numbers)
-            if entry.when is not None and not parsing.condition(entry.number, entry.when, numbers):
+            if not entry.holds("rule", numbers):
                 continue
             if entry.direction is None:
                 found.append((entry.called(), rule.inverse() if is_inverse else rule))
             elif entry.direction == _DIRECTIONS[is_inverse]:
                 found.append((entry.called(), rule))
         return found
+
+    def completeness(self, numbers: parsing.Numbers) -> Sequence[tuple[str, Complete]]:
+        """What a complete model has, with names in messages."""
+        return [
+            (entry.called("`complete`"), parsing.complete(entry.number, entry.table, numbers))
+            for entry in self.complete
+            if entry.holds("`complete`", numbers)
+        ]
 
 
 @contextlib.contextmanager
@@ -174,7 +195,7 @@ def read_text(path: str, name: str) -> str:
 
 
 #: The keys of a file beside its rules.
-_HEAD = {"about", "warning", "model_types", "from", "to", "parameters"}
+_HEAD = {"about", "warning", "model_types", "from", "to", "parameters", "complete"}
 
 
 def _text(head: Mapping[str, object], key: str) -> str:
@@ -198,15 +219,19 @@ def _patterns(head: Mapping[str, object], key: str) -> tuple[Pattern, ...]:
         raise MisuseError(f"`{key}` of the map: {error}") from error
 
 
-def _entry(number: int, given: object) -> _Entry:
+def _entries(kind: str, given: Iterable[object]) -> tuple[_Entry, ...]:
+    return tuple(_entry(f"{kind} {number}", number, one) for number, one in enumerate(given, start=1))
+
+
+def _entry(called: str, number: int, given: object) -> _Entry:
     if not isinstance(given, Mapping):
-        raise MisuseError(f"rule {number} of the map is a table, not {shown(given)}")
+        raise MisuseError(f"{called} of the map is a table, not {shown(given)}")
     table = dict(given)
     when, direction = table.pop("when", None), table.pop("direction", None)
     if when is not None and not isinstance(when, str):
-        raise MisuseError(f"rule {number} of the map: `when` is an expression, not {shown(when)}")
+        raise MisuseError(f"{called} of the map: `when` is an expression, not {shown(when)}")
     if direction not in (None, *_DIRECTIONS):
         raise MisuseError(
-            f"rule {number} of the map: `direction` is {' or '.join(_DIRECTIONS)}, not {shown(direction)}"
+            f"{called} of the map: `direction` is {' or '.join(_DIRECTIONS)}, not {shown(direction)}"
         )
     return _Entry(number, table, when, direction)
