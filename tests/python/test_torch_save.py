@@ -636,3 +636,22 @@ def test_a_file_that_is_replaced_meanwhile_is_restored(tmp_path: Path) -> None:
         state = {"w": np.zeros(4), "s": Writer(change)}
         assert (sw.restore(file, into=state)["w"] == np.arange(4.0)).all()
         file.write_bytes(copy)
+
+
+def test_verify_checks_compressed_members_without_a_tensor(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(9), "s": torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (4,))}, tmp_path / "a")
+    with zipfile.ZipFile(tmp_path / "a") as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+        crcs = {row.filename: row.CRC for row in archive.infolist()}
+    for name in contents:
+        damaged = {**contents, name: contents[name][:-1] + b"\xff"}
+        path = tmp_path / "c.pt"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for member, content in damaged.items():
+                archive.writestr(member, content)
+            archive.getinfo(name).CRC = crcs[name]  # that of the member before the damage
+        if name.endswith("/data.pkl"):
+            with pytest.raises(sw.CorruptCheckpoint):
+                sw.verify(path)
+        else:
+            assert not sw.verify(path).ok, name

@@ -108,7 +108,7 @@ class _Save:
             self._path,
             self._state(model, model_file),
             self._metadata(model),
-            files=list(self._read),
+            files=torch_save.with_streams(self._read),
             guarded=self._guarded,
             copies=copies,
         )

@@ -20,7 +20,7 @@ from .description import Description, Guarded, Opaque, Value
 from .files import corrupt, read_whole
 from .megatron_files import COMMON, COMMON_KEY, CONFIG, no_common, no_config
 from .pickle_values import placed
-from .torch_save import TorchFile, required
+from .torch_save import TorchFile, required, with_streams
 
 FAMILY = "Megatron"
 #: That of DCP.
@@ -165,7 +165,7 @@ def _description(
     def all_guarded() -> Mapping[str, Sequence[Guarded]]:
         return {**guarded(), **{name: file.guarded() for name, file in files.items()}}
 
-    return Description(FAMILY, path, state, files=list(files), guarded=all_guarded)
+    return Description(FAMILY, path, state, files=with_streams(files), guarded=all_guarded)
 
 
 def _of_zarr(path: str, names: Sequence[str]) -> Description:

@@ -132,6 +132,13 @@ class Archive:
         self._find(self._members)
         return guarded(self._members.values(), [self._offsets[name] for name in self._members])
 
+    def streams(self) -> list[Compressed]:
+        """Its compressed members, also those without a tensor."""
+        if self._stream is not None:
+            return []
+        places = [self._file_of(member)[0] for member in self._members.values() if not member.is_stored]
+        return [one for one in places if isinstance(one, Compressed)]
+
     def is_copy_of(self, other: Archive) -> bool | None:
         """True if its checksums say that it has the same content. ``None`` if one is missing."""
         mine, theirs = (

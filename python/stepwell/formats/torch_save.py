@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from . import deepspeed_symbols, numpy_symbols, python_symbols
-from .description import Description, Guarded
+from .description import Compressed, Description, Guarded
 from .files import corrupt, of_model, read, weight_map
 from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
 from .pickle_values import Converter, Found, Malformed, PersistentLoad, Stream, Symbol
@@ -40,6 +40,8 @@ class TorchFile:
     distributions: Distributions
     #: Returns its ranges that have checksums.
     guarded: Callable[[], Sequence[Guarded]] = tuple
+    #: Its compressed parts. A verification decodes all of them, also those without a tensor.
+    streams: Sequence[Compressed] = ()
 
 
 def describe(path: str) -> Description | None:
@@ -58,7 +60,12 @@ def _description(path: str, state: object, files: Mapping[str, TorchFile]) -> De
     def guarded() -> Mapping[str, Sequence[Guarded]]:
         return {name: file.guarded() for name, file in files.items()}
 
-    return Description(FAMILY, path, state, files=list(files), guarded=guarded)
+    return Description(FAMILY, path, state, files=with_streams(files), guarded=guarded)
+
+
+def with_streams(files: Mapping[str, TorchFile]) -> list[str | Compressed]:
+    """Returns the paths of files, and their compressed parts."""
+    return [*files, *(stream for file in files.values() for stream in file.streams)]
 
 
 def _directory(path: str) -> Description | None:
@@ -145,7 +152,8 @@ def _zip_content(path: str) -> TorchFile | None:
 def archived(archive: Archive) -> TorchFile:
     """The object of an archive."""
     stream, root = archive.pickle()
-    return replace(converted(stream, root, archive.storage), guarded=archive.guarded)
+    found = converted(stream, root, archive.storage)
+    return replace(found, guarded=archive.guarded, streams=archive.streams())
 
 
 def converted(stream: Stream, root: object, persistent: PersistentLoad) -> TorchFile:
