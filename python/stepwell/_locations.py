@@ -230,6 +230,8 @@ def container_of(path: str) -> str:
 
 def _no_directory(path: str) -> str:
     """Describes an existing path that is not a directory."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        return "a pipe, a socket or a device"
     return "a file" if os.path.exists(path) else "a link that leads nowhere"
 
 

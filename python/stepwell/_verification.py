@@ -62,11 +62,12 @@ def _of_root(
 
 
 def _is_in(path: str, file: str) -> bool:
-    """True if a file is a directory or lies below it, or is the target of a link in it."""
+    """True if a file is the checkpoint at a path or lies below it, or is the target of a link in
+    it."""
+    if file == path:
+        return os.path.exists(path)
     if file.startswith(path + os.sep) or not os.path.isdir(path):
         return file.startswith(path + os.sep)
-    if file == path:
-        return True
     return any(os.path.realpath(os.path.join(path, name)) == file for name in os.listdir(path))
 
 

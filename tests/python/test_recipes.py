@@ -225,6 +225,7 @@ def test_the_way_back_refuses_a_wrong_number(model: Path, tmp_path: Path, wrong:
         ({"num_attention_heads": -4}, "num_attention_heads in .*config.json is an integer"),
         ({"head_dim": None, "hidden_size": 17}, "hidden_size / num_attention_heads in .* cannot be divided"),
         ({"head_dim": None, "num_attention_heads": 0}, "cannot be divided by 0"),
+        ({"num_attention_heads": 0}, "`sizes` cannot be list .*the recipe hf-llama-to-megatron, heads = 0"),
         ({"vocab_size": 10**30}, "vocab_size in .*config.json"),
     ],
 )

@@ -172,14 +172,14 @@ def test_damaged_files_are_refused(tmp_path: Path, content: bytes, expected: str
 @pytest.mark.parametrize(
     ("index", "expected"),
     [
-        ("[]", "weight_map was expected"),
-        ('{"weight_map": 3}', "weight_map was expected"),
-        ('{"weight_map": {"odd": "../../etc/passwd"}}', "no file name"),
+        ("[]", "its weight_map is missing, or is no table"),
+        ('{"weight_map": 3}', "its weight_map is missing, or is no table"),
+        ('{"weight_map": {"odd": "../../etc/passwd"}}', "is in `../../etc/passwd`, which is no file name"),
         ('{"weight_map": {"odd": ".."}}', "no file name"),
         (r'{"weight_map": {"odd": "a\u0000.safetensors"}}', "no file name"),
         (r'{"weight_map": {"odd": "\ud800.safetensors"}}', "no file name"),
         ('{"weight_map": {"none": "a.safetensors"}}', "is not in a.safetensors"),
-        ("[" * 100_000, "weight_map was expected"),
+        ("[" * 100_000, "an index in JSON was expected"),
     ],
 )
 def test_hostile_indexes_are_refused(tmp_path: Path, index: str, expected: str) -> None:
@@ -334,3 +334,19 @@ def test_parts_that_overlap_are_not_restored(tmp_path: Path) -> None:
         (tmp_path / f"{number}.safetensors").write_bytes(part("w", [2], start))
     with sw.open(tmp_path) as checkpoint, pytest.raises(sw.StepwellError, match="w"):
         checkpoint.restore()
+
+
+def test_verify_reports_a_damaged_file_as_it_does_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"x" * 4)
+    for path in (file, tmp_path):
+        (damage,) = sw.verify(path).damages
+        assert damage.file == str(file)
+    with pytest.raises(sw.StepwellError):
+        sw.verify(tmp_path / "none.safetensors")
+
+
+def test_a_pipe_is_called_by_its_kind(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(sw.StepwellError, match="it is a pipe, a socket or a device"):
+        sw.open(tmp_path / "pipe")

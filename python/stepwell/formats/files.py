@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from .. import _core
-from .._checks import shown
 from .._paths import printable
 from ..errors import CorruptCheckpoint, from_engine
 from .description import Guarded, Stamp, stamp_of
@@ -123,18 +122,18 @@ def weight_map(index: str) -> list[tuple[str, str]]:
     )
     try:
         content = json.loads(text)
-        places = content["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in places.items()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise corrupt(
-            index, f"an index with a weight_map was expected: {type(error).__name__}: {error}"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise corrupt(index, f"an index in JSON was expected: {error}") from error
+    places = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(places, dict):
+        raise corrupt(index, "its weight_map is missing, or is no table of tensors and their files")
+    pairs = [(name, str(shard)) for name, shard in places.items()]
     if not pairs:
         raise corrupt(index, "its weight_map names no tensor. Write the checkpoint again, or pass its files")
     folder = os.path.dirname(index)
     for name, shard in pairs:
         if not is_file_name(shard):
-            raise corrupt(index, f"tensor `{name}` is in {shown(shard)}, which is no file name")
+            raise corrupt(index, f"tensor `{name}` is in `{printable(shard)}`, which is no file name")
     check_present(index, folder, {shard for _, shard in pairs})
     return [(name, os.path.join(folder, shard)) for name, shard in pairs]
 

@@ -209,7 +209,9 @@ class Map:
         numbers = self._tables.numbers(self._given, config, stored.number, self._name)
         told = "".join(f", {name} = {number}" for name, number in numbers.items())
         values = stored.values
-        for called, one in self._tables.rules(numbers, is_inverse=self._is_inverse):
+        with naming(f"{self._name}{told}"):
+            rules = self._tables.rules(numbers, is_inverse=self._is_inverse)
+        for called, one in rules:
             with contextlib.ExitStack() as stack:
                 if observer is not None:
                     stack.enter_context(observer.watching(one, values))
