@@ -55,7 +55,7 @@ def universal_state(path: str, models: Sequence[Fields], rules: SlicingRules | N
 def _add(state: ZeroState, path: str, name: str, size: Size | None, rows: int | None, load: Load) -> None:
     """Adds a parameter of that shape, without the padding behind ``rows``."""
     if not is_file_name(name):
-        raise corrupt(path, f"parameter `{name[:200]}` has no name of a directory")
+        raise corrupt(path, f"parameter `{name[:200]}` cannot be the name of a directory")
     directory = os.path.join(path, name)
     files = os.listdir(directory) if os.path.isdir(directory) else []
     if _WEIGHTS + _END not in files:
