@@ -33,7 +33,7 @@ nitpicky = True
 # Types of others have pages elsewhere, and nothing is fetched while this is built. Names that are
 # private here are shown, and lead nowhere.
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections\.abc|contextlib|os|datetime|types|numpy|torch|jax)\..*"),
+    ("py:.*", r"(collections\.abc|concurrent\.futures|contextlib|os|datetime|types|numpy|torch|jax)\..*"),
     (
         "py:.*",
         r"Best|(coordinators\.)?Coordinator|DeviceMesh|Files|Globs|MapLike|OnEvent|Optimizer"
@@ -53,8 +53,9 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 add_module_names = False
 toc_object_entries_show_parents = "hide"
-# Functions that take torch modules can be documented without torch.
-autodoc_mock_imports = [name for name in ("torch",) if importlib.util.find_spec(name) is None]
+# Functions that take objects of other libraries can be documented without these.
+_LIBRARIES = ("torch", "transformers", "lightning")
+autodoc_mock_imports = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
 
 html_theme = "furo"
 html_title = "stepwell"

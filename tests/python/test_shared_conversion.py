@@ -320,7 +320,7 @@ _MORTAL_RANK = """
 import importlib
 from stepwell._conversion import files
 files._WINDOW_BYTES, files._JOURNAL_BYTES = 4096, 16 << 10
-importlib.import_module("stepwell._conversion.convert")._STALL_SECONDS = 3
+importlib.import_module("stepwell._conversion.convert").STALL_SECONDS = 3
 source, meet = sys.argv[5:7]
 def progress(done, total):
     if RANK == 1 and done > total / 4:

@@ -650,8 +650,4 @@ def test_verify_checks_compressed_members_without_a_tensor(tmp_path: Path) -> No
             for member, content in damaged.items():
                 archive.writestr(member, content)
             archive.getinfo(name).CRC = crcs[name]  # that of the member before the damage
-        if name.endswith("/data.pkl"):
-            with pytest.raises(sw.CorruptCheckpoint):
-                sw.verify(path)
-        else:
-            assert not sw.verify(path).ok, name
+        assert not sw.verify(path).ok, name

@@ -111,7 +111,7 @@ class Map:
 
     @property
     def warning(self) -> str:
-        """The warning in its TOML file, for users of its result; empty: none."""
+        """The warning in its TOML file, for users of its result. It is empty without one."""
         return self._tables.warning
 
     @property
