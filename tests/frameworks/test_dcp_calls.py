@@ -277,6 +277,14 @@ def test_a_writer_of_another_class_goes_to_torch(tmp_path: Path) -> None:
     assert (tmp_path / "old" / "__0_0.distcp").exists()
 
 
+def test_a_url_goes_to_torch() -> None:
+    pytest.importorskip("fsspec")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id="memory://one")
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, checkpoint_id="memory://one")
+    assert state["w"].tolist() == [1.0] * 3
+
+
 def test_ranks_that_differ_are_refused_on_all(tmp_path: Path) -> None:
     script = (
         PREAMBLE

@@ -372,8 +372,8 @@ class StepwellReader(StorageReader):
 
 
 def _own_path(checkpoint_id: _Path | None, storage: object, planner: object = None) -> str | None:
-    """The directory of a call that stepwell serves; ``None`` if torch does, because it has a
-    storage or planner of another class than DCP's own."""
+    """The directory of a call that stepwell serves; ``None`` if torch does, because it has a URL,
+    or a storage or planner of another class than DCP's own."""
     if type(planner) not in (type(None), DefaultSavePlanner):
         return None
     if storage is not None:
@@ -382,6 +382,8 @@ def _own_path(checkpoint_id: _Path | None, storage: object, planner: object = No
         checkpoint_id = storage.path if checkpoint_id is None else checkpoint_id  # type: ignore[attr-defined]
     if checkpoint_id is None:
         raise MisuseError("pass checkpoint_id=, the directory of the checkpoint")
+    if "://" in os.fspath(checkpoint_id) and not os.fspath(checkpoint_id).startswith("file://"):
+        return None
     return absolute(checkpoint_id, "the checkpoint")
 
 
