@@ -203,6 +203,19 @@ def test_planners_of_others_save_and_load(tmp_path: Path) -> None:
     assert found["module.list"][0] == 1
 
 
+def test_a_writer_saves_in_the_background_of_torch(tmp_path: Path) -> None:
+    pending = torch_dcp.async_save({"w": torch.ones(3)}, storage_writer=dcp.StepwellWriter(tmp_path / "one"))
+    pending.result()
+    assert sw.restore(tmp_path / "one")["w"].tolist() == [1.0] * 3
+
+
+def test_two_values_with_one_name_are_refused(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    dcp.save(state, checkpoint_id=tmp_path / "one")
+    with pytest.raises(sw.MisuseError, match="one name with dots"):
+        dcp.StepwellReader(tmp_path / "one").read_metadata()
+
+
 def test_tools_of_torch_read_through_the_reader(tmp_path: Path) -> None:
     state = {"a": {"w": torch.arange(4.0).bfloat16()}, "list": [1, torch.ones(2)], "text": "x"}
     dcp.save(state, checkpoint_id=tmp_path / "one")

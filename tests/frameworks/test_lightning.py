@@ -83,6 +83,15 @@ def test_a_checkpoint_that_is_a_file_still_loads(tmp_path: Path) -> None:
     StepwellIO().remove_checkpoint(tmp_path / "old" / "last.ckpt")
 
 
+def test_a_file_is_loaded_into_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "one.ckpt")
+    seen: list[Any] = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: seen.append(k["map_location"]) or load(*a, **k))
+    StepwellIO().load_checkpoint(tmp_path / "one.ckpt")
+    assert seen[0] is not None  # None would ask for the device that wrote it
+
+
 def test_a_module_loads_with_its_hyperparameters(tmp_path: Path) -> None:
     one = Model(width=6)
     trainer(tmp_path, [StepwellIO()], max_epochs=1).fit(one)

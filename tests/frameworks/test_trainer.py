@@ -169,6 +169,9 @@ def test_classes_of_others_stay_in_front(tmp_path: Path) -> None:
     assert calls == [4]
     assert isinstance(one, Own)
     assert set(committed(tmp_path / "run")) == {4}
+    one.is_fsdp_enabled = True
+    with pytest.raises(sw.MisuseError, match="FSDP"):
+        ours.use(one)
     with pytest.raises(sw.MisuseError, match="takes a transformers"):
         ours.use(object())  # type: ignore[type-var]
 

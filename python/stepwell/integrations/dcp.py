@@ -210,7 +210,7 @@ def _load(
 
 
 def __getattr__(name: str) -> object:
-    """What torch has under another name."""
+    """Returns torch's object of that name."""
     return getattr(torch_dcp, name)
 
 
@@ -332,6 +332,10 @@ class StepwellReader(StorageReader):
         """Returns the names and shapes of the stored values."""
         with open_checkpoint(self.path) as checkpoint:
             self._rows = _rows(checkpoint)
+            if len(self._rows) < len(checkpoint.paths()):
+                raise MisuseError(
+                    f"{self.path}: two stored values have one name with dots. Load it with stepwell.integrations.dcp.load"
+                )
         return _metadata(self._rows)
 
     def set_up_storage_reader(

@@ -102,7 +102,9 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.barrier()  # rank 0 has waited for its save
         if os.path.isfile(where):
-            found: dict[str, object] = super().load_checkpoint(path, map_location, weights_only)
+            # Without a place, Lightning's own default: host memory.
+            given = {} if map_location is None else {"map_location": map_location}
+            found: dict[str, object] = super().load_checkpoint(path, weights_only=weights_only, **given)
             return found
         if isinstance(map_location, (str, torch.device)):
             return dict(restore(where, to="torch", device=map_location))

@@ -57,8 +57,8 @@ def use(trainer: _Trainer) -> _Trainer:
     * The next save, or the end of the training, raises the failure of a save.
 
     Raises:
-        MisuseError: the trainer uses DeepSpeed, FSDP, SageMaker's model parallelism or XLA, which
-            save in ways of their own. Or its version of transformers lacks a method.
+        MisuseError: the trainer uses DeepSpeed or FSDP, which save in ways of their own. Or its
+            version of transformers lacks a method.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise MisuseError(f"use() takes a transformers.Trainer, not {type(trainer).__name__}")
