@@ -23,7 +23,7 @@ from .._locations import MANIFEST
 from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from . import roots
 from .description import MAX_SIZE, Description, Guarded, Stamp, stamp_of
-from .files import corrupt, read, read_whole
+from .files import corrupt, is_file_name, is_path_below, read, read_whole
 
 _NAME = ".stepwell-checksums"
 #: The temporary name of that file.
@@ -198,7 +198,7 @@ def _read(directory: str, file: str) -> Adoption:
             raise _damaged(file, f"blocks of {str(block_bytes)[:40]} bytes")
         for row in content["files"]:
             name, length = str(row["path"]), row["bytes"]
-            if not _is_below(name) or type(length) is not int or not 0 <= length < MAX_SIZE:
+            if not is_path_below(name) or type(length) is not int or not 0 <= length < MAX_SIZE:
                 raise _damaged(file, f"a row for {name[:100]!r}")
             rows[name] = AdoptedRow(length, base64.b64decode(row["crc32c"], validate=True))
     except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
@@ -216,10 +216,6 @@ def begins_with(known: Adoption, length: int, crc: str) -> bool:
     """True if the file of these checksums begins with bytes of that length and CRC-32C. Then it has
     the same rows as before, and maybe more."""
     return f"{_core.crc32c(read(known.file, 0, length)[0]):08x}" == crc
-
-
-def _is_below(name: str) -> bool:
-    return all(part not in ("", ".", "..") for part in name.split("/")) and "\0" not in name
 
 
 def write(
@@ -285,25 +281,18 @@ def _check_same(before: Adoption, rows: Mapping[str, AdoptedRow]) -> None:
     changed = [name for name, row in before.rows.items() if rows.get(name) != row]
     gone = [name for name in changed if name not in rows and not os.path.lexists(before.path(name))]
     if gone:
-        raise corrupt(
-            os.path.join(before.directory, gone[0]),
-            f"it is missing, as {len(gone) - 1} other files, and had checksums. "
-            "Pass replace=True if they were removed on purpose"
-            if gone[1:]
-            else "it is missing, and had checksums. Pass replace=True if it was removed on purpose",
-        )
+        raise _not_same(before, gone, "is missing", ", and had checksums", "removed")
     if changed:
-        raise corrupt(
-            os.path.join(before.directory, changed[0]),
-            f"it has changed since it was adopted, as {len(changed) - 1} other files. "
-            "Pass replace=True if they were changed on purpose"
-            if changed[1:]
-            else "it has changed since it was adopted. Pass replace=True if it was changed on purpose",
-        )
+        raise _not_same(before, changed, "has changed since it was adopted", "", "changed")
 
 
-def _is_text(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+def _not_same(before: Adoption, names: Sequence[str], what: str, more: str, done: str) -> CorruptCheckpoint:
+    others = f", as {len(names) - 1} other files" if names[1:] else ""
+    they = "they were" if names[1:] else "it was"
+    return corrupt(
+        os.path.join(before.directory, names[0]),
+        f"it {what}{others}{more}. Pass replace=True if {they} {done} on purpose",
+    )
 
 
 def files_below(
@@ -326,7 +315,7 @@ def files_below(
             raise MisuseError(f"{path} has more than {_MAX_DEPTH} directories in each other")
         for name in sorted(os.listdir(directory)):
             one = os.path.join(directory, name)
-            if not _is_text(name):
+            if not is_file_name(name):
                 raise MisuseError(f"{directory}: the name {name!a} is not UTF-8. Rename it")
             if one in steps or name.removesuffix(_NEW).endswith(_NAME):
                 continue
