@@ -1,5 +1,5 @@
-"""What several real ranks of Megatron have saved goes through a recipe to Hugging Face, with the
-same bits as the model of one process."""
+"""A recipe converts saves of several real ranks of Megatron to Hugging Face. They have the bits of
+the model of one process."""
 
 from __future__ import annotations
 

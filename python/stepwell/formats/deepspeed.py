@@ -152,7 +152,7 @@ class _Save:
         return [self._fields(file) for file in self._files.ranks(grid, mp_rank)]
 
     def _rank(self, mp_rank: int, layers: Mapping[str, object]) -> RankState:
-        """What a model-parallel rank has."""
+        """Returns the state of a model-parallel rank."""
         models, optimizers = self._models[mp_rank], self._optimizers[mp_rank]
         first = models[0]
         self._check_models(models)

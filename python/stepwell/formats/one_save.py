@@ -1,4 +1,4 @@
-"""Whether DeepSpeed's states of a model and of its optimizer are of one save.
+"""A check that DeepSpeed's states of a model and of its optimizer are of one save.
 
 No file says which save it is of. The states of the model count steps, and may have the learning
 rates of a scheduler; those of the optimizer have steps and learning rates of their own. An

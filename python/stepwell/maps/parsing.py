@@ -119,7 +119,7 @@ def rule(number: int, entries: Mapping[str, object], numbers: Numbers) -> Rule:
 
 
 def complete(number: int, entries: Mapping[str, object], numbers: Numbers) -> Complete:
-    """What a complete model has, as an entry of ``complete`` says."""
+    """Returns the leaves of a complete model, from an entry of ``complete``."""
     table = _Table(f"`complete` {number}", entries, numbers)
     patterns, counts = table.take("each", _patterns), table.take("counts", _counts, {})
     table.end()

@@ -78,7 +78,7 @@ class Tables:
     #: The leaves that it takes, and those that it makes. After it, none of the first are left.
     source: tuple[Pattern, ...]
     target: tuple[Pattern, ...]
-    #: What a complete model has on the side of the first.
+    #: The leaves of a complete model, on the side of the first.
     complete: tuple[_Entry, ...]
     about: str
     #: For users of its result; empty: none.
@@ -163,7 +163,7 @@ class Tables:
         return found
 
     def completeness(self, numbers: parsing.Numbers) -> Sequence[tuple[str, Complete]]:
-        """What a complete model has, with names in messages."""
+        """The leaves of a complete model, with names in messages."""
         return [
             (entry.called("`complete`"), parsing.complete(entry.number, entry.table, numbers))
             for entry in self.complete
