@@ -23,6 +23,10 @@ import stepwell as sw
 from stepwell.formats.dcp import _merged
 from stepwell.formats.dcp_metadata import Part, Place, Saved, SavedTensor
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+from ranks import run_forked
+
 torch = pytest.importorskip("torch")
 zstandard = pytest.importorskip("zstandard")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -117,14 +121,14 @@ def test_other_layouts_of_files_are_read(tmp_path: Path, options: dict[str, obje
         np.testing.assert_array_equal(found[name], tensor.numpy())
 
 
+DCP = "torch,torch.distributed.checkpoint.hf_storage,torch.distributed.tensor"
 RANKS = """
-    import sys
     import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.checkpoint.filesystem import SerializationFormat
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.device_mesh import init_device_mesh
-    path, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    path, rank, world = ROOT, RANK, WORLD
     dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=world)
     mesh, grid = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
     def whole(*shape):
@@ -145,40 +149,31 @@ RANKS = """
     for name, more in [("parts", {}), ("whole", {"enable_consolidation": True})]:
         writer = HuggingFaceStorageWriter(f"{path}/{name}", files, save_distributed=True, **more)
         dcp.save(state, storage_writer=writer)
-    dist.destroy_process_group()
 """
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranks") / "c"
-    script = path.with_suffix(".py")
-    script.write_text(textwrap.dedent(RANKS))
-    ranks = [subprocess.Popen([sys.executable, script, path, str(rank), "4"]) for rank in range(4)]
-    assert [rank.wait(180) for rank in ranks] == [0] * 4
+    run_forked(path.parent, DCP, RANKS, 4, path)
     return path
 
 
 LOCAL = """
-    import sys
     from torch.distributed.checkpoint.filesystem import SerializationFormat
     import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-    path, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    path, rank, world = ROOT, RANK, WORLD
     dist.init_process_group("gloo", init_method=f"file://{path}.store", rank=rank, world_size=world)
     state = {"same": torch.ones(3), "other": torch.full((2,), float(rank)), f"own{rank}": torch.ones(rank + 1)}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path), use_collectives=False)
     writer = dcp.FileSystemWriter(path + "/as_safetensors", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(state, storage_writer=writer, use_collectives=False)
-    dist.destroy_process_group()
 """
 
 
 def test_ranks_that_saved_for_themselves_are_read(tmp_path: Path) -> None:
-    script = tmp_path / "save.py"
-    script.write_text(textwrap.dedent(LOCAL))
     path = tmp_path / "c"
-    ranks = [subprocess.Popen([sys.executable, script, path, str(rank), "2"]) for rank in range(2)]
-    assert [rank.wait(180) for rank in ranks] == [0, 0]
+    run_forked(tmp_path, DCP, LOCAL, 2, path)
     assert sorted(one.name for one in path.glob("*.metadata")) == ["__0.metadata", "__1.metadata"]
     with sw.open(path) as checkpoint:
         np.testing.assert_array_equal(checkpoint["same"][...], np.ones(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,12 +17,17 @@ import pytest
 import stepwell as sw
 from safetensors.numpy import load_file, save_file
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+from ranks import run_forked
+
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("deepspeed is not installed", allow_module_level=True)
 from deepspeed_model import Model, groups_of  # noqa: E402
 from deepspeed_ranks import JOB, run_job  # noqa: E402
 
+TORCH = "torch,torch.distributed.tensor,torch.distributed.fsdp,stepwell.torch"
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 ROUND_ROBIN = {"round_robin_gradients": True}
@@ -168,34 +172,28 @@ def test_later_losses_are_those_of_the_undisturbed_run(saves: Path, tmp_path: Pa
 
 
 FSDP = """
-    import sys
-    import torch, torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    import stepwell as sw
-    from deepspeed_model import Model, groups_of
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+sys.path.append(sys.argv[5])
+from deepspeed_model import Model, groups_of
 
-    path, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = Model()
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(groups_of(model), lr=0.5)
-    state = sw.torch.TrainState(model, optimizer)
-    sw.restore(path, into=state, unexpected="ignore", cast="lossless")
-    wanted = torch.load(f"{path}.live")
-    for key, one in model.named_parameters():
-        if one.requires_grad:
-            assert torch.equal(one.full_tensor(), wanted[key]["fp32"]), key
-            assert torch.equal(optimizer.state[one]["exp_avg"].full_tensor(), wanted[key]["exp_avg"]), key
-    dist.destroy_process_group()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[6]}", rank=RANK, world_size=WORLD)
+model = Model()
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (WORLD,))
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(groups_of(model), lr=0.5)
+state = sw.torch.TrainState(model, optimizer)
+sw.restore(ROOT, into=state, unexpected="ignore", cast="lossless")
+wanted = torch.load(f"{ROOT}.live")
+for key, one in model.named_parameters():
+    if one.requires_grad:
+        assert torch.equal(one.full_tensor(), wanted[key]["fp32"]), key
+        assert torch.equal(optimizer.state[one]["exp_avg"].full_tensor(), wanted[key]["exp_avg"]), key
 """
 
 
 def test_a_run_goes_on_with_fsdp_on_two_ranks(saves: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(JOB.parent)}
-    command = [sys.executable, "-c", textwrap.dedent(FSDP), str(saves / "four_z3"), str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    run_forked(tmp_path, TORCH, FSDP, 2, saves / "four_z3", JOB.parent, tmp_path / "store")
 
 
 @pytest.mark.parametrize("name", ["one_none", "two_z2_fp16", "two_z3"])
