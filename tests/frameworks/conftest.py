@@ -1,5 +1,5 @@
-"""Tests with real frameworks. JAX gets eight devices on the host, which must be said before it
-starts."""
+"""Tests with real frameworks. JAX gets eight devices on the host, and Keras its backend, which must
+be said before they start."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["KERAS_BACKEND"] = "torch"
 
 
 @pytest.fixture

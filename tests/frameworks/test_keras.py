@@ -1,0 +1,128 @@
+"""``stepwell.integrations.keras``: a callback that saves and resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stepwell as sw
+
+pytest.importorskip("torch")
+pytest.importorskip("keras")
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "python")]
+
+import keras
+import keras_job
+from accidents import files_no_longer_than
+from command_line import flip_a_bit
+from keras_job import Losses, fit, model
+from stepwell.integrations.keras import StepwellCheckpoint
+
+
+def begin(backend: str, *arguments: str) -> subprocess.Popen[str]:
+    """Begins the training in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, keras_job.__file__, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""},
+    )
+
+
+def losses_of(process: subprocess.Popen[str]) -> list[dict[str, list[float]]]:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path, backend: str) -> None:
+    pytest.importorskip(backend)
+    whole = begin(backend, str(tmp_path / "own"), "-1", "BackupAndRestore", "StepwellCheckpoint")
+    killed = begin(backend, str(tmp_path / "run"), "2", "StepwellCheckpoint")
+    _, err = killed.communicate(timeout=200)
+    assert killed.returncode == -9, err
+    (rest,) = losses_of(begin(backend, str(tmp_path / "run"), "-1", "StepwellCheckpoint"))
+    theirs, ours = losses_of(whole)
+    assert ours == theirs
+    first = min(rest)
+    assert first in ("1", "2", "3")
+    assert rest == {epoch: losses for epoch, losses in theirs.items() if epoch >= first}
+
+
+def test_a_committed_step_exists_at_every_moment(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    seen: list[list[Path]] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.is_set():
+            seen.append(list(root.glob("step_*")))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        fit(model(), StepwellCheckpoint(root, retention=1), epochs=8)
+    finally:
+        ended.set()
+        watcher.join()
+    first = next(number for number, one in enumerate(seen) if one)
+    assert all(seen[first:])
+    assert [step.step for step in sw.inspect(root)] == [7]
+
+
+def test_epochs_go_on_where_the_last_run_ended(tmp_path: Path) -> None:
+    whole = fit(model())
+    one, callback = model(), StepwellCheckpoint(tmp_path / "run")
+    assert fit(one, callback, epochs=2) == {epoch: whole[epoch] for epoch in (0, 1)}
+    assert fit(one, callback, epochs=2) == {}
+    assert fit(one, callback) == {epoch: whole[epoch] for epoch in (2, 3)}
+    assert 3 in fit(model(), StepwellCheckpoint(tmp_path / "other"), epochs=4)
+    with sw.CheckpointManager(tmp_path / "run", read_only=True) as manager:
+        assert list(manager.metrics(3)) == ["loss"]
+
+
+def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = fit(model(), StepwellCheckpoint(tmp_path / "run"))
+    flip_a_bit(tmp_path / "run" / "step_00000003" / "i0" / "00000.data", 100)
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        assert fit(model(), StepwellCheckpoint(tmp_path / "run")) == {3: whole[3]}
+    assert "moved 3 of" in caplog.text
+
+
+def test_a_failed_save_ends_the_training(tmp_path: Path) -> None:
+    one, losses = model(), Losses()
+    with files_no_longer_than(1 << 10), pytest.raises(sw.SaveFailed):
+        fit(one, StepwellCheckpoint(tmp_path / "run"), losses, epochs=9)
+    assert max(losses.found) <= 1
+    assert not list((tmp_path / "run").glob("step_*"))
+
+
+def test_what_cannot_be_stored_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Twins(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = [keras.layers.Dense(4, name="twin") for _ in range(2)]
+
+        def call(self, rows: Any) -> Any:
+            return self.pair[1](self.pair[0](rows))
+
+    one, losses = keras.Sequential([keras.Input((4,)), Twins()]), Losses()
+    one.compile(loss="mse")
+    with pytest.raises(ValueError, match="found twice"):
+        fit(one, StepwellCheckpoint(tmp_path / "run"), losses)
+    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
+    with pytest.raises(sw.MisuseError, match="not on tensorflow"):
+        fit(one, StepwellCheckpoint(tmp_path / "run"), losses)
+    assert losses.found == {}
