@@ -4,6 +4,7 @@ docstrings of the package."""
 from __future__ import annotations
 
 import importlib.util
+import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -55,6 +56,7 @@ add_module_names = False
 toc_object_entries_show_parents = "hide"
 # Functions that take objects of other libraries can be documented without these.
 _LIBRARIES = ("torch", "transformers", "lightning", "keras")
+os.environ["KERAS_BACKEND"] = "torch"
 autodoc_mock_imports = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
 
 html_theme = "furo"
