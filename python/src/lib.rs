@@ -70,7 +70,7 @@ mod _core {
         read_foreign_ranges, safetensors_header, safetensors_header_length, zip_archives,
     };
     #[pymodule_export]
-    use crate::manager::{Held, Manager, Ticket};
+    use crate::manager::{Held, Manager, Ticket, saves_until_full};
     #[pymodule_export]
     use crate::matching::{first_globs, flat_pieces, match_state, renamed};
     #[pymodule_export]

@@ -15,6 +15,7 @@ use pyo3::types::PyString;
 
 use stepwell_core::deadline::StallTimer;
 use stepwell_core::sys::spawn;
+use stepwell_manager::retention::{RegularSaves, Retention, SizedStep};
 use stepwell_manager::{AdoptedStep, Decision, Exists, Hold, Manager as Engined, Mode, Save};
 
 use crate::board::Agreeing;
@@ -590,6 +591,24 @@ impl Manager {
 #[pyclass(frozen, module = "stepwell._core")]
 pub struct Held {
     hold: Mutex<Option<Hold>>,
+}
+
+/// Returns the number of saves until the disk is full under a retention rule, or `None` for never.
+/// `steps` are those of [`SizedStep`], by number.
+#[pyfunction]
+pub fn saves_until_full(
+    py: Python<'_>,
+    retention: &str,
+    steps: &str,
+    interval_steps: u64,
+    interval_ns: i64,
+    free: u64,
+) -> PyResult<Option<f64>> {
+    let wrong = |error: serde_json::Error| PyValueError::new_err(error.to_string());
+    let rule: Retention = serde_json::from_str(retention).map_err(wrong)?;
+    let kept: Vec<SizedStep> = serde_json::from_str(steps).map_err(wrong)?;
+    let every = RegularSaves { steps: interval_steps, ns: interval_ns };
+    call(py, move || rule.saves_until_full(kept, every, free))
 }
 
 /// Returns the error of a failure on this rank. The other ranks get it through the leader, which

@@ -40,6 +40,7 @@ from .errors import (
 if _typing.TYPE_CHECKING:
     from . import coordinators, events, maps, providers, results, sharding
     from ._adopt import adopt
+    from ._advise import advise
     from ._checkpoint import Checkpoint
     from ._conversion.convert import convert, export
     from ._engine_info import engine_info
@@ -48,7 +49,16 @@ if _typing.TYPE_CHECKING:
     from ._opening import metadata, restore, restore_async, verify, watch
     from ._opening import open as open
     from ._options import Options, StepName
-    from ._policies import SavePolicy, at_steps, every_seconds, every_steps, on_preemption, when, when_idle
+    from ._policies import (
+        SavePolicy,
+        at_steps,
+        every_optimal,
+        every_seconds,
+        every_steps,
+        on_preemption,
+        when,
+        when_idle,
+    )
     from ._repair import repair
     from ._restore.report import RestoreReport
     from ._retention import (
@@ -72,6 +82,7 @@ if _typing.TYPE_CHECKING:
 #: importing the package costs almost nothing.
 _MODULES = {
     "_adopt": "adopt",
+    "_advise": "advise",
     "_checkpoint": "Checkpoint",
     "_conversion.convert": "convert export",
     "_manager": "CheckpointManager",
@@ -79,7 +90,7 @@ _MODULES = {
     "_exports": "Export",
     "_opening": "metadata open restore restore_async verify watch",
     "_options": "Options StepName",
-    "_policies": "SavePolicy at_steps every_seconds every_steps on_preemption when when_idle",
+    "_policies": "SavePolicy at_steps every_optimal every_seconds every_steps on_preemption when when_idle",
     "_repair": "repair",
     "_restore.report": "RestoreReport",
     "_roots": "open_root",
@@ -158,12 +169,14 @@ __all__ = [
     "__version__",
     "add_metrics",
     "adopt",
+    "advise",
     "at_steps",
     "convert",
     "coordinators",
     "engine_info",
     "errors",
     "events",
+    "every_optimal",
     "every_seconds",
     "every_steps",
     "export",

@@ -41,6 +41,7 @@ from ._reading import Reading
 from ._restore import template
 from ._restore.options import Globs
 from ._retention import Retention, as_retention
+from ._save_costs import SaveCosts
 from ._save_result import Save
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
@@ -142,6 +143,7 @@ class CheckpointManager(Reading):
         self._owner = lifecycle.Owner("manager")
         self._lock = threading.RLock()
         self._saves = []
+        self._costs = SaveCosts(self._saves)
         #: The engine's part of each :class:`Hold`, without which it would end with the object that
         #: :meth:`hold` returned.
         self._held: set[_core.Held] = set()
@@ -252,7 +254,7 @@ class CheckpointManager(Reading):
         begun = time.perf_counter()
         step = self._common_step(step)
         alone = core.ranks()[1] == 1
-        with self._lock:
+        with self._lock, self._costs.call(step):
             failure: BaseException | None = None
             answers: dict[str, bool] = {}
             try:
@@ -308,10 +310,11 @@ class CheckpointManager(Reading):
                 raise
             save = Save(step, handle)
             self._saves[:] = [*(one for one in self._saves if not one.done()), save]
+            self._costs.saved(begun)
         if self._ending.exporter is not None:
             self._ending.exporter.add(save)
         if self._on_event is not None:
-            tell_save(self._on_event, self._root, save, time.perf_counter() - begun)
+            tell_save(self._on_event, self._root, save, time.perf_counter() - begun, self._costs)
         return save
 
     def _tell_read_only(self) -> None:
@@ -410,7 +413,7 @@ class CheckpointManager(Reading):
             return {}
         core = self._open()
         latest = core.latest_step()  # which all processes ask for
-        return self._policy.answers(step, latest) if core.ranks()[0] == 0 else {}
+        return self._policy.answers(step, latest, self._costs) if core.ranks()[0] == 0 else {}
 
     # ---- steps ----
 

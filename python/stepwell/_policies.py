@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 from ._checks import flag, listed, shown, whole
 from ._core import MAX_STEP
+from ._failure_model import best_interval
 from ._public import public
-from ._timeouts import finite_seconds
+from ._timeouts import finite_seconds, positive_seconds
 from .errors import MisuseError
+
+if TYPE_CHECKING:
+    from ._save_costs import SaveCosts
 
 #: A user's own policy: ``(step, latest step or None) -> bool``.
 Predicate = Callable[[int, int | None], bool]
@@ -24,10 +28,25 @@ Rule: TypeAlias = dict[str, object]
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A callable, where the rule has its name."""
+class _Optimal:
+    """A question about the costs of the manager's saves."""
 
-    ask: Predicate
+    mtbf: float
+
+    def is_due(self, costs: SaveCosts) -> bool:
+        """True at the step nearest to the end of the interval."""
+        since = costs.since_save
+        if since is None or costs.is_writing:
+            return since is None
+        return since + (costs.step_seconds or 0.0) / 2 >= best_interval(costs.cost or 0.0, self.mtbf)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A question to Python, where the rule has its name."""
+
+    ask: Predicate | _Optimal
 
 
 @public
@@ -37,7 +56,7 @@ class SavePolicy:
     """A save policy; make one with the functions of this module."""
 
     _rule: Rule
-    _predicates: tuple[Predicate, ...] = ()
+    _predicates: tuple[Predicate | _Optimal, ...] = ()
     #: Signals that announce a preemption, where the policy listens to one.
     signals: tuple[int, ...] = ()
 
@@ -57,9 +76,12 @@ class SavePolicy:
         names = {id(ask): _name(number, ask) for number, ask in enumerate(self._predicates)}
         return json.dumps(self._rule, default=lambda asked: names[id(asked.ask)])
 
-    def answers(self, step: int, latest: int | None) -> dict[str, bool]:
+    def answers(self, step: int, latest: int | None, costs: SaveCosts) -> dict[str, bool]:
         """Returns the callables' answers about a step, by name."""
-        return {_name(number, ask): bool(ask(step, latest)) for number, ask in enumerate(self._predicates)}
+        return {
+            _name(number, ask): ask.is_due(costs) if isinstance(ask, _Optimal) else bool(ask(step, latest))
+            for number, ask in enumerate(self._predicates)
+        }
 
     def __repr__(self) -> str:
         return f"SavePolicy({self.to_json()})"
@@ -75,7 +97,7 @@ def _combine(how: str, left: SavePolicy, right: object) -> SavePolicy:
     return SavePolicy(parts, left._predicates + others, signals)
 
 
-def _name(number: int, ask: Predicate) -> str:
+def _name(number: int, ask: Predicate | _Optimal) -> str:
     return f"{number} {getattr(ask, '__qualname__', type(ask).__qualname__)}"
 
 
@@ -110,6 +132,20 @@ def every_seconds(seconds: float) -> SavePolicy:
     return SavePolicy(
         {"policy": "every_seconds", "seconds": finite_seconds(seconds, "the length of every_seconds")}
     )
+
+
+@public
+def every_optimal(mtbf: float) -> SavePolicy:
+    """As often as loses least time to saves and failures, with one failure of the job in ``mtbf``
+    seconds on average.
+
+    The first call saves. Later intervals follow from the measured cost of the last saves: their
+    calls, and the slower steps while they were written. The formula is that of
+    :func:`stepwell.advise`. A save begins only when the one before it has ended. Of several
+    processes the first one measures and decides. It needs a call of ``save`` at every step.
+    """
+    ask = _Optimal(positive_seconds(mtbf, "the mtbf of every_optimal"))
+    return SavePolicy({"policy": "custom", "name": _Asked(ask)}, (ask,))
 
 
 @public

@@ -35,6 +35,14 @@ def finite_seconds(length: float, what: str) -> float:
     return NO_DEADLINE if number is None else number
 
 
+def positive_seconds(length: float, what: str) -> float:
+    """A length of time that is not zero."""
+    number = finite_seconds(length, what)
+    if number == 0:
+        raise MisuseError(f"{what} is a number of seconds, more than 0, not {shown(length)}")
+    return number
+
+
 def stall_seconds(timeout: float) -> float:
     """A stall timeout: above zero, and finite for the engine."""
     number = seconds(timeout, "stall_timeout")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
 from . import _lifecycle as lifecycle
+from ._save_costs import SaveCosts
 from ._save_result import Save, SaveStats
 
 __all__ = ["ExportEvent", "JsonLines", "RestoreEvent", "SaveEvent"]
@@ -41,6 +42,10 @@ class SaveEvent:
     blocked_seconds: float
     #: Its bytes, and the seconds of each phase.
     stats: SaveStats
+    #: Medians of the run when it began, or ``None`` before the first: the seconds of a step without
+    #: a save beside it, and what a save costs training (its call, and slower steps beside it).
+    step_seconds: float | None
+    cost_seconds: float | None
 
 
 @final
@@ -130,15 +135,17 @@ def tell(on_event: OnEvent, event: Event) -> None:
         lifecycle.log(_ERROR, "stepwell", f"on_event raised {type(failure).__name__}: {failure}")
 
 
-def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float) -> None:
+def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float, costs: SaveCosts) -> None:
     """Tells of a save, once it is over."""
+    step_seconds, cost = costs.step_seconds, costs.cost
 
     def over(save: Save) -> None:
         stats = save.stats
         if save._handle is None or stats is None:
             return
         outcome, error, kind = save._handle.outcome()
-        tell(on_event, SaveEvent(root, save.step, _now(), outcome, error, kind, blocked, stats))
+        event = SaveEvent(root, save.step, _now(), outcome, error, kind, blocked, stats, step_seconds, cost)
+        tell(on_event, event)
 
     save.add_done_callback(over)
 

@@ -2,6 +2,7 @@
 ``stepwell``."""
 
 from ._adopt import AdoptReport
+from ._advise import Advice, DiskForecast, PerStepSaves, Projection
 from ._attached import Attached
 from ._background import Restore
 from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyReport
@@ -29,6 +30,7 @@ from ._restore.report import (
 )
 from ._retention import RetentionDecision
 from ._roots import Root, RootStep
+from ._run_measurements import RunMeasurements
 from ._save_result import Save, SaveStats
 from ._state.registry import StoredEnum
 from ._steps import AdoptedFiles, ItemInfo, StepInfo
@@ -36,6 +38,7 @@ from ._steps import AdoptedFiles, ItemInfo, StepInfo
 __all__ = [
     "AdoptReport",
     "AdoptedFiles",
+    "Advice",
     "Array",
     "Attached",
     "CastLeaf",
@@ -45,6 +48,7 @@ __all__ = [
     "ConversionResult",
     "Damage",
     "Difference",
+    "DiskForecast",
     "Hold",
     "IdleRename",
     "ItemInfo",
@@ -53,6 +57,8 @@ __all__ = [
     "Metadata",
     "MissingLeaf",
     "PassedOver",
+    "PerStepSaves",
+    "Projection",
     "RenamedLeaf",
     "RepairReport",
     "RepairedIndex",
@@ -64,6 +70,7 @@ __all__ = [
     "Rewound",
     "Root",
     "RootStep",
+    "RunMeasurements",
     "Save",
     "SaveStats",
     "StepInfo",

@@ -197,6 +197,7 @@ def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, t
         "rm": [10, "--yes"],
         "repair": ["--yes"],
         "report": ["-o", tmp_path / "report.html"],
+        "advise": ["--mtbf", "12h"],
     }
     subject = "bash" if command == "completion" else root
     found = document(command, subject, *more.get(command, []), code=None)

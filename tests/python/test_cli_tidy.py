@@ -71,7 +71,7 @@ def test_prune_deletes_by_age(root: Path) -> None:
         (["--keep-latest", "0"], "0"),
         (["--keep-best", "los", "--mode", "min"], "the steps have `loss`"),
         (["--keep-every", "0"], "0"),
-        (["--keep-newer-than", "soon"], "is no age"),
+        (["--keep-newer-than", "soon"], "is no length of time"),
     ],
 )
 def test_options_that_cannot_be_meant_delete_nothing(root: Path, options: list[str], word: str) -> None:

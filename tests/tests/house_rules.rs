@@ -208,9 +208,10 @@ fn only_the_commit_renames() {
 }
 
 /// The modules of the package that open files outside of checkpoints: output that the user asked
-/// for, and locks that the command line inspects.
-const OTHER_FILES: [&str; 5] = [
+/// for, events of a run, and locks that the command line inspects.
+const OTHER_FILES: [&str; 6] = [
     "python/stepwell/events.py:",
+    "python/stepwell/_run_measurements.py:",
     "python/stepwell/_cli/cat.py:",
     "python/stepwell/_cli/command.py:",
     "python/stepwell/_cli/report.py:",

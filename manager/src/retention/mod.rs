@@ -16,8 +16,10 @@ use stepwell_reshard::glob::GlobList;
 
 use crate::error::{Error, Result};
 
+mod forecast;
 mod rank;
 
+pub use forecast::{RegularSaves, SizedStep};
 pub use rank::{Mode, best};
 
 /// A committed step, as retention sees it.

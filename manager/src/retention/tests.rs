@@ -183,6 +183,45 @@ fn a_policy_survives_json() {
     assert_eq!(serde_json::from_str::<Retention>(&text).unwrap(), retention);
 }
 
+/// Steps of 10 bytes of `params` and 20 of `optimizer`, each 10 after the one before it.
+fn sized(count: u64) -> Vec<SizedStep> {
+    let items = BTreeMap::from([("params".to_owned(), 10), ("optimizer".to_owned(), 20)]);
+    let step = |n: u64| SizedStep {
+        step: n * 10,
+        committed_unix_ns: n.cast_signed() * 1_000_000_000,
+        items: items.clone(),
+        metrics: BTreeMap::new(),
+    };
+    (1..=count).map(step).collect()
+}
+
+#[test]
+fn a_forecast_counts_the_saves_that_fit() {
+    let every = RegularSaves { steps: 10, ns: 1_000_000_000 };
+    let fit = |rule: &Retention, free| rule.saves_until_full(sized(2), every, free).unwrap();
+    assert_eq!(fit(&Retention::KeepAll, 29), Some(0.0));
+    assert_eq!(fit(&Retention::KeepAll, 30 * 1000), Some(1000.0));
+    // One more than are kept, until the oldest is deleted.
+    assert_eq!(fit(&Retention::keep_latest(3), 59), Some(1.0));
+    assert_eq!(fit(&Retention::keep_latest(3), 60), None);
+    assert_eq!(fit(&Retention::keep_latest(1), 30), None);
+    // Steps 10 and 20 go, and 100, 200, 300, 400 and 500 leave 10 bytes each.
+    let thinned = Retention::keep_latest(1) | Retention::keep_every_items(100, ["params"]);
+    assert_eq!(fit(&thinned, 49), Some(49.0));
+    assert_eq!(Retention::KeepAll.saves_until_full(Vec::new(), every, 0).unwrap(), None);
+}
+
+#[test]
+fn a_far_end_of_the_disk_is_extrapolated() {
+    let every = RegularSaves { steps: 10, ns: 1_000_000_000 };
+    let fit = |rule: &Retention, free| rule.saves_until_full(sized(2), every, free).unwrap().unwrap();
+    let saves = fit(&Retention::KeepAll, 30 * 1_000_000);
+    assert!((saves - 1_000_000.0).abs() < 1e-3, "{saves}");
+    let thinned = Retention::keep_latest(1) | Retention::keep_every_items(100, ["params"]);
+    let saves = fit(&thinned, 10 * 1_000_000);
+    assert!((saves / 10_000_000.0 - 1.0).abs() < 0.01, "{saves}");
+}
+
 proptest! {
     #[test]
     fn a_union_never_keeps_less_than_its_parts(

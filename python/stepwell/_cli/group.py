@@ -26,6 +26,7 @@ COMMANDS = {
     "rm": ("rm", "Delete steps or a branch."),
     "rewind": ("rewind", "Move the steps after STEP into a branch."),
     "gc": ("gc", "Delete leftovers of killed writers, and retired steps."),
+    "advise": ("advise", "Advise on the interval of saves, and on what they need."),
     "report": ("report", "Write a report into one HTML file."),
     "info": ("info", "Show versions, and the engine for a path."),
     "completion": ("completion", "Print a script that completes commands in a shell."),

@@ -3,6 +3,7 @@ network."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import tempfile
@@ -12,10 +13,11 @@ import click
 
 import stepwell as sw
 
-from ..errors import MisuseError, StepwellError, from_system
+from ..errors import MisuseError, StepNotFound, StepwellError, from_system
+from .advise import RunOptions, mtbf_option, run_options
 from .command import command
 from .output import FINE, PROBLEMS, Output, safe, size
-from .report_data import of_checkpoint, of_root
+from .report_data import of_advice, of_checkpoint, of_root
 from .report_page import MAX_HEAD_BYTES, is_page, page
 from .retention import RetentionOptions, retention_of, retention_options
 from .targets import TARGET, Target, root_of
@@ -31,20 +33,40 @@ from .targets import TARGET, Target, root_of
     metavar="FILE.html",
     help="The file to write.",
 )
+@mtbf_option(required=False)
+@run_options
 @retention_options
-def report(out: Output, path: Target, output: str, **options: Unpack[RetentionOptions]) -> int:
+def report(
+    out: Output,
+    path: Target,
+    output: str,
+    mtbf: float | None,
+    events: str | None,
+    restart: float | None,
+    cost: float | None,
+    step_seconds: float | None,
+    **options: Unpack[RetentionOptions],
+) -> int:
     """Write a report about PATH (a checkpoint, a root, or ROOT@STEP) into one HTML file.
 
     It shows the bytes by leaf path, every leaf, and the place of each chunk. For a root it also
     shows the steps over time and the decisions of retention. It covers the newest step of a root,
-    or that of ROOT@STEP.
+    or that of ROOT@STEP. With --mtbf it also shows the time that each interval of saves loses.
     """
     _check_output(output)
     retention = retention_of(options)
     root = None if root_of(path.path) is None else os.path.abspath(path.path)
     if retention is not None and root is None:
         raise click.UsageError("--keep-… options need a root, and PATH is none")
+    run: RunOptions = {"events": events, "restart": restart, "cost": cost, "step_seconds": step_seconds}
+    if mtbf is None and any(value is not None for value in run.values()):
+        raise click.UsageError("--events, --restart, --cost and --step-seconds need --mtbf")
+    if mtbf is not None and root is None:
+        raise click.UsageError("--mtbf needs a root, and PATH is none")
     about_root = None if root is None else of_root(root, retention, _rule(options))
+    if root is not None and about_root is not None and mtbf is not None:
+        with contextlib.suppress(StepNotFound):
+            about_root["advice"] = of_advice(sw.advise(root, mtbf=mtbf, retention=retention, **run))
     unread = about_checkpoint = None
     try:
         with path.open() as checkpoint:

@@ -4,6 +4,7 @@ here for display; the page inserts them as text, never as markup."""
 from __future__ import annotations
 
 import json
+import math
 
 import stepwell as sw
 
@@ -12,6 +13,9 @@ from .output import Json, fields_of, plain, safe
 from .retention import decisions, summary
 from .show import head_of
 from .targets import manager_of
+
+#: Points of the chart of intervals.
+_CURVE_POINTS = 120
 
 
 def of_root(root: str, retention: sw.Retention | None, rule: str) -> dict[str, Json]:
@@ -34,8 +38,17 @@ def of_root(root: str, retention: sw.Retention | None, rule: str) -> dict[str, J
             **scan(root).document(),
             "retention": None if retention is None else rule,
             "retention_summary": summary(list(fates.values())),
+            "advice": None,
         }
     )
+
+
+def of_advice(advice: sw.results.Advice) -> Json:
+    """Advice, with the lost shares of intervals around the best one and the present one."""
+    intervals = [advice.interval_seconds, advice.measured.interval_seconds or advice.interval_seconds]
+    low, high = math.log(min(intervals) / 10), math.log(max(intervals) * 10)
+    curve = [math.exp(low + (high - low) * i / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)]
+    return plain({**fields_of(advice), "curve": [(one, advice.lost_at(one)) for one in curve]})
 
 
 def of_checkpoint(checkpoint: sw.Checkpoint) -> dict[str, Json]:

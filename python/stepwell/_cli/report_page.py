@@ -16,7 +16,7 @@ from importlib import resources
 from string import Template
 
 #: Parts of the script, in their order: they share one scope.
-_SCRIPTS = ("base.js", "grid.js", "treemap.js", "files.js", "leaves.js", "steps.js", "main.js")
+_SCRIPTS = ("base.js", "grid.js", "treemap.js", "files.js", "leaves.js", "steps.js", "advice.js", "main.js")
 
 
 #: The end of the title of every page.

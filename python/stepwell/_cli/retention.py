@@ -21,18 +21,18 @@ _Function = TypeVar("_Function", bound=Callable[..., int])
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
-def _age(_: click.Context, __: click.Parameter, given: str | None) -> float | None:
+def duration(_: click.Context, __: click.Parameter, given: str | None) -> float | None:
     """Parses seconds, or a number with a unit."""
     if given is None:
         return None
     unit = _UNITS.get(given[-1:])
     try:
-        age = float(given if unit is None else given[:-1]) * (unit or 1)
+        length = float(given if unit is None else given[:-1]) * (unit or 1)
     except ValueError:
-        age = -1.0
-    if not 0 <= age < float("inf"):
-        raise click.BadParameter(f"{given!r} is no age; write 3600, 90m, 12h, 7d or 2w")
-    return age
+        length = -1.0
+    if not 0 <= length < float("inf"):
+        raise click.BadParameter(f"{given!r} is no length of time; write 3600, 90m, 12h, 7d or 2w")
+    return length
 
 
 _POSITIVE = click.IntRange(min=1)
@@ -53,7 +53,7 @@ _OPTIONS = (
     ),
     click.option(
         "--keep-newer-than",
-        callback=_age,
+        callback=duration,
         metavar="AGE",
         help="Keep newer steps: seconds, or 90m, 12h, 7d, 2w.",
     ),

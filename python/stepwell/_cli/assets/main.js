@@ -8,6 +8,7 @@ if (data.root !== null) {
   stepCharts(data.root);
   metricCharts(data.root);
   stepTable(data.root);
+  if (data.root.advice !== null) adviceChart(data.root.advice);
 }
 if (data.unread !== null) part("No step could be opened", el("p", { class: "bad" }, data.unread));
 if (data.checkpoint !== null) {
