@@ -1,0 +1,125 @@
+"""Ignite with checkpoints of stepwell.
+
+    from stepwell.integrations.ignite import StepwellSaver
+
+    saver = StepwellSaver("runs/first")
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint(to_save, saver, n_saved=3))
+    trainer.add_event_handler(Events.COMPLETED, saver.wait_until_finished)
+
+Each file of Ignite (``….pt``) is a directory that exists whole or not at all, and training goes on
+while it is written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import ignite.distributed as idist
+import torch
+from ignite.handlers.checkpoint import BaseSaveHandler
+
+from .. import _core
+from .. import _lifecycle as lifecycle
+from .._checks import text
+from .._locations import absolute
+from .._opening import metadata as metadata_of
+from .._opening import restore
+from .._options import Options
+from .._save_result import Save
+from .._singular import save_async
+from ..errors import StepwellError
+
+_WARNING = 30
+
+
+class StepwellSaver(BaseSaveHandler):
+    """A save handler for ``ignite.handlers.Checkpoint``. One rank saves, as with Ignite's own.
+
+    Ignite asks to delete a checkpoint before it saves the next one. The deletion waits until that
+    save has committed; if it fails, the checkpoint stays. The next save, ``wait_until_finished``
+    and the end of the process raise the failure of a save.
+
+    Args:
+        dirname: the directory of the checkpoints. Created if it is missing.
+        save_on_rank: the rank that saves. Pass the same to ``Checkpoint``.
+        options: rarely needed options.
+    """
+
+    def __init__(
+        self, dirname: str | os.PathLike[str], *, save_on_rank: int = 0, options: Options | None = None
+    ) -> None:
+        self._directory = absolute(dirname)
+        self._saves_here = idist.get_rank() == save_on_rank
+        self._options = options
+        self._pending: Save | None = None
+        #: What Ignite no longer wants, until the next save has begun.
+        self._unwanted: set[str] = set()
+        self._remover = ThreadPoolExecutor(1, "stepwell-remover")
+        self._removal: Future[None] | None = None
+
+    def __call__(
+        self, checkpoint: Mapping[str, object], filename: str, metadata: Mapping[str, object] | None = None
+    ) -> None:
+        """Begins a save. Called by Ignite."""
+        if not self._saves_here:
+            return
+        self.wait_until_finished()
+        os.makedirs(self._directory, exist_ok=True)
+        save = save_async(
+            self._path(filename), checkpoint, exists="replace", coordinator=None, options=self._options
+        )
+        unwanted, self._unwanted = self._unwanted - {filename}, set()
+        self._pending, self._removal = save, self._remover.submit(self._remove, unwanted, save)
+
+    def remove(self, filename: str) -> None:
+        """Deletes a checkpoint after the next save. Called by Ignite."""
+        self._unwanted.add(filename)
+
+    def wait_until_finished(self) -> None:
+        """Waits for the last save and the deletions after it, and raises a failure."""
+        pending, self._pending = self._pending, None
+        removal, self._removal = self._removal, None
+        if pending is not None:
+            pending.result()
+        if removal is not None:
+            removal.result()
+
+    def load(self, filename: str) -> dict[str, object]:
+        """Returns what ``Checkpoint.load_objects`` takes, in host memory. Files of Ignite load
+        too."""
+        path = self._path(filename)
+        if os.path.isfile(path):
+            loaded: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
+            return loaded
+        return dict(restore(path, to="torch"))
+
+    def newest(self) -> str | None:
+        """Returns the name of the checkpoint that was committed last; ``None`` without one. Logs
+        why it passes over damaged ones. Files of Ignite do not take part."""
+        found = []
+        for name in os.listdir(self._directory) if os.path.isdir(self._directory) else ():
+            path = self._path(name)
+            if not os.path.isdir(path) or name.startswith("."):
+                continue
+            try:
+                found.append((metadata_of(path).committed, name))
+            except StepwellError as error:
+                lifecycle.log(_WARNING, "stepwell.ignite", f"{path} is passed over: {error}")
+        return max(found)[1] if found else None
+
+    def _path(self, filename: str) -> str:
+        return os.path.join(self._directory, text(filename, "the name of a checkpoint"))
+
+    def _remove(self, names: set[str], save: Save) -> None:
+        try:
+            save.result()
+        except StepwellError:
+            return  # raised by the next save, or by wait_until_finished
+        for name in names:
+            path = self._path(name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                _core.remove_conversion(path, False)
+            elif os.path.lexists(path):
+                os.unlink(path)
