@@ -61,6 +61,11 @@ wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and i
 	rm -rf target/wheel-check
 	@ls target/wheels/*.whl
 
+.PHONY: release
+release: | tools ## build sources and wheel of a release into target/release-files, twice, and try it with every Python (about 20 minutes)
+	command -v cargo-deny >/dev/null || cargo install --quiet --locked cargo-deny
+	tests/release/run.sh
+
 .PHONY: demo
 demo: build ## train, save, kill -9 in the middle of a save, resume, compare: one process, then 4, 2, 1 and 8 of them
 	$(BIN)/python tests/demo/kill_and_resume.py
