@@ -16,7 +16,7 @@ import stepwell as sw
 from command_line import DOCUMENT
 
 #: Pages with examples for people who look for one: none of them may lose its last one.
-WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md"} | {
+WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md", "docs/faq.md"} | {
     f"docs/guide/{name}.md"
     for name in (
         "converting", "evaluators", "gpu", "jax", "memory", "moving", "preemption", "pytorch", "restoring", "resuming_from_others", "retention", "saving", "states",
@@ -34,6 +34,7 @@ def test_the_pages_that_explain_by_examples_have_some() -> None:
 BEGINNINGS = [
     pages.PROJECT / "README.md",
     pages.PROJECT / "docs" / "start.md",
+    pages.PROJECT / "docs" / "faq.md",
     *sorted((pages.PROJECT / "docs" / "guide").glob("*.md")),
 ]
 
