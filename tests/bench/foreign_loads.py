@@ -8,8 +8,8 @@ four, by Orbax in Zarr 2 and 3, and as DeepSpeed's ZeRO-2 and ZeRO-3 of four ran
 loads it into host memory, in a process of its own in every round, in shuffled order, from a cold
 and from a warm page cache. Loaders that map the file are measured twice: as they are, with every
 page touched, and with a copy into memory of the process, as the others give it. The ratio is the
-time of stepwell over that of the contestant, in the same round. Then come reads of one tensor, and
-the opening: see :mod:`foreign_parts`.
+time of stepwell over that of the contestant, in the same round. An adoption reads the DCP
+checkpoint once. Then come reads of one tensor, and the opening: see :mod:`foreign_parts`.
 """
 
 from __future__ import annotations
@@ -120,6 +120,17 @@ def raw_disk(path: Path) -> Callable[[], Any]:
     return load
 
 
+def adopt(path: Path) -> Callable[[], Any]:
+    import stepwell as sw
+    from stepwell.formats import adoption
+
+    def load() -> None:
+        sw.adopt(path)
+        os.unlink(adoption.place(str(path)))  # other loads are without checksums
+
+    return load
+
+
 def shards(path: Path) -> list[str]:
     return [str(file) for file in sorted(path.glob("*.safetensors"))]
 
@@ -204,7 +215,9 @@ def copied(load: Contestant) -> Contestant:
     return of
 
 
-OURS, RAW = "stepwell", "raw disk"
+OURS, RAW, ADOPT = "stepwell", "raw disk", "stepwell adopt"
+#: They give no tensors, and run from a cold cache only.
+WITHOUT_RESULT = (RAW, ADOPT)
 #: Loaders that give tensors over the mapped file, and copy nothing.
 MAPPED = ("safetensors, mapped", "transformers, mapped", "torch.load, mapped")
 CONTESTANTS: dict[str, dict[str, Contestant]] = {
@@ -234,6 +247,7 @@ if importlib.util.find_spec("fastsafetensors"):
     CONTESTANTS[SAFETENSORS]["fastsafetensors"] = fastsafetensors
 for contestants in CONTESTANTS.values():
     contestants[RAW] = raw_disk
+CONTESTANTS[DCP][ADOPT] = adopt
 
 
 def touched(result: Any) -> int:
@@ -294,7 +308,7 @@ def measure(folder: Path, nbytes: int, rounds: int, only: str) -> None:
         if only in kind
         for name in all
         for heat in HEATS
-        if (name, heat) != (RAW, "warm")
+        if name not in WITHOUT_RESULT or heat == "cold"
     ]
     seconds: dict[tuple[str, str, str], list[float]] = {job: [] for job in jobs}
     read: dict[tuple[str, str], list[float]] = {job[:2]: [] for job in jobs}
@@ -313,13 +327,15 @@ def measure(folder: Path, nbytes: int, rounds: int, only: str) -> None:
 
             spare.hold()
             taken, loaded, from_disk = in_child(__file__, [kind, name, str(folder)], prepare)
-            assert name == RAW or loaded == nbytes, (kind, name, loaded, nbytes)
+            assert name in WITHOUT_RESULT or loaded == nbytes, (kind, name, loaded, nbytes)
             progress(f"round {number + 1} of {rounds}: {kind}, {name}, {heat}", taken)
             seconds[kind, name, heat].append(taken)
             if heat == "cold":
                 read[kind, name].append(from_disk / nbytes)
     rows = [HEAD]
     for kind, name in read:
+        if name == ADOPT:
+            continue
         times = {heat: seconds.get((kind, name, heat), []) for heat in HEATS}
         ratios = {
             heat: [one / other for one, other in zip(seconds[kind, OURS, heat], times[heat], strict=True)]
@@ -342,6 +358,13 @@ def measure(folder: Path, nbytes: int, rounds: int, only: str) -> None:
             ]
         )
     print(f"Loads of {nbytes / 2**30:.2f} GiB, {rounds} rounds; median (quartiles)\n\n{table(rows)}\n")
+    if (DCP, ADOPT) in read:
+        taken, raw = seconds[DCP, ADOPT, "cold"], seconds[DCP, RAW, "cold"]
+        ratios = [one / other for one, other in zip(raw, taken, strict=True)]
+        rate = nbytes / 1e9 / statistics.median(taken)
+        print(
+            f"{ADOPT}, of DCP: {spread(taken)} s, {rate:.2f} GB/s, {spread(ratios)} of the raw disk's rate\n"
+        )
 
 
 if __name__ == "__main__":

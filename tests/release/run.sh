@@ -30,6 +30,7 @@ build_wheel() {
 
 echo "== the wheel, from a clean clone"
 git clone --quiet "$root" "$work/clone"
+"$work/tools/bin/python" tests/release/licences.py "$work/clone" "$work/clone/python/LICENSES-OF-OTHERS"
 build_wheel "$work/clone" wheel
 wheel=$(ls "$work"/wheel/*.whl)
 maturin sdist --quiet --out "$files" --manifest-path "$work/clone/python/Cargo.toml"
@@ -44,7 +45,9 @@ cp "$wheel" "$files"
 echo "== platform, stable ABI, licences"
 auditwheel show "$wheel"
 abi3audit --strict --summary "$wheel"
-unzip -l "$wheel" | grep -q 'dist-info/licenses/LICENSE$' || { echo "the wheel has no licence"; exit 1; }
+for file in LICENSE LICENSES-OF-OTHERS; do
+    unzip -l "$wheel" | grep -q "dist-info/licenses/$file\$" || { echo "the wheel has no $file"; exit 1; }
+done
 if unzip -p "$wheel" | grep -aqF -e "$cargo_home" -e "$root"; then echo "the wheel has paths of this machine"; exit 1; fi
 cargo deny --log-level error check licenses bans sources
 
