@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`manager`] | the manager of one root |
 //! | [`singular`] | one state under one path |
+//! | [`guest`] | the deletion of checkpoints that another library names |
 //! | [`copy`] | verified copies of checkpoints |
 //! | [`convert`] | files of other formats, made from checkpoints |
 //! | [`ForeignReading`] | files of other libraries, and their checksums |
@@ -35,6 +36,7 @@ pub mod error;
 mod foreign;
 mod foreign_reading;
 mod guard;
+pub mod guest;
 pub mod lease;
 pub mod manager;
 pub mod metrics;

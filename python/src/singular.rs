@@ -187,6 +187,16 @@ pub fn forget_damaged(py: Python<'_>, path: PathBuf) -> PyResult<()> {
     })
 }
 
+/// Deletes a checkpoint whose directory another library names. Returns false if readers hold it.
+/// Its name is free then, and the next call for a checkpoint beside it deletes its files.
+#[pyfunction]
+pub fn remove_guest(py: Python<'_>, path: PathBuf) -> PyResult<bool> {
+    call(py, move || {
+        let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
+        stepwell_manager::guest::remove(&path, &environment)
+    })
+}
+
 /// Returns the I/O engine for a path, and why: engine, direct, alignment, registered, reasons.
 #[pyfunction]
 #[pyo3(signature = (path, engine = "auto"))]

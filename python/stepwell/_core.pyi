@@ -62,6 +62,7 @@ __all__ = [
     "read_foreign_ranges",
     "removal_of",
     "remove_conversion",
+    "remove_guest",
     "remove_output_file",
     "renamed",
     "repair",
@@ -119,6 +120,7 @@ def forget_damaged(path: _Path) -> None: ...
 def saves_until_full(
     retention: str, steps: str, interval_steps: int, interval_ns: int, free: int
 ) -> float | None: ...
+def remove_guest(path: _Path) -> bool: ...
 def engine_choice(path: _Path, engine: str = "auto") -> tuple[str, bool, int, bool, list[str]]: ...
 
 _Piece = tuple[Sequence[int], Sequence[int], int, Sequence[int]]

@@ -137,6 +137,16 @@ def test_a_deletion_waits_and_a_failed_save_prevents_it(tmp_path: Path) -> None:
         io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "d.ckpt")
 
 
+def test_a_link_to_a_checkpoint_is_deleted_alone(tmp_path: Path) -> None:
+    io = StepwellIO()
+    io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "a.ckpt")
+    io.remove_checkpoint(tmp_path / "last.ckpt")
+    io.teardown()
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert sw.verify(tmp_path / "a.ckpt").ok
+
+
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     fabric = lightning.Fabric(accelerator="cpu", plugins=[StepwellIO()])
     module = torch.nn.Linear(3, 2)

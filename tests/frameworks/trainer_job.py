@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -62,8 +63,9 @@ def trainer(output: Path, losses: Losses, seed: int = 3, **options: Any) -> Trai
 def committed(output: Path) -> Iterator[int]:
     """The steps of the trainer's directories that stepwell has committed."""
     for path in output.glob("checkpoint-*"):
-        if any((path / "stepwell").glob("step_*")):
-            yield int(path.name.removeprefix("checkpoint-"))
+        with contextlib.suppress(FileNotFoundError):  # deleted just now
+            if any(name.startswith("step_") for name in os.listdir(path / "stepwell")):
+                yield int(path.name.removeprefix("checkpoint-"))
 
 
 def main() -> None:

@@ -6,16 +6,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar, cast
 
+from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
+from .._choice import choice_of
 from .._manager import CheckpointManager
+from .._restore.options import Globs
 from .._save_result import Save
+from .._state.specs import as_rank
 from ..coordinators import Coordinator
+from ..errors import StepwellError
 
+#: The directory of our root in that of a trainer's checkpoint.
+DIRECTORY = "stepwell"
+INFO, WARNING = 20, 30
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
@@ -43,6 +51,11 @@ class GuestSave(Future[_T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """See ``Future``."""
         return self._saw(super().exception, timeout)
+
+    def is_committed(self) -> bool:
+        """Waits for the end of this save. True if it has committed; a failure stays unseen."""
+        self._thread.join()
+        return super().exception(0) is None
 
     def raise_unseen(self) -> None:
         """Raises a failure that nobody has seen."""
@@ -88,9 +101,15 @@ _kept_in: int | None = None
 
 
 def save(
-    path: str, state: object, coordinator: Coordinator | None, metadata: object, committed: Callable[[], _T]
+    path: str,
+    state: object,
+    coordinator: Coordinator | None,
+    metadata: object,
+    committed: Callable[[], _T],
+    exclude: Globs = None,
 ) -> GuestSave[_T]:
-    """Begins a save. Returns when the state may change."""
+    """Begins a save. Returns when the state may change. ``state`` may be a function that returns
+    it. If that raises on one rank, the save fails on all of them."""
     global _kept_in
     raise_unseen()
     if _kept_in != os.getpid():
@@ -98,7 +117,7 @@ def save(
         _kept_in = os.getpid()
     manager = CheckpointManager(path, retention=1, coordinator=coordinator)
     try:
-        found = manager.save(manager.next_step(), state, custom_metadata=metadata)
+        found = manager.save(manager.next_step(), state, custom_metadata=metadata, exclude=exclude)
     except BaseException:
         manager.close()
         raise
@@ -107,9 +126,73 @@ def save(
     return guest
 
 
+def check(state: object, rank: int, world_size: int) -> None:
+    """Raises if a value of the state cannot be stored. Copies nothing."""
+    with as_rank((rank, world_size)):
+        _core.flatten(adapters.as_saved(state), choice_of(None, None, None), world_size == 1)
+
+
+def newest(found: Iterable[tuple[int, str]], why_not: Callable[[str], str | None]) -> str | None:
+    """Returns the path with the highest number that ``why_not`` has no reason against. Logs the
+    reasons of those that it passes over."""
+    for _, path in sorted(found, reverse=True):
+        why = why_not(path)
+        if why is None:
+            return path
+        log(WARNING, f"{path} is passed over: {why}")
+    return None
+
+
 def raise_unseen() -> None:
     """Raises the failure of an earlier save that nobody has seen."""
     ended = [one for one in _saves if one.done()]
     _saves[:] = [one for one in _saves if one not in ended]
     for one in ended:
         one.raise_unseen()
+
+
+#: Deletions that had not ended when somebody looked last, with their paths. Their threads are no
+#: daemons, so the end of the process waits for them.
+_removals: list[tuple[threading.Thread, Sequence[str]]] = []
+#: Held by the thread that deletes. Two would take each other for readers.
+_removing = threading.Lock()
+
+
+def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None:
+    """Deletes checkpoints in the background, once ``is_committed`` has waited for the saves before.
+    They stay if it returns false."""
+
+    def work() -> None:
+        if is_committed():
+            for path in paths:
+                _remove(path)
+
+    _removals[:] = [one for one in _removals if one[0].is_alive()]
+    if paths:
+        thread = threading.Thread(target=work, name="stepwell-remover")
+        _removals.append((thread, paths))
+        thread.start()
+
+
+def wait_removed(path: str | None = None) -> None:
+    """Waits for the deletions that have begun, or for those of one path."""
+    for thread, paths in list(_removals):
+        if path is None or path in paths:
+            thread.join()
+
+
+def _remove(path: str) -> None:
+    """Deletes a checkpoint, which may be a file or a link to one. Its name is free at once."""
+    try:
+        with _removing:
+            if os.path.islink(path) or os.path.isfile(path):
+                os.unlink(path)
+            elif os.path.isdir(path) and not _core.remove_guest(path):
+                log(INFO, f"{path} is read: its files are deleted with the next checkpoint beside it")
+    except (StepwellError, OSError) as error:
+        log(WARNING, f"deleting {path} failed: {error}. Delete it by hand")
+
+
+def log(level: int, text: str) -> None:
+    """Logs a line to ``logging.getLogger("stepwell.integrations")``."""
+    lifecycle.log(level, "stepwell.integrations", text)

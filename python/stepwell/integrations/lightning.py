@@ -13,12 +13,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from .. import _core
 from .._locations import absolute
 from .._opening import restore
 from .._options import Options
@@ -26,6 +26,7 @@ from .._restore.options import Globs
 from .._save_result import Save
 from .._singular import save_async
 from ..errors import MisuseError, StepwellError
+from . import _guest
 
 _Module = TypeVar("_Module")
 _Path = str | os.PathLike[str]
@@ -71,8 +72,6 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         self._exclude, self._options = exclude, options
         #: By path, until somebody has looked at their outcome.
         self._saves: dict[str, Save] = {}
-        self._remover: ThreadPoolExecutor | None = None
-        self._removals: list[Future[None]] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, object], path: _Path, storage_options: object = None
@@ -82,6 +81,7 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             raise MisuseError("storage_options= is not used by StepwellIO: leave it out")
         where = absolute(path)
         self._look(where)
+        _guest.wait_removed(where)
         os.makedirs(os.path.dirname(where), exist_ok=True)
         self._saves[where] = save_async(
             where,
@@ -112,23 +112,14 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Deletes a checkpoint once the pending saves have committed. Called by Lightning."""
-        if self._remover is None:
-            self._remover = ThreadPoolExecutor(1, "stepwell-remover")
-        self._removals = [one for one in self._removals if not one.done() or one.exception() is not None]
-        job = self._remover.submit(self._remove, absolute(path), list(self._saves.values()))
-        self._removals.append(job)
+        _guest.remove_after(partial(_all_committed, list(self._saves.values())), [absolute(path)])
 
     def teardown(self) -> None:
         """Waits for all saves and deletions, and raises a failure. Called by Lightning."""
-        removals, self._removals = self._removals, []
-        if self._remover is not None:
-            self._remover.shutdown()
-            self._remover = None
         saves, self._saves = list(self._saves.values()), {}
         for save in saves:
             save.result()
-        for removal in removals:
-            removal.result()
+        _guest.wait_removed()
 
     def _look(self, path: str) -> None:
         """Waits for a save to this path, and raises failures of saves that have ended."""
@@ -137,16 +128,15 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
                 del self._saves[place]
                 save.result()
 
-    def _remove(self, path: str, saves: list[Save]) -> None:
-        try:
-            for save in saves:
-                save.result()
-        except StepwellError:
-            return  # raised by the next save, or by teardown
-        if os.path.isdir(path) and not os.path.islink(path):
-            _core.remove_conversion(path, False)
-        else:
-            super().remove_checkpoint(path)
+
+def _all_committed(saves: Sequence[Save]) -> bool:
+    """Waits for saves. False if one has failed, which the next save or the end raises."""
+    try:
+        for save in saves:
+            save.result()
+    except StepwellError:
+        return False
+    return True
 
 
 def load_from_checkpoint(

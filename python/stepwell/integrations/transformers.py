@@ -16,34 +16,29 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
+from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 import transformers
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import sort_checkpoints
 
-from .. import _lifecycle as lifecycle
 from .. import coordinators
 from .._opening import metadata, restore
 from .._roots import open_root
-from .._state.specs import PerRank
 from ..errors import MisuseError, StepwellError
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
+from ._random_numbers import random_numbers
 
 _Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
 
 _TESTED = "transformers 5.24"
-#: The directory with our root, in that of a checkpoint.
-_DIRECTORY = "stepwell"
 _STATE_FILE = "trainer_state.json"
 _MAX_STATE_BYTES = 256 << 20
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
-_INFO, _WARNING = 20, 30
 
 
 def use(trainer: _Trainer) -> _Trainer:
@@ -52,8 +47,8 @@ def use(trainer: _Trainer) -> _Trainer:
 
     * ``train(resume_from_checkpoint=True)`` takes the newest checkpoint that is complete, and logs
       what it passes over. Checkpoints that the trainer has written by itself still resume.
-    * ``save_total_limit`` deletes older checkpoints once a newer one is committed: when the next
-      save begins, and at the end of the training.
+    * ``save_total_limit`` deletes older checkpoints in the background, once the new one is
+      committed.
     * The next save, or the end of the training, raises the failure of a save.
 
     Raises:
@@ -98,7 +93,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
     # ---- saves
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
-        self._stepwell_settle(trial)
+        self._stepwell_settle()
         arguments = self.args
         if arguments.save_only_model:
             super()._save_checkpoint(model, trial)
@@ -108,6 +103,8 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             super()._save_checkpoint(model, trial)
         finally:
             arguments.save_total_limit = limit
+        if arguments.should_save and self._stepwell_pending is not None:
+            _guest.remove_after(self._stepwell_pending.is_committed, self._stepwell_surplus(trial))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Everything is saved by :meth:`_save_rng_state`, which is the last one."""
@@ -119,12 +116,12 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         state = {
             "train": self._stepwell_train_state(),
             "scaler": self.accelerator.scaler,
-            "random": _random_numbers(),
+            "random": random_numbers(),
         }
         os.makedirs(output_dir, exist_ok=True)
         board = coordinators.TorchStore() if self.args.world_size > 1 else None
         self._stepwell_pending = _guest.save(
-            os.path.join(output_dir, _DIRECTORY),
+            os.path.join(output_dir, _guest.DIRECTORY),
             state,
             board,
             {"world_size": self.args.world_size},
@@ -140,22 +137,24 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         # The base of an adapter is not trained, and comes from elsewhere.
         return TrainState(model, optimizer, scheduler, trainable_only=hasattr(self.model, "peft_config"))
 
-    def _stepwell_settle(self, trial: object) -> None:
-        """Waits for the pending save, and deletes checkpoints beyond ``save_total_limit``."""
+    def _stepwell_surplus(self, trial: object) -> list[str]:
+        """The checkpoints beyond ``save_total_limit``, as the Trainer chooses them."""
+        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
+        found = sort_checkpoints(self._get_output_dir(trial=trial), use_mtime=True)
+        if limit is None or limit <= 0:
+            return []
+        kept = {found[-1], *(() if best is None else (str(Path(best)),))}
+        return [one for one in found if one not in kept][: max(len(found) - max(limit, len(kept)), 0)]
+
+    def _stepwell_settle(self) -> None:
+        """Waits for the pending save."""
         pending, self._stepwell_pending = self._stepwell_pending, None
-        if pending is None:
-            return
-        pending.result()
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=self._get_output_dir(trial=trial),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+        if pending is not None:
+            pending.result()
 
     def _finalize_training(self, trial: object, *args: object, **kwargs: object) -> object:
-        self._stepwell_settle(trial)
+        self._stepwell_settle()
+        _guest.wait_removed()
         return super()._finalize_training(trial, *args, **kwargs)
 
     # ---- loads
@@ -199,14 +198,14 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if checkpoint is None or not _is_ours(checkpoint):
             super()._load_rng_state(checkpoint)
             return
-        found = metadata(os.path.join(checkpoint, _DIRECTORY)).custom_metadata
+        found = metadata(os.path.join(checkpoint, _guest.DIRECTORY)).custom_metadata
         if found != {"world_size": self.args.world_size}:
-            _log(
-                _INFO,
+            _guest.log(
+                _guest.INFO,
                 f"{checkpoint} was saved by another number of ranks: random numbers begin with the seed",
             )
             return
-        _restore(checkpoint, {"random": _random_numbers()}, "random/**")
+        _restore(checkpoint, {"random": random_numbers()}, "random/**")
 
 
 def newest_checkpoint(output_dir: str) -> str | None:
@@ -217,19 +216,13 @@ def newest_checkpoint(output_dir: str) -> str | None:
     except (StepwellError, OSError):
         theirs = {}
     found = [
-        (int(match[1]), name) for name in os.listdir(output_dir) if (match := _CHECKPOINT.fullmatch(name))
+        (int(match[1]), os.path.join(output_dir, name))
+        for name in os.listdir(output_dir)
+        if (match := _CHECKPOINT.fullmatch(name))
     ]
-    for _, name in sorted(found, reverse=True):
-        path = os.path.join(output_dir, name)
-        why = (
-            _why_not(path)
-            if os.path.lexists(os.path.join(path, _DIRECTORY))
-            else theirs.get(path, "no checkpoint")
-        )
-        if why is None:
-            return path
-        _log(_WARNING, f"{path} is passed over: {why}")
-    return None
+    return _guest.newest(
+        found, lambda path: _why_not(path) if _is_ours(path) else theirs.get(path, "no checkpoint")
+    )
 
 
 def _why_not(path: str) -> str | None:
@@ -237,26 +230,15 @@ def _why_not(path: str) -> str | None:
     state = os.path.join(path, _STATE_FILE)
     try:
         json.loads(read_whole(state, _MAX_STATE_BYTES, lambda size: corrupt(state, f"{size} bytes")))
-        metadata(os.path.join(path, _DIRECTORY))
+        metadata(os.path.join(path, _guest.DIRECTORY))
     except (StepwellError, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _is_ours(checkpoint: str) -> bool:
-    return os.path.lexists(os.path.join(checkpoint, _DIRECTORY))
+    return os.path.lexists(os.path.join(checkpoint, _guest.DIRECTORY))
 
 
 def _restore(checkpoint: str, into: dict[str, object], include: str | list[str]) -> None:
-    restore(os.path.join(checkpoint, _DIRECTORY), into=into, include=include)
-
-
-def _random_numbers() -> PerRank[dict[str, object]]:
-    generators: dict[str, object] = {"python": random, "numpy": np.random, "torch": torch.default_generator}
-    if torch.cuda.is_available():
-        generators["cuda"] = list(torch.cuda.default_generators)
-    return PerRank(generators)
-
-
-def _log(level: int, text: str) -> None:
-    lifecycle.log(level, "stepwell.transformers", text)
+    restore(os.path.join(checkpoint, _guest.DIRECTORY), into=into, include=include)
