@@ -316,6 +316,46 @@ print(state)
     assert [one.splitlines()[0] for one in found] == ["MismatchError", "MismatchError"]
 
 
+@pytest.mark.parametrize("how", ["writer", "stateful"])
+def test_a_rank_that_fails_ends_the_save_of_all(tmp_path: Path, how: str) -> None:
+    script = (
+        PREAMBLE
+        + """
+import time
+
+class Planner(torch_dcp.DefaultSavePlanner):
+    def resolve_data(self, item):
+        if RANK == 1:
+            raise ValueError("odd values of rank 1")
+        return super().resolve_data(item)
+
+class Counter:
+    def state_dict(self):
+        if RANK == 1:
+            raise ValueError("odd values of rank 1")
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+model, optimizer = build(0)
+begun = time.monotonic()
+try:
+    if sys.argv[6] == "writer":
+        torch_dcp.save(model.state_dict(), storage_writer=dcp.StepwellWriter(ROOT), planner=Planner())
+    else:
+        dcp.save({"counter": Counter()}, checkpoint_id=ROOT)
+except BaseException as error:
+    print(f"{time.monotonic() - begun:.0f}", error)
+"""
+    )
+    found = run_forked(tmp_path, MODULES, script, 2, tmp_path / "one", free_port(), how)
+    for one in found:
+        assert "odd values of rank 1" in one
+        assert int(one.split()[0]) < 60
+    assert not any((tmp_path / "one").glob("step_*"))
+
+
 FAILS = """
 import torch, os, sys
 import stepwell.integrations.dcp as dcp

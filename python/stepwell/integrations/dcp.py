@@ -116,7 +116,7 @@ def save(
             no_dist=no_dist,
             use_collectives=use_collectives,
         )
-    return _begin(path, _values(state_dict), process_group, no_dist, None).result()
+    return _begin(path, partial(_values, state_dict), process_group, no_dist, None).result()
 
 
 def async_save(
@@ -153,7 +153,7 @@ def async_save(
             use_collectives=use_collectives,
             **others,
         )
-    found = _begin(path, _values(state_dict), process_group, no_dist, None)
+    found = _begin(path, partial(_values, state_dict), process_group, no_dist, None)
     if async_stager is None:
         return found
     staged: Future[None] = Future()
@@ -274,14 +274,7 @@ class StepwellWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Saves the values of a plan."""
-        values = {}
-        for item in plan.items:
-            if item.index.fqn in values:
-                raise MisuseError(
-                    f"{item.index.fqn!r} has several parts on this rank. Pass the state to stepwell.integrations.dcp.save, without a storage_writer="
-                )
-            values[item.index.fqn] = self._value(item, planner)
-        _begin(self.path, values, self._group, self._no_dist, _BY_PLAN).result()
+        _begin(self.path, partial(self._values, plan, planner), self._group, self._no_dist, _BY_PLAN).result()
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result(
             [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items]
@@ -295,6 +288,16 @@ class StepwellWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
         """Called by torch."""
         return True
+
+    def _values(self, plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for item in plan.items:
+            if item.index.fqn in values:
+                raise MisuseError(
+                    f"{item.index.fqn!r} has several parts on this rank. Pass the state to stepwell.integrations.dcp.save, without a storage_writer="
+                )
+            values[item.index.fqn] = self._value(item, planner)
+        return values
 
     def _value(self, item: WriteItem, planner: SavePlanner) -> object:
         if item.type == WriteItemType.BYTE_IO:
@@ -403,9 +406,14 @@ def _values(state_dict: _State) -> _State:
 
 
 def _begin(
-    path: str, state: _State, group: dist.ProcessGroup | None, no_dist: bool, kind: object
+    path: str,
+    state: Callable[[], _State],
+    group: dist.ProcessGroup | None,
+    no_dist: bool,
+    kind: object,
 ) -> _guest.GuestSave[Metadata]:
-    """Begins a save, whose result is DCP's description of it."""
+    """Begins a save, whose result is DCP's description of it. If ``state`` raises on one rank, the
+    save fails on all of them."""
     coordinator = _coordinator(group, no_dist)
 
     def committed() -> Metadata:
