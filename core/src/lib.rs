@@ -11,6 +11,7 @@
 //! | [`dtype`] [`region`] [`leaf_path`] [`tree`] [`value`] | the vocabulary; no I/O |
 //! | [`arithmetic`] | what maps compute; no I/O |
 //! | [`compression`] | compressed streams, decoded piece by piece |
+//! | [`digest`] | digests of tensors that do not depend on how they are cut |
 //! | [`mod@format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
 //! | [`io`] | the [`io::Disk`] trait and its engines |
 //! | [`provider`] | what turns a leaf into bytes |
@@ -24,6 +25,7 @@
 pub mod arithmetic;
 pub mod compression;
 pub mod deadline;
+pub mod digest;
 pub mod dtype;
 mod error;
 pub mod foreign;

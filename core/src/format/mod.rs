@@ -8,6 +8,7 @@
 //! | [`object`] | the values of leaves that are not tensors | the blocks that they lie in |
 //! | [`index`] | what an index says, in memory, whatever version it came from | |
 //! | [`merge`] | many ranks' indexes become one | |
+//! | [`sealed_text`] | text that ends in its own checksum | |
 //!
 //! Everything that is read here is hostile until checked: checksum first, then structure, then
 //! meaning; a size is checked before it is allocated, and no input panics. Encoding is
@@ -29,6 +30,7 @@ pub mod merge;
 pub mod object;
 pub mod page;
 mod paths;
+pub mod sealed_text;
 pub mod trailer;
 
 /// The format version that this code writes. Older versions stay readable permanently.

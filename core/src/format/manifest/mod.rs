@@ -23,14 +23,11 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::format::FORMAT_VERSION;
-use crate::format::checksum::crc32c;
+use crate::format::{FORMAT_VERSION, sealed_text};
 use crate::limits::MAX_MANIFEST_BYTES;
 
 /// The first key of every manifest, so that a stranger knows what the file is.
 const FORMAT_NAME: &str = "stepwell";
-/// `{"crc32c": "xxxxxxxx"}` and a line feed.
-const LAST_LINE_BYTES: usize = 23;
 /// Data files are parts of others: [`FileEntry::within`].
 pub const NODE_FILES: &str = "node_files";
 /// The step's bytes are in files of another library: [`Manifest::adopted`].
@@ -327,9 +324,7 @@ impl Manifest {
         check::check(self)?.map_err(invalid)?;
         let mut bytes = serde_json::to_vec_pretty(&Tagged { format: FORMAT_NAME, manifest: self })
             .map_err(|error| invalid(error.to_string()))?;
-        bytes.push(b'\n');
-        let crc = crc32c(&bytes);
-        bytes.extend_from_slice(&last_line(crc));
+        sealed_text::seal(&mut bytes);
         limit_bytes(&bytes)?;
         Ok(bytes)
     }
@@ -340,7 +335,7 @@ impl Manifest {
     pub fn decode(bytes: &[u8], file: &Path) -> Result<Self> {
         limit_bytes(bytes)?;
         let format = |what: String| Error::Format { file: file.to_owned(), what };
-        let body = checked_body(bytes).map_err(|what| Error::corrupt(file, what))?;
+        let body = sealed_text::unseal(bytes).map_err(|what| Error::corrupt(file, what))?;
         json::refuse_duplicate_keys(body).map_err(|error| format(error.to_string()))?;
         let envelope: Envelope = serde_json::from_slice(body)
             .map_err(|error| format(format!("it is no manifest of stepwell: {error}")))?;
@@ -371,34 +366,6 @@ impl Manifest {
     pub fn files_of<'a>(&'a self, item: &'a Item) -> impl Iterator<Item = &'a FileEntry> + 'a {
         self.files.iter().filter(|entry| super::paths::is_below(&entry.path, &item.dir))
     }
-}
-
-fn last_line(crc: u32) -> [u8; LAST_LINE_BYTES] {
-    let mut line = [0; LAST_LINE_BYTES];
-    for (byte, text) in line.iter_mut().zip(format!("{{\"crc32c\": \"{crc:08x}\"}}\n").bytes()) {
-        *byte = text;
-    }
-    line
-}
-
-/// The bytes before the last line, where the last line is exactly what belongs there.
-fn checked_body(bytes: &[u8]) -> std::result::Result<&[u8], String> {
-    let (body, line) = bytes
-        .len()
-        .checked_sub(LAST_LINE_BYTES)
-        .and_then(|end| bytes.split_at_checked(end))
-        .ok_or("it is too short to hold the line with its checksum")?;
-    if !body.ends_with(b"\n") || !line.starts_with(b"{\"crc32c\": \"") {
-        return Err("its last line is not its checksum; it was cut or edited".to_owned());
-    }
-    let crc = crc32c(body);
-    if line != last_line(crc) {
-        return Err(format!(
-            "its checksum does not hold: its bytes give {crc:08x}, its last line says {}",
-            String::from_utf8_lossy(line).trim_end()
-        ));
-    }
-    Ok(body)
 }
 
 fn check_features(required: &[String]) -> std::result::Result<(), String> {
