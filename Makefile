@@ -202,6 +202,10 @@ bench-foreign: build bench-tools ## conversions against a raw copy, loads agains
 bench-trainers: build ## how long trainers wait for their saves, alone and with stepwell (about 5 minutes)
 	$(BIN)/python tests/bench/trainers.py $(ARGS)
 
+.PHONY: bench-trace
+bench-trace: build ## the rate of digests beside that of memcpy (a few seconds)
+	$(BIN)/python tests/bench/trace.py $(ARGS)
+
 .PHONY: bench-lazy
 bench-lazy: build ## what lazy capture costs the host, over a fake CUDA driver (half a minute)
 	$(BIN)/python tests/fake_cuda/bench.py

@@ -67,6 +67,8 @@ kinds! {
     NoLocks = "no_locks",
     /// An object's own loading function failed. Only the front end raises it.
     LoadFailed = "load_failed",
+    /// A resumed run differs from the run that it continues. Only the front end raises it.
+    ResumeDiffers = "resume_differs",
     /// The buffer of a leaf was donated before its capture.
     DonatedBuffer = "donated_buffer",
     /// The handle belongs to the parent process.

@@ -26,6 +26,8 @@ pub const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 pub const MAX_METRICS: u64 = 64 << 10;
 /// Bytes of a user's metadata, of a step or of a root.
 pub const MAX_METADATA_BYTES: u64 = 4 << 20;
+/// Bytes of one trace: the digests of one rank's leaves at one step.
+pub const MAX_TRACE_BYTES: u64 = 256 << 20;
 /// Entries of a manifest's file list.
 pub const MAX_FILES: u64 = 4_000_000;
 /// Bytes of a data file.

@@ -27,6 +27,8 @@ pub const EPOCH: &str = "epoch";
 pub const HEARTBEAT_PREFIX: &str = "beat-";
 /// The directory of later metrics, keyed by attempt.
 pub const METRICS: &str = "metrics";
+/// The directory of traces, keyed by attempt. Made with the first trace.
+pub const TRACES: &str = "traces";
 
 const TEMPORARY_PREFIX: &str = ".tmp-";
 const GIVEN_UP_PREFIX: &str = ".given-up-";

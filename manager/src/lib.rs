@@ -17,7 +17,7 @@
 //! | [`state`] [`options`] [`environment`] | the inputs |
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: the steps to save, the steps to keep, all names |
 //! | [`commit`] | the commit machine and every rename |
-//! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`root`] | the consistency of a root |
+//! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`traces`] [`root`] | the consistency of a root |
 //! | [`coordination`] | the agreement of ranks |
 #![forbid(unsafe_code)]
 
@@ -54,11 +54,13 @@ pub mod save;
 pub mod save_policy;
 #[cfg(test)]
 mod scale_tests;
+mod sidecars;
 pub mod singular;
 pub mod spares;
 pub mod state;
 pub mod step_name;
 mod stored_index;
+pub mod traces;
 pub mod writer_heartbeat;
 
 pub use adopted_step::AdoptedStep;

@@ -27,10 +27,11 @@ use crate::discovery::{
 };
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::metrics::{self, Sidecars};
+use crate::metrics::Sidecars;
 use crate::options::Options;
 use crate::recovery;
 use crate::retire::{self, Deleter};
+use crate::sidecars;
 use crate::step_name::StepName;
 use crate::writer_heartbeat::{self, WriterHeartbeat};
 
@@ -189,11 +190,11 @@ impl Root {
         let listing = self.discovery.list(&**root, names)?;
         self.findings.get_mut().unwrap_or_else(PoisonError::into_inner).populated = !listing.steps.is_empty();
         recovery::mend(&**root, &listing, environment.clock.unix_ns(), options.grace);
-        match metrics::reclaim(&**root, names, &recorded, &listing) {
+        match sidecars::reclaim(&**root, names, &recorded, &listing) {
             Ok(0) => {}
-            Ok(files) => tracing::info!(files, "removed later metrics of deleted steps"),
+            Ok(files) => tracing::info!(files, "removed later metrics and traces of deleted steps"),
             Err(error) => {
-                tracing::warn!(%error, "removing later metrics of deleted steps failed. The next writer tries again");
+                tracing::warn!(%error, "removing later metrics and traces of deleted steps failed. The next writer tries again");
             }
         }
         if !recovered.abandoned.is_empty() {

@@ -14,6 +14,7 @@
 //! | [`msgpack`] | a MessagePack file as Python objects, for the same |
 //! | [`pickle`] | the nodes of a pickle as Python objects, for the same |
 //! | [`state`] [`snapshot`] | a flattened state; the request of a save |
+//! | [`trace`] | digests of a state; the traces of a root |
 //! | [`board`] | a coordinator that Python provides |
 //! | [`events`] [`log`] [`wait`] | tasks of the notifier thread; the engine's log; waits that handle signals |
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
@@ -40,6 +41,7 @@ mod save_handle;
 mod singular;
 mod snapshot;
 mod state;
+mod trace;
 mod values;
 mod wait;
 
@@ -86,6 +88,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::state::{State, covers, flatten, is_plain, shared_memory};
+    #[pymodule_export]
+    use crate::trace::read_traces;
 
     /// The version of the package and its engine.
     #[pymodule_export]

@@ -27,7 +27,8 @@ use crate::ingest::streams_of;
 use crate::options;
 use crate::save_handle::SaveHandle;
 use crate::snapshot::{OnDevices, Snapshot, request};
-use crate::state::{ChoiceArguments, flatten};
+use crate::state::{ChoiceArguments, State, flatten};
+use crate::trace::{self, DigestRow, TraceRow};
 use crate::wait;
 
 use self::closing::Closing;
@@ -317,6 +318,30 @@ impl Manager {
 
     fn add_metrics(&self, py: Python<'_>, step: u64, metrics: BTreeMap<String, f64>) -> PyResult<()> {
         self.query(py, move |inner| inner.add_metrics(step, &metrics))
+    }
+
+    /// Returns the session. All ranks have the same.
+    fn session(&self) -> &str {
+        self.inner.session()
+    }
+
+    /// Returns the digests of a state. `streams` are the current streams of its devices.
+    fn digests(
+        &self,
+        py: Python<'_>,
+        state: &Bound<'_, State>,
+        streams: HashMap<u32, u64>,
+        events: &Events,
+    ) -> PyResult<Vec<DigestRow>> {
+        trace::digests(py, &self.inner, state.get(), &streams, events)
+    }
+
+    fn add_trace(&self, py: Python<'_>, step: u64, json: String) -> PyResult<()> {
+        self.query(py, move |inner| inner.add_trace(step, json))
+    }
+
+    fn traces(&self, py: Python<'_>, step: u64) -> PyResult<Vec<TraceRow>> {
+        self.query(py, move |inner| inner.traces(step)).map(trace::rows)
     }
 
     fn delete(&self, py: Python<'_>, step: u64) -> PyResult<()> {

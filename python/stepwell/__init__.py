@@ -77,6 +77,7 @@ if _typing.TYPE_CHECKING:
     from ._state.registry import register
     from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
     from ._steps import inspect
+    from ._trace.runs import compare_traces
 
 #: The modules of the other names. Each is imported when a name of it is first used, so that
 #: importing the package costs almost nothing.
@@ -101,6 +102,7 @@ _MODULES = {
     "_state.registry": "register",
     "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
     "_steps": "inspect",
+    "_trace.runs": "compare_traces",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 _NAMESPACES = ("coordinators", "events", "maps", "providers", "results", "sharding", "torch")
@@ -171,6 +173,7 @@ __all__ = [
     "adopt",
     "advise",
     "at_steps",
+    "compare_traces",
     "convert",
     "coordinators",
     "engine_info",

@@ -12,6 +12,7 @@ from ._preemption import Preemption
 
 if TYPE_CHECKING:
     from ._exporter import Exporter
+    from ._trace.tracer import Tracer
 
 
 def end_earlier(root: str) -> None:
@@ -42,6 +43,7 @@ class Ending:
         self.what = f"the manager of {root}"
         self.preemption: Preemption | None = None
         self.exporter: Exporter | None = None
+        self.tracer: Tracer | None = None
         self._core = core
         self._owner = owner
         self._stall = stall
@@ -51,12 +53,15 @@ class Ending:
         return bool(self._core.is_closed())
 
     def progress(self) -> object:
-        """Changes with the progress of saves and exports."""
-        return self._core.progress(), 0 if self.exporter is None else self.exporter.progress
+        """Changes with the progress of saves, exports and traces."""
+        beside = [one.progress for one in (self.exporter, self.tracer) if one is not None]
+        return self._core.progress(), *beside
 
     def wait_for_exports(self, wait: Callable[[float | None], bool], limit: float | None) -> None:
         """Waits for exports: ``limit`` seconds, or as long as they get on."""
-        what = f"the exports of {self.root}"
+        self._wait(wait, limit, f"the exports of {self.root}")
+
+    def _wait(self, wait: Callable[[float | None], bool], limit: float | None, what: str) -> None:
         if limit is None:
             lifecycle.wait_patiently(wait, self.progress, self._stall, what)
         elif not wait(limit):
@@ -67,10 +72,12 @@ class Ending:
     def close(self, limit: float | None) -> None:
         """Closes, and is watched until that is over. Signals are the program's again only then: one
         that comes twice, as those of schedulers do, must not take the last save with it."""
-        if self.exporter is not None:
-            begun = time.monotonic()
-            self.wait_for_exports(self.exporter.close, limit)
-            limit = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
+        begun = time.monotonic()
+        for one, what in ((self.tracer, "traces"), (self.exporter, "exports")):
+            if one is not None:
+                left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
+                self._wait(one.close, left, f"the {what} of {self.root}")
+        limit = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
         try:
             self._core.close(limit)
         finally:

@@ -27,6 +27,7 @@ from ._checks import (
     shown,
     step_number,
     text,
+    whole,
 )
 from ._choice import choice_of, copied_part
 from ._ending import Ending, end_earlier
@@ -56,10 +57,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ._exports import Export
+    from ._trace.tracer import Tracer
     from .torch import TrainState
 
 Exists = Literal["error", "skip", "replace"]
 _EXISTS = get_args(Exists)
+#: The most steps that are traced after a save. Each is a file beside the step.
+MAX_TRACED_STEPS = 1000
 
 
 def _end_session(manager: object, error: Exception) -> None:
@@ -110,7 +114,13 @@ class CheckpointManager(Reading):
             process ends with an error if nobody looked. ``"warn"``: the error is logged.
         on_event: a function, or :class:`stepwell.events.JsonLines`, called with a
             :class:`~stepwell.events.SaveEvent`, :class:`~stepwell.events.RestoreEvent` or
-            :class:`~stepwell.events.ExportEvent` for each that has finished.
+            :class:`~stepwell.events.ExportEvent` for each that has finished, and with a
+            :class:`~stepwell.events.TraceEvent` for each step that is compared.
+        prove_resume: after each save, trace so many steps: those of the next calls of :meth:`save`
+            (also where the policy refuses) and :meth:`trace`. A run that restores the step compares
+            its own steps with them.
+        on_resume_difference: ``"warn"``: a step that differs is a warning
+            (:class:`~stepwell.errors.ResumeDiffers`). ``"raise"``: it raises.
         exports: exports of committed steps for other libraries, in the background.
         options: rarely needed options.
 
@@ -136,6 +146,8 @@ class CheckpointManager(Reading):
         read_only: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
         on_event: OnEvent | None = None,
+        prove_resume: int = 0,
+        on_resume_difference: Literal["warn", "raise"] = "warn",
         exports: Sequence[Export] = (),
         options: Options | None = None,
     ) -> None:
@@ -144,6 +156,7 @@ class CheckpointManager(Reading):
         self._lock = threading.RLock()
         self._saves = []
         self._costs = SaveCosts(self._saves)
+        self._tracer: Tracer | None = None
         #: The engine's part of each :class:`Hold`, without which it would end with the object that
         #: :meth:`hold` returned.
         self._held: set[_core.Held] = set()
@@ -165,6 +178,8 @@ class CheckpointManager(Reading):
         self._root = absolute(root, "the root")
         self._read_only = flag(read_only, "read_only")
         self._told_read_only = False
+        traced_steps = whole(prove_resume, "prove_resume", 0, MAX_TRACED_STEPS)
+        one_of(on_resume_difference, "on_resume_difference", ("warn", "raise"))
         check_root(self._root)
         if not self._read_only:
             check_not_foreign(self._root)
@@ -187,6 +202,12 @@ class CheckpointManager(Reading):
         lifecycle.watch(self._ending)
         # From here on somebody closes it, whatever its user does.
         weakref.finalize(self, self._ending.abandoned).atexit = False
+        if traced_steps:
+            from ._trace.tracer import Tracer
+
+            self._ending.tracer = self._tracer = Tracer(
+                self._root, core, traced_steps, on_resume_difference, on_event, not self._read_only
+            )
         if exports:
             from ._exporter import Exporter
 
@@ -284,6 +305,8 @@ class CheckpointManager(Reading):
                         ticket = core.decide(step, True, exists, answers)
                 if isinstance(ticket, str):
                     self._tell_read_only()
+                    if self._tracer is not None and not is_callable_state(state):
+                        self._tracer.announce(step, state, choice, None)
                     return Save(step, None, ticket)
                 if isinstance(ticket, _core.SaveHandle):
                     # It shares the result of the pending save: its waiter returns when the step is
@@ -315,7 +338,32 @@ class CheckpointManager(Reading):
             self._ending.exporter.add(save)
         if self._on_event is not None:
             tell_save(self._on_event, self._root, save, time.perf_counter() - begun, self._costs)
+        if self._tracer is not None:
+            self._tracer.announce(step, state, choice, save)
         return save
+
+    def trace(self, step: int, state: object, *, include: Globs = None, exclude: Globs = None) -> None:
+        """Announces the state of a step that is not saved. With ``prove_resume=``, its digests are
+        written beside the last saved step, or compared with those of an earlier run. Without, or
+        when enough steps are traced, it does nothing. A trace that fails is logged.
+
+        Args:
+            step: its number. Call it where :meth:`save` is called, after the step.
+            state: the state of :meth:`save`.
+            include: as of :meth:`save`.
+            exclude: as of :meth:`save`.
+
+        Raises:
+            ResumeDiffers: the step differs, and ``on_resume_difference="raise"``.
+        """
+        self._open()
+        number, choice = step_number(step), choice_of(include, exclude, None)
+        if self._tracer is not None:
+            self._tracer.announce(number, state, choice, None)
+
+    def _was_restored(self, step: int) -> None:
+        if self._tracer is not None:
+            self._tracer.restored(step)
 
     def _tell_read_only(self) -> None:
         """Says once that this manager saves nothing: a training that goes on like that would not be
@@ -428,7 +476,13 @@ class CheckpointManager(Reading):
         name: :class:`stepwell.results.Rewound`."""
         branch = None if branch is None else text(branch, "the name of a branch")
         core = self._open()
-        name, moved = core.rewind(self._common_step(step), branch)
+        number = self._common_step(step)
+        if self._tracer is not None:
+            # A branch takes along the traces that its steps have by now.
+            self._tracer.wait(self._stall)
+        name, moved = core.rewind(number, branch)
+        if self._tracer is not None:
+            self._tracer.rewound(number)
         return Rewound(moved, name if moved else None)
 
     def add(

@@ -66,6 +66,9 @@ class Reading:
     def _open(self) -> _core.Manager:
         raise NotImplementedError
 
+    def _was_restored(self, step: int) -> None:
+        """A step of this root was restored."""
+
     def _saving(self) -> list[int]:
         """Returns the steps that are being saved."""
         return [save.step for save in self._saves if not save.done()]
@@ -467,6 +470,7 @@ class Reading:
                         restored = self._restored_by_all(core, checkpoint, checked, together)
                     if checkpoint._number is not None:
                         core.restored(checkpoint.step)
+                        self._was_restored(checkpoint.step)
                     return restored, checkpoint.step
             except BaseException as failure:
                 if isinstance(failure, StepwellError) and failure.step is None:

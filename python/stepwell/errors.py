@@ -14,6 +14,7 @@ from ._public import public
 
 if TYPE_CHECKING:
     from ._restore.report import RestoreReport
+    from ._trace.tracer import TraceDifference
 
 
 @public
@@ -265,6 +266,17 @@ class Cancelled(StepwellError):
 
 
 _Error = TypeVar("_Error", bound=StepwellError)
+
+
+class ResumeDiffers(StepwellError, UserWarning):
+    """A resumed run is not the run that it continues: a leaf has another value than the same step
+    had before. The message names the first leaf, the rank and likely causes. A warning, unless
+    ``on_resume_difference="raise"``."""
+
+    kind = "resume_differs"
+    rank: int | None = None
+    #: The step, all leaves that differ, and the likely causes.
+    difference: TraceDifference | None = None
 
 
 def at_leaf(kind: type[_Error], path: str, why: str) -> _Error:

@@ -1,7 +1,8 @@
-"""Events of a manager for dashboards and logs: one for each finished save, restore and export.
+"""Events of a manager for dashboards and logs: one for each finished save, restore and export, and
+for each step that is compared with an earlier trace.
 
-Pass ``on_event=`` to the manager: a function of a :class:`SaveEvent`, :class:`RestoreEvent` or
-:class:`ExportEvent`, or :class:`JsonLines`.
+Pass ``on_event=`` to the manager: a function of a :class:`SaveEvent`, :class:`RestoreEvent`,
+:class:`ExportEvent` or :class:`TraceEvent`, or :class:`JsonLines`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from . import _lifecycle as lifecycle
 from ._save_costs import SaveCosts
 from ._save_result import Save, SaveStats
 
-__all__ = ["ExportEvent", "JsonLines", "RestoreEvent", "SaveEvent"]
+__all__ = ["ExportEvent", "JsonLines", "RestoreEvent", "SaveEvent", "TraceEvent"]
 
 
 @final
@@ -92,8 +93,34 @@ class ExportEvent:
     seconds: float
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """A step of a resumed run that was compared with the same step of the earlier run
+    (``CheckpointManager(prove_resume=)``)."""
+
+    #: The root of its manager, and the step.
+    root: str
+    step: int
+    #: When it was compared, in UTC.
+    time: datetime.datetime
+    #: ``"unknown"``: this rank holds other regions of some leaves than any rank did before. The
+    #: other leaves are the same.
+    outcome: Literal["same", "differs", "unknown"]
+    #: The text of the difference, or ``None``.
+    error: str | None
+    #: The step that was restored.
+    base: int
+    #: This process.
+    rank: int
+    #: The path of the first leaf that differs, or ``None``.
+    leaf: str | None
+    #: Likely causes, most likely first.
+    causes: tuple[str, ...]
+
+
 #: The argument of ``on_event=``.
-Event: TypeAlias = SaveEvent | RestoreEvent | ExportEvent
+Event: TypeAlias = SaveEvent | RestoreEvent | ExportEvent | TraceEvent
 OnEvent: TypeAlias = Callable[[Event], object]
 
 _ERROR = 40
@@ -101,9 +128,10 @@ _ERROR = 40
 
 @final
 class JsonLines:
-    """Appends each event to a file, one JSON object per line: ``event`` (``"save"``, ``"restore"``
-    or ``"export"``) and the event's attributes, with those of ``stats`` beside them. Several
-    managers may share a file. It is opened for each line, so it may be moved away meanwhile."""
+    """Appends each event to a file, one JSON object per line: ``event`` (``"save"``, ``"restore"``,
+    ``"export"`` or ``"trace"``) and the event's attributes, with those of ``stats`` beside them.
+    Several managers may share a file. It is opened for each line, so it may be moved away
+    meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
@@ -122,7 +150,8 @@ class JsonLines:
         return f"JsonLines({self._path!r})"
 
 
-def _now() -> datetime.datetime:
+def now() -> datetime.datetime:
+    """Returns the time, in UTC."""
     return datetime.datetime.now(datetime.UTC)
 
 
@@ -144,7 +173,7 @@ def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float, costs: S
         if save._handle is None or stats is None:
             return
         outcome, error, kind = save._handle.outcome()
-        event = SaveEvent(root, save.step, _now(), outcome, error, kind, blocked, stats, step_seconds, cost)
+        event = SaveEvent(root, save.step, now(), outcome, error, kind, blocked, stats, step_seconds, cost)
         tell(on_event, event)
 
     save.add_done_callback(over)
@@ -168,7 +197,7 @@ class Restoring:
         return RestoreEvent(
             root,
             self.step,
-            _now(),
+            now(),
             outcome="restored" if failure is None else "failed",
             error=None if failure is None else str(failure),
             error_kind=None if failure is None else getattr(failure, "kind", type(failure).__name__),

@@ -34,6 +34,9 @@ from ._run_measurements import RunMeasurements
 from ._save_result import Save, SaveStats
 from ._state.registry import StoredEnum
 from ._steps import AdoptedFiles, ItemInfo, StepInfo
+from ._trace.compare import LeafDifference, ReplicaDifference
+from ._trace.runs import Drift, Parting, TracedRun, TraceReport
+from ._trace.tracer import TraceDifference
 
 __all__ = [
     "AdoptReport",
@@ -49,19 +52,23 @@ __all__ = [
     "Damage",
     "Difference",
     "DiskForecast",
+    "Drift",
     "Hold",
     "IdleRename",
     "ItemInfo",
     "ItemPlan",
+    "LeafDifference",
     "Manifest",
     "Metadata",
     "MissingLeaf",
+    "Parting",
     "PassedOver",
     "PerStepSaves",
     "Projection",
     "RenamedLeaf",
     "RepairReport",
     "RepairedIndex",
+    "ReplicaDifference",
     "ResizedLeaf",
     "Restore",
     "RestorePlan",
@@ -78,6 +85,9 @@ __all__ = [
     "StoredEnum",
     "StoredNode",
     "Subtree",
+    "TraceDifference",
+    "TraceReport",
+    "TracedRun",
     "UnexpectedLeaf",
     "UnmatchedPattern",
     "VerifyReport",

@@ -19,7 +19,7 @@ from command_line import DOCUMENT
 WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md", "docs/faq.md"} | {
     f"docs/guide/{name}.md"
     for name in (
-        "converting", "evaluators", "gpu", "jax", "memory", "moving", "preemption", "pytorch", "restoring", "resuming_from_others", "retention", "saving", "states",
+        "converting", "evaluators", "gpu", "jax", "memory", "moving", "preemption", "pytorch", "restoring", "resuming_from_others", "retention", "saving", "states", "tracing",
     )
 }  # fmt: skip
 DEADLINE = 120.0

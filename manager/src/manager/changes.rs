@@ -14,6 +14,7 @@ use crate::copy;
 use crate::directory_layout::{self, LEASE, OwnName};
 use crate::error::{Error, Result};
 use crate::metrics;
+use crate::sidecars;
 
 /// A held step: leased, and kept by retention, until this is dropped.
 pub struct Hold {
@@ -299,7 +300,7 @@ impl Inner {
         let trash = root.trash(step);
         self.retire_unheld(step, &found.name, &trash)?;
         self.went(step);
-        root.sidecars.remove(&*root.dir, std::slice::from_ref(&found.manifest.attempt));
+        sidecars::remove(&*root.dir, std::slice::from_ref(&found.manifest.attempt));
         root.deleter.enqueue([trash]);
         Ok(())
     }

@@ -13,6 +13,7 @@
 //! | `persister` | the threads that write and commit, first in, first out |
 //! | `retaining` | retention, after each commit |
 //! | `queries` | steps, metrics, metadata, plans |
+//! | `traces` | digests of states, and the traces of steps |
 //! | `changes` | rewind, delete, hold, prune |
 //!
 //! Only committed steps are listed. Every call that may wait has a deadline.
@@ -46,6 +47,7 @@ mod saving;
 mod testing;
 mod ticket;
 mod together;
+mod traces;
 mod usage;
 
 pub use changes::Hold;

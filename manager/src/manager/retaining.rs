@@ -23,6 +23,7 @@ use crate::metrics::Later;
 use crate::recovery;
 use crate::retention::{Candidate, Metrics, Names, Retention, RetentionPlan};
 use crate::root::MAX_LISTINGS;
+use crate::sidecars;
 
 /// The number of steps that are inspected again after each commit.
 const REINSPECTED: usize = 64;
@@ -353,7 +354,7 @@ impl Inner {
         let deletable = retired.deletable();
         let attempts: Vec<Attempt> =
             found.iter().take(deletable).map(|found| found.manifest.attempt.clone()).collect();
-        self.root.sidecars.remove(&*self.root.dir, &attempts);
+        sidecars::remove(&*self.root.dir, &attempts);
         let files = found.iter().take(deletable).next_back().map_or(&[][..], |last| &last.manifest.files);
         self.root
             .deleter

@@ -14,6 +14,7 @@ COMMANDS = {
     "show": ("show", "Show the tree of a checkpoint, or the places of its bytes."),
     "cat": ("cat", "Print the value of a leaf, or a slice of it."),
     "diff": ("diff", "Compare two checkpoints."),
+    "trace": ("trace", "Compare traces: is a resumed run the same run?"),
     "verify": ("verify", "Read every byte and compare every checksum."),
     "adopt": ("adopt", "Keep checksums for another library's checkpoint."),
     "repair": ("repair", "Rebuild a lost or damaged index from the data files."),
