@@ -37,8 +37,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(collections\.abc|concurrent\.futures|contextlib|os|datetime|types|numpy|torch|jax)\..*"),
     (
         "py:.*",
-        r"Best|(coordinators\.)?Coordinator|DeviceMesh|Files|Globs|MapLike|OnEvent|Optimizer"
-        r"|Path|ProcessGroup|Progress|Target|_[A-Z]\w*",
+        r"Best|(coordinators\.)?Coordinator|DeviceMesh|Events|Files|Globs|MapLike|OnEvent|Optimizer"
+        r"|Path|ProcessGroup|Progress|Target|Unsupported|_[A-Z]\w*",
     ),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
     ("py:.*", r"stepwell\._types\.Array|stepwell\.coordinators\.Board"),

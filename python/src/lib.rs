@@ -83,8 +83,8 @@ mod _core {
     use crate::save_handle::SaveHandle;
     #[pymodule_export]
     use crate::singular::{
-        PathTicket, add_metrics, cuda, engine_choice, forget_damaged, keep_staging_memory, open_path,
-        remove_guest, repair,
+        PathTicket, add_metrics, cuda, engine_choice, file_system, forget_damaged, keep_staging_memory,
+        open_path, remove_guest, repair,
     };
     #[pymodule_export]
     use crate::state::{State, covers, flatten, is_plain, shared_memory};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use stepwell_core::io::{Engine, Purpose};
+use stepwell_core::io::{self, Engine, Purpose};
 use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::{Driver, driver};
 use stepwell_manager::root::PathKind;
@@ -209,6 +209,19 @@ pub fn engine_choice(
     let environment = call(py, move || options::environment(&path, engine, Purpose::Write))?;
     let choice = environment.disk.choice();
     Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
+}
+
+/// A call of a file system, and the answer of the system if it is not supported.
+type CallRow = (&'static str, Option<String>);
+
+/// Returns the type of a path's file system, and the calls that it supports, tried in an empty
+/// directory: each with its name and `None`, or the answer of the system.
+#[pyfunction]
+pub fn file_system(py: Python<'_>, path: PathBuf) -> PyResult<(Option<String>, Vec<CallRow>)> {
+    let (kind, calls) = call(py, move || Ok((io::file_system(&path)?, io::supported_calls(&path)?)))?;
+    let answer =
+        |(name, answer): (_, std::io::Result<()>)| (name, answer.err().map(|error| error.to_string()));
+    Ok((kind, calls.into_iter().map(answer).collect()))
 }
 
 /// Returns the CUDA driver's version and the names of its devices, and `None`; or the reason why no

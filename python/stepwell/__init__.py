@@ -43,6 +43,7 @@ if _typing.TYPE_CHECKING:
     from ._advise import advise
     from ._checkpoint import Checkpoint
     from ._conversion.convert import convert, export
+    from ._doctor import doctor
     from ._engine_info import engine_info
     from ._exports import Export
     from ._manager import CheckpointManager
@@ -87,6 +88,7 @@ _MODULES = {
     "_checkpoint": "Checkpoint",
     "_conversion.convert": "convert export",
     "_manager": "CheckpointManager",
+    "_doctor": "doctor",
     "_engine_info": "engine_info",
     "_exports": "Export",
     "_opening": "metadata open restore restore_async verify watch",
@@ -176,6 +178,7 @@ __all__ = [
     "compare_traces",
     "convert",
     "coordinators",
+    "doctor",
     "engine_info",
     "errors",
     "events",

@@ -70,7 +70,7 @@ class Projection:
 @final
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answer of :func:`advise`. Times are seconds; shares are from 0 to 1."""
+    """The answer of :func:`stepwell.advise`. Times are seconds; shares are from 0 to 1."""
 
     root: str
     mtbf: float

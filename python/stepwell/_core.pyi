@@ -45,6 +45,7 @@ __all__ = [
     "dtype_names",
     "engine_choice",
     "error_kinds",
+    "file_system",
     "first_globs",
     "flat_pieces",
     "flatten",
@@ -129,6 +130,7 @@ def saves_until_full(
     retention: str, steps: str, interval_steps: int, interval_ns: int, free: int
 ) -> float | None: ...
 def remove_guest(path: _Path) -> bool: ...
+def file_system(path: _Path) -> tuple[str | None, list[tuple[str, str | None]]]: ...
 def engine_choice(path: _Path, engine: str = "auto") -> tuple[str, bool, int, bool, list[str]]: ...
 
 _Piece = tuple[Sequence[int], Sequence[int], int, Sequence[int]]

@@ -9,6 +9,7 @@ from ._checkpoint import Array, Checkpoint, Damage, Metadata, Subtree, VerifyRep
 from ._comparison import Change, Difference
 from ._contents import StoredChunk, StoredNode
 from ._conversion.spec import ConversionResult
+from ._doctor import DoctorReport, Finding
 from ._holds import Hold, Rewound
 from ._manifest import Manifest
 from ._repair import RepairedIndex, RepairReport
@@ -52,7 +53,9 @@ __all__ = [
     "Damage",
     "Difference",
     "DiskForecast",
+    "DoctorReport",
     "Drift",
+    "Finding",
     "Hold",
     "IdleRename",
     "ItemInfo",

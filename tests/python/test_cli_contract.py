@@ -198,6 +198,7 @@ def test_a_document_has_the_keys_that_are_documented(command: str, root: Path, t
         "repair": ["--yes"],
         "report": ["-o", tmp_path / "report.html"],
         "advise": ["--mtbf", "12h"],
+        "doctor": ["--mib", 1],
     }
     subject = "bash" if command == "completion" else root
     found = document(command, subject, *more.get(command, []), code=None)

@@ -9,6 +9,7 @@
 //! write had completed, a directory entry after a [`Dir::sync`]. Only [`Disk::create_dir_all`] and
 //! [`Dir::write_file`] sync by themselves.
 
+mod capabilities;
 pub mod change_log;
 mod memory_file;
 mod mounts;
@@ -33,6 +34,7 @@ use std::time::Duration;
 use crate::Result;
 use crate::sys::{Buffer, Mapping};
 
+pub use capabilities::{file_system, supported_calls};
 pub use memory_file::MemoryFile;
 pub use probe::{Engine, open_disk};
 pub use reclaim::{NoReclaimer, SpaceReclaimer, retry_if_full};

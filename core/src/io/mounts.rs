@@ -29,25 +29,37 @@ pub(super) fn refuse_bucket(there: &Path, device: u64) -> Result<()> {
     }
 }
 
+/// Returns the type of the file system that is mounted as that device.
+pub(super) fn file_system(device: u64) -> Option<String> {
+    let list = std::fs::read(MOUNTINFO).ok()?;
+    mounted(&String::from_utf8_lossy(&list), device).next().map(|(file_system, _)| file_system.to_owned())
+}
+
 /// Returns the program that mounts a bucket as that device.
-///
-/// A line of the list is `id parent major:minor root mount-point options [fields] - type source …`.
-/// Lines of another form are skipped.
 fn bucket_program(list: &str, device: u64) -> Option<&'static str> {
-    let numbers = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
-    list.lines().find_map(|line| {
-        let (place, kind) = line.split_once(" - ")?;
-        if place.split(' ').nth(2)? != numbers {
-            return None;
-        }
-        let mut kind = kind.split(' ');
-        let (file_system, source) = (kind.next()?, kind.next()?);
+    mounted(list, device).find_map(|(file_system, source)| {
         let named = match file_system.strip_prefix("fuse.") {
             Some(program) => program,
             None if file_system == "fuse" => source,
             None => return None,
         };
         PROGRAMS.into_iter().find(|program| *program == named)
+    })
+}
+
+/// Returns the types and sources of the mounts of that device.
+///
+/// A line of the list is `id parent major:minor root mount-point options [fields] - type source …`.
+/// Lines of another form are skipped.
+fn mounted(list: &str, device: u64) -> impl Iterator<Item = (&str, &str)> {
+    let numbers = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+    list.lines().filter_map(move |line| {
+        let (place, kind) = line.split_once(" - ")?;
+        if place.split(' ').nth(2)? != numbers {
+            return None;
+        }
+        let mut kind = kind.split(' ');
+        Some((kind.next()?, kind.next()?))
     })
 }
 

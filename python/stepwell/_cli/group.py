@@ -29,6 +29,7 @@ COMMANDS = {
     "gc": ("gc", "Delete leftovers of killed writers, and retired steps."),
     "advise": ("advise", "Advise on the interval of saves, and on what they need."),
     "report": ("report", "Write a report into one HTML file."),
+    "doctor": ("doctor", "Try a file system, and show which promises hold there."),
     "info": ("info", "Show versions, and the engine for a path."),
     "completion": ("completion", "Print a script that completes commands in a shell."),
 }
