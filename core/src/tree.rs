@@ -121,6 +121,12 @@ impl Tree {
         }
     }
 
+    /// Removes the nodes from that number on, with their leaves.
+    pub fn truncate(&mut self, nodes: usize) {
+        self.nodes.truncate(nodes);
+        self.leaf_nodes.retain(|&node| (node as usize) < nodes);
+    }
+
     /// Appends a leaf below `parent` (`None`: the state is itself a leaf) and returns its *leaf*
     /// number.
     pub fn push_leaf(&mut self, parent: Option<u32>, component: Option<Component>) -> u32 {

@@ -248,6 +248,7 @@ fn manifest() -> Manifest {
             others: Others::new(),
         }],
         adopted: None,
+        unsupported: Vec::new(),
         dropped: vec![Tombstone {
             item: "optimizer".into(),
             dir: "i1".into(),

@@ -43,6 +43,7 @@ impl AdoptedStep {
             files: Vec::new(),
             adopted: Some(self.files.clone()),
             dropped: Vec::new(),
+            unsupported: Vec::new(),
             metrics: self.metrics.clone(),
             custom_metadata: self.custom_metadata.clone(),
             others: Others::new(),

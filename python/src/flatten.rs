@@ -11,6 +11,7 @@ mod choice;
 mod dtypes;
 mod leaf;
 mod unselected;
+mod unsupported;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -32,7 +33,7 @@ use crate::hooks::{Hooks, hooks, unsupported};
 use crate::ingest::HeldBuffer;
 use crate::values::{Plain, TOO_DEEP, described, exact_scalar, to_value};
 
-pub use self::choice::Choice;
+pub use self::choice::{Choice, Unsupported};
 pub use self::dtypes::Dtypes;
 pub use self::leaf::{Flat, Leaf, Shard};
 
@@ -54,6 +55,7 @@ pub fn flatten(state: &Bound<'_, PyAny>, choice: Choice) -> PyResult<(Flat, Vec<
         dtypes: Dtypes::default(),
         open: Vec::new(),
         lengths: HashMap::new(),
+        converted: Vec::new(),
         choice,
     };
     walk.visit(None, None, state, 0)?;
@@ -86,6 +88,8 @@ struct Walk<'h, 'py> {
     open: Vec<(usize, u32)>,
     /// The lengths of the caller's sequences, by node, if only a part of the state is saved.
     lengths: HashMap<u32, u32>,
+    /// The results of the caller's function for values that cannot be stored.
+    converted: Vec<Bound<'py, PyAny>>,
     choice: Choice,
 }
 
@@ -100,9 +104,25 @@ impl<'py> Walk<'_, 'py> {
         if depth > MAX_DEPTH {
             return Err(self.refuse(parent, component, object.py(), TOO_DEEP));
         }
-        if self.choice.is_all() {
-            return self.visit_chosen(parent, component, object, depth);
+        let mark = self.mark(component.as_ref());
+        let visited = if self.choice.is_all() {
+            self.visit_chosen(parent, component, object, depth)
+        } else {
+            self.visit_selected(parent, component, object, depth)
+        };
+        match (visited, mark) {
+            (Err(error), Some(mark)) => self.replace_unsupported(mark, parent, object, depth, error),
+            (visited, _) => visited,
         }
+    }
+
+    fn visit_selected(
+        &mut self,
+        parent: Option<u32>,
+        component: Option<Component>,
+        object: &Bound<'py, PyAny>,
+        depth: u64,
+    ) -> PyResult<()> {
         let text = self.text(parent, component.as_ref());
         self.choice.idle.retain(|(_, glob)| !glob.selects(text.as_bytes()));
         if self.choice.selection.excludes_text(text.as_bytes()) {

@@ -17,6 +17,8 @@ pub struct Hooks {
     pub streams: Py<PyAny>,
     /// `stepwell.errors.StepwellError`
     pub error: Py<PyAny>,
+    /// `stepwell.errors.UnsupportedLeaf`
+    pub unsupported: Py<PyAny>,
     /// `stepwell._state.leaves.storable_name`
     pub storable_name: Py<PyAny>,
     /// `stepwell.errors.from_engine`
@@ -35,6 +37,7 @@ pub fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
             load_adapters: adapters.getattr("load")?.unbind(),
             streams: adapters.getattr("streams")?.unbind(),
             error: errors.getattr("StepwellError")?.unbind(),
+            unsupported: errors.getattr("UnsupportedLeaf")?.unbind(),
             ndarray: py.import("numpy")?.getattr("ndarray")?.unbind(),
             describe: leaves.getattr("describe")?.unbind(),
             storable_name: leaves.getattr("storable_name")?.unbind(),

@@ -19,12 +19,20 @@ use crate::wait;
 pub struct SaveHandle {
     save: Save,
     seen: AtomicBool,
+    /// Leaves that this process has left out: path and reason.
+    #[pyo3(get)]
+    unsupported: Vec<(String, String)>,
 }
 
 impl SaveHandle {
     /// Wraps a save.
     pub fn new(save: Save) -> Self {
-        Self { save, seen: AtomicBool::new(false) }
+        Self { save, seen: AtomicBool::new(false), unsupported: Vec::new() }
+    }
+
+    /// Adds the leaves that were left out.
+    pub fn without(self, unsupported: Vec<(String, String)>) -> Self {
+        Self { unsupported, ..self }
     }
 
     /// Waits until every copy of the capture has started. Raises after the stall timeout without

@@ -81,6 +81,7 @@ impl PathTicket {
     ) -> PyResult<SaveHandle> {
         let devices = OnDevices::new(py, &streams, Vec::new())?;
         let (request, parcel) = request(py, step, state, Snapshot::named(snapshot)?, devices, events)?;
+        let unsupported = parcel.flat().map(|flat| flat.unsupported.clone()).unwrap_or_default();
         let request = SaveRequest { metrics, custom_metadata: json(custom_metadata)?, ..request };
         let cancel = Arc::clone(&request.cancel);
         let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this ticket was used before"))?;
@@ -104,7 +105,7 @@ impl PathTicket {
         )?
         .map_err(|error| raise_manager(py, &error))?;
         parcel.give_back(py);
-        Ok(SaveHandle::new(save))
+        Ok(SaveHandle::new(save).without(unsupported))
     }
 
     /// Ends the save on all ranks because the caller has raised, unless this ticket was used.

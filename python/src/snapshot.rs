@@ -6,6 +6,7 @@ use std::sync::Arc;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
+use stepwell_core::format::manifest::{Others, UnsupportedLeaf};
 use stepwell_core::provider::{CaptureTiming, StateProvider};
 use stepwell_manager::state::Part;
 use stepwell_manager::{Error, LeafSource, SaveRequest, StateSource, Streams};
@@ -54,7 +55,13 @@ pub fn request(
     let parcel = Parcel::new(flat, events.clone());
     let flat = parcel.flat().ok_or_else(|| PyRuntimeError::new_err("an empty parcel"))?;
     let source = source(flat, &parcel, snapshot, &devices).map_err(|error| raise_manager(py, &error))?;
+    let unsupported = flat.unsupported.iter().map(|(path, reason)| UnsupportedLeaf {
+        path: path.clone(),
+        reason: reason.clone(),
+        others: Others::new(),
+    });
     let request = SaveRequest {
+        unsupported: unsupported.collect(),
         streams: devices.streams,
         drops_providers: snapshot == Snapshot::Eager,
         ..SaveRequest::new(step, source)

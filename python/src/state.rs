@@ -14,7 +14,7 @@ use stepwell_reshard::tiling;
 
 use crate::array_group::ArrayGroup;
 use crate::errors::invalid;
-use crate::flatten::{Choice, Flat, Leaf};
+use crate::flatten::{Choice, Flat, Leaf, Unsupported};
 use crate::hooks::dtype_named;
 
 /// A leaf: its kind, dtype, and shape. For an alias, the shape is the leaf that it is tied to.
@@ -98,8 +98,9 @@ impl State {
     }
 }
 
-/// The part of a state to save: `include`, `exclude`, and `cast` as pairs of glob and dtype.
-pub type ChoiceArguments = (Option<Vec<String>>, Vec<String>, Vec<(String, String)>);
+/// The part of a state to save: `include`, `exclude`, and `cast` as pairs of glob and dtype. The
+/// last one is for leaves that cannot be stored: `None`, the name "drop", or a function.
+pub type ChoiceArguments = (Option<Vec<String>>, Vec<String>, Vec<(String, String)>, Option<Py<PyAny>>);
 
 /// Flattens the chosen part of a state. `UnsupportedLeaf` names a leaf that cannot be stored. If
 /// `is_whole`, the state is not one rank's part of several, and a glob without a match raises.
@@ -108,13 +109,16 @@ pub type ChoiceArguments = (Option<Vec<String>>, Vec<String>, Vec<(String, Strin
 pub fn flatten(state: &Bound<'_, PyAny>, choice: ChoiceArguments, is_whole: bool) -> PyResult<State> {
     let py = state.py();
     let wrong = |error: stepwell_reshard::Error| invalid(py, &error.to_string());
-    let (include, exclude, cast) = choice;
+    let (include, exclude, cast, unsupported) = choice;
     let cast = cast
         .into_iter()
         .map(|(glob, dtype)| Ok((glob, Some(dtype_named(&dtype)?))))
         .collect::<PyResult<Vec<_>>>()?;
     let selection = Selection::new(include.as_deref(), &exclude).map_err(wrong)?;
-    let choice = Choice::new(selection, PerGlob::new(cast, None).map_err(wrong)?);
+    let unsupported = unsupported.map(|given| {
+        if given.bind(py).is_callable() { Unsupported::Convert(given) } else { Unsupported::Drop }
+    });
+    let choice = Choice::new(selection, PerGlob::new(cast, None).map_err(wrong)?, unsupported);
     let (flat, idle) = crate::flatten::flatten(state, choice)?;
     if let Some((option, glob)) = idle.first().filter(|_| is_whole) {
         return Err(invalid(py, &format!("{option}: `{}` matches nothing of this state", glob.as_str())));

@@ -8,7 +8,7 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -101,6 +101,9 @@ class Metadata:
     nbytes: int
     #: The whole manifest.
     manifest: Manifest
+    #: Leaves that were left out because they could not be stored, with the reasons. Of several
+    #: processes, those of the first one.
+    unsupported: dict[str, str] = field(default_factory=dict)
 
 
 @final
@@ -568,6 +571,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
             writer=str(manifest["writer"]),
             nbytes=nbytes,
             manifest=manifest,
+            unsupported={one["path"]: one["reason"] for one in manifest.get("unsupported", ())},
         )
 
     @overload

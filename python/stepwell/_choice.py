@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, TypeAlias
 
 from . import _core
-from ._checks import real_numbers, shown
+from . import _lifecycle as lifecycle
+from ._checks import one_of, real_numbers, shown
 from ._restore.options import Globs, glob_key, globs, storable_dtype
 from ._types import Metrics
 from .errors import MisuseError
@@ -19,6 +21,25 @@ def choice_of(include: Globs, exclude: Globs, cast: object) -> _core._Choice:
     table = cast if isinstance(cast, Mapping) else {} if cast is None else {"**": cast}
     rules = [(glob_key(glob, "cast"), _float(dtype)) for glob, dtype in table.items()]
     return globs(include, "include"), globs(exclude, "exclude") or [], rules
+
+
+#: The treatment of a leaf that cannot be stored: a save refuses the state, leaves the leaf out, or
+#: stores what a function of path and value returns.
+Unsupported: TypeAlias = Literal["refuse", "drop"] | Callable[[str, object], object]
+
+
+def saved_choice(include: Globs, exclude: Globs, cast: object, unsupported: Unsupported) -> _core._SaveChoice:
+    """Returns ``include=``, ``exclude=``, ``cast=`` and ``unsupported=`` of a save for the
+    engine."""
+    if not callable(unsupported):
+        one_of(unsupported, "unsupported, where it is no function,", ("refuse", "drop"))
+    return *choice_of(include, exclude, cast), None if unsupported == "refuse" else unsupported
+
+
+def log_dropped(where: str, dropped: Iterable[tuple[str, str]]) -> None:
+    """Logs one warning about leaves that were left out."""
+    if reasons := "; ".join(f"{path}: {reason}" for path, reason in dropped):
+        lifecycle.log(30, "stepwell", f"saves to {where} leave out what cannot be stored: {reasons}")
 
 
 def _float(dtype: object) -> str:

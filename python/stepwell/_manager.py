@@ -29,7 +29,7 @@ from ._checks import (
     text,
     whole,
 )
-from ._choice import choice_of, copied_part
+from ._choice import Unsupported, choice_of, copied_part, log_dropped, saved_choice
 from ._ending import Ending, end_earlier
 from ._holds import Hold, Rewound
 from ._locations import Path, absolute, check_root, explaining
@@ -157,6 +157,8 @@ class CheckpointManager(Reading):
         self._saves = []
         self._costs = SaveCosts(self._saves)
         self._tracer: Tracer | None = None
+        #: Paths of the leaves that a warning has named.
+        self._dropped: set[str] = set()
         #: The engine's part of each :class:`Hold`, without which it would end with the object that
         #: :meth:`hold` returned.
         self._held: set[_core.Held] = set()
@@ -227,6 +229,7 @@ class CheckpointManager(Reading):
         include: Globs = None,
         exclude: Globs = None,
         cast: object = None,
+        unsupported: Unsupported = "refuse",
         force: bool = False,
         exists: Exists = "error",
         snapshot: Literal["auto", "lazy", "eager"] = "auto",
@@ -248,6 +251,11 @@ class CheckpointManager(Reading):
             cast: the stored dtype of floating-point arrays: ``"bfloat16"`` for all of them, or
                 ``{glob: dtype}``. Arrays without dimensions keep theirs. Arrays are cast piece by
                 piece as they are copied, so no second copy is made. Only arrays in host memory.
+            unsupported: what to do with a leaf that cannot be stored, such as a function.
+                ``"refuse"``: raise :class:`UnsupportedLeaf`. ``"drop"``: leave it out. A warning
+                names it, and so do the event and ``metadata(step).unsupported``. An element of a
+                list takes the list along. Or a function of path and value that returns what is
+                stored in its place.
             force: skip the policy (and nothing else).
             exists: for an existing step: ``"error"``, ``"skip"`` (returns the pending save of that
                 step, if any) or ``"replace"`` (the new one is written first).
@@ -286,7 +294,7 @@ class CheckpointManager(Reading):
                 force = flag(force, "force")
                 numbers = real_numbers(metrics)
                 metadata = metadata_json(custom_metadata)
-                choice = choice_of(include, exclude, cast)
+                choice = saved_choice(include, exclude, cast, unsupported)
             except BaseException as error:
                 if alone:
                     raise
@@ -334,6 +342,8 @@ class CheckpointManager(Reading):
             save = Save(step, handle)
             self._saves[:] = [*(one for one in self._saves if not one.done()), save]
             self._costs.saved(begun)
+            log_dropped(self._root, [one for one in handle.unsupported if one[0] not in self._dropped])
+            self._dropped.update(path for path, _ in handle.unsupported)
         if self._ending.exporter is not None:
             self._ending.exporter.add(save)
         if self._on_event is not None:
@@ -377,12 +387,18 @@ class CheckpointManager(Reading):
             )
 
     def check(
-        self, state: object, *, include: Globs = None, exclude: Globs = None, cast: object = None
+        self,
+        state: object,
+        *,
+        include: Globs = None,
+        exclude: Globs = None,
+        cast: object = None,
+        unsupported: Unsupported = "refuse",
     ) -> None:
         """Raises what :meth:`save` with these keywords would raise about ``state``, without saving
         or copying it: for the start of a run."""
         core = self._open()
-        choice = choice_of(include, exclude, cast)
+        choice = saved_choice(include, exclude, cast, unsupported)
         state = state() if is_callable_state(state) else state
         with as_rank(core.ranks()):
             core.check(adapters.as_saved(state), choice, lifecycle.notifier.events)

@@ -50,6 +50,13 @@ class ManifestDropped(TypedDict):
     unix_ns: int
 
 
+class ManifestUnsupported(TypedDict):
+    """A leaf that could not be stored, and was left out."""
+
+    path: str
+    reason: str
+
+
 class ManifestChecksums(TypedDict):
     """The file with the checksums of an adopted checkpoint."""
 
@@ -87,5 +94,7 @@ class Manifest(TypedDict):
     #: Only of a step that was adopted.
     adopted: NotRequired[ManifestAdopted]
     dropped: list[ManifestDropped]
+    #: Only of a step without some leaves.
+    unsupported: NotRequired[list[ManifestUnsupported]]
     metrics: dict[str, float]
     custom_metadata: Json

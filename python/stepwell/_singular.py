@@ -17,7 +17,7 @@ from ._checks import (
     real_numbers,
     step_number,
 )
-from ._choice import choice_of
+from ._choice import Unsupported, log_dropped, saved_choice
 from ._locations import Path, absolute, check_destination, explaining
 from ._options import Options, to_json
 from ._policies import every_steps
@@ -102,6 +102,7 @@ def save_async(
     include: Globs = None,
     exclude: Globs = None,
     cast: object = None,
+    unsupported: Unsupported = "refuse",
     exists: Literal["error", "replace"] = "error",
     snapshot: Literal["auto", "lazy", "eager"] = "auto",
     coordinator: object = "auto",
@@ -129,7 +130,7 @@ def save_async(
             one_of(snapshot, "snapshot", ("auto", "lazy", "eager"))
             numbers = real_numbers(metrics)
             metadata = metadata_json(custom_metadata)
-            choice = choice_of(include, exclude, cast)
+            choice = saved_choice(include, exclude, cast, unsupported)
             with as_rank((0, 1) if board is None else (board.rank, board.world_size)):
                 saved = adapters.as_saved(state() if is_callable_state(state) else state)
                 flat = _core.flatten(saved, choice, board is None)
@@ -144,6 +145,7 @@ def save_async(
         if service is not None:
             service.close()
         raise
+    log_dropped(where, handle.unsupported)
     return keep(handle, where, stall_seconds(options.stall_timeout), service)
 
 
@@ -167,6 +169,7 @@ def save(
     include: Globs = None,
     exclude: Globs = None,
     cast: object = None,
+    unsupported: Unsupported = "refuse",
     exists: Literal["error", "replace"] = "error",
     coordinator: object = "auto",
     options: Options | None = None,
@@ -185,6 +188,7 @@ def save(
         include: as in :meth:`CheckpointManager.save`.
         exclude: as in :meth:`CheckpointManager.save`.
         cast: as in :meth:`CheckpointManager.save`.
+        unsupported: as in :meth:`CheckpointManager.save`.
         exists: for an existing checkpoint: ``"error"``, or ``"replace"``, which writes the new one
             first and then swaps the two.
         coordinator: how the ranks agree, as in :class:`CheckpointManager`. ``None``: only this
@@ -199,6 +203,7 @@ def save(
         include=include,
         exclude=exclude,
         cast=cast,
+        unsupported=unsupported,
         exists=exists,
         coordinator=coordinator,
         options=options,

@@ -47,6 +47,8 @@ class SaveEvent:
     #: a save beside it, and what a save costs training (its call, and slower steps beside it).
     step_seconds: float | None
     cost_seconds: float | None
+    #: Paths of the leaves that could not be stored, and were left out (``unsupported="drop"``).
+    unsupported: tuple[str, ...]
 
 
 @final
@@ -172,8 +174,11 @@ def tell_save(on_event: OnEvent, root: str, save: Save, blocked: float, costs: S
         stats = save.stats
         if save._handle is None or stats is None:
             return
+        dropped = tuple(path for path, _ in save._handle.unsupported)
         outcome, error, kind = save._handle.outcome()
-        event = SaveEvent(root, save.step, now(), outcome, error, kind, blocked, stats, step_seconds, cost)
+        event = SaveEvent(
+            root, save.step, now(), outcome, error, kind, blocked, stats, step_seconds, cost, dropped
+        )
         tell(on_event, event)
 
     save.add_done_callback(over)

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use stepwell_core::format::FORMAT_VERSION;
 use stepwell_core::format::manifest::{
-    self, Attempt, FileEntry, IndexEntry, Item, Manifest, NODE_FILES, Others,
+    self, Attempt, FileEntry, IndexEntry, Item, Manifest, NODE_FILES, Others, UnsupportedLeaf,
 };
 use stepwell_core::limits;
 
@@ -30,6 +30,8 @@ pub struct Draft {
     pub items: Vec<DraftItem>,
     /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
+    /// Leaves that this rank has left out.
+    pub unsupported: Vec<UnsupportedLeaf>,
     /// The user's metrics.
     pub metrics: BTreeMap<String, f64>,
     /// The user's metadata.
@@ -119,6 +121,7 @@ impl Draft {
             files,
             adopted: None,
             dropped: Vec::new(),
+            unsupported: self.unsupported.clone(),
             metrics: self.metrics.clone(),
             custom_metadata: self.custom_metadata.clone(),
             others: Others::new(),

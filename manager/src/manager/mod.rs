@@ -23,6 +23,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use stepwell_core::format::manifest::UnsupportedLeaf;
 use stepwell_core::sys::Birth;
 
 use crate::coordination::team::Team;
@@ -67,6 +68,8 @@ pub struct SaveRequest {
     pub step: u64,
     /// The state.
     pub state: StateSource,
+    /// Leaves that could not be stored, and were left out. The leader's are recorded.
+    pub unsupported: Vec<UnsupportedLeaf>,
     /// Metrics; NaN and infinities survive.
     pub metrics: BTreeMap<String, f64>,
     /// Metadata; limited in size.
@@ -94,6 +97,7 @@ impl SaveRequest {
         Self {
             step,
             state,
+            unsupported: Vec::new(),
             metrics: BTreeMap::new(),
             custom_metadata: serde_json::Value::Null,
             force: false,

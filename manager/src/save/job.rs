@@ -119,7 +119,17 @@ pub(crate) fn allocate_staging(
 /// every check of the user's data. Reads no data, and creates nothing.
 pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Instant) -> Result<PlannedSave> {
     let &PlanContext { root, environment, options, pool, team, census } = context;
-    let SaveRequest { step, state, metrics, custom_metadata, cancel, streams, drops_providers, .. } = request;
+    let SaveRequest {
+        step,
+        state,
+        unsupported,
+        metrics,
+        custom_metadata,
+        cancel,
+        streams,
+        drops_providers,
+        ..
+    } = request;
     let started_unix_ns = environment.clock.unix_ns();
     let cut = subchunk::SubchunkOptions {
         target_bytes: options.chunk_bytes,
@@ -150,6 +160,7 @@ pub(crate) fn plan(context: &PlanContext<'_>, request: SaveRequest, begun: Insta
         plan_hash: items.plan_hash,
         items: items.drafts,
         claims: items.claims,
+        unsupported,
         metrics,
         custom_metadata,
     };

@@ -86,6 +86,7 @@ impl Step {
             items: Vec::new(),
             files: Vec::new(),
             adopted: None,
+            unsupported: Vec::new(),
             dropped: Vec::new(),
             metrics: std::collections::BTreeMap::new(),
             custom_metadata: serde_json::Value::Null,

@@ -48,6 +48,8 @@ pub struct Flat {
     /// The numbers of the leaves that may differ between ranks, in order. The lowest rank's values
     /// are stored.
     pub drifting: Vec<u32>,
+    /// Leaves that could not be stored and were left out: path and reason.
+    pub unsupported: Vec<(String, String)>,
     /// The stored dtypes of leaves that are cast.
     pub cast: PerGlob<Option<Dtype>>,
 }

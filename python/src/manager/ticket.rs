@@ -60,6 +60,7 @@ impl Ticket {
         let (streams, attached): (HashMap<u32, u64>, _) = on_devices.call1((state.devices()?,))?.extract()?;
         let devices = OnDevices::new(py, &streams, attached)?;
         let (request, parcel) = request(py, self.step, &state, Snapshot::named(snapshot)?, devices, events)?;
+        let unsupported = parcel.flat().map(|flat| flat.unsupported.clone()).unwrap_or_default();
         let request = SaveRequest { metrics, custom_metadata: json(custom_metadata)?, ..request };
         let cancel = Arc::clone(&request.cancel);
         let ticket = self.take().ok_or_else(|| PyRuntimeError::new_err("this ticket was used before"))?;
@@ -88,7 +89,7 @@ impl Ticket {
         .map_err(|error| raise_manager(py, &error))?;
         manager.remember(&save);
         parcel.give_back(py);
-        Ok(SaveHandle::new(save))
+        Ok(SaveHandle::new(save).without(unsupported))
     }
 
     /// Ends the save on all ranks because the caller has raised, unless this ticket was used.

@@ -124,7 +124,7 @@ def _begin(
     options = to_json(chosen, every_steps(1), keep_all(), None, _STAGING_BYTES, 1, False, "raise")
     ticket = _core.PathTicket(path, "error", options, ranks)
     try:
-        flat = _core.flatten(state, (None, [], list(casts.items())), ranks is None)
+        flat = _core.flatten(state, (None, [], list(casts.items()), None), ranks is None)
         text = metadata_json(metadata)
         handle = ticket.save(flat, metrics, text, "lazy", {}, lifecycle.notifier.events, step)
     except BaseException as error:

@@ -155,7 +155,7 @@ class Tracer:
         ranks = self._core.ranks()
         include, exclude, _ = choice
         with as_rank(ranks):
-            flat = _core.flatten(adapters.as_saved(state), (include, exclude, []), ranks[1] == 1)
+            flat = _core.flatten(adapters.as_saved(state), (include, exclude, [], None), ranks[1] == 1)
         streams = adapters.streams(flat.devices())
         rows = self._core.digests(flat, streams, lifecycle.notifier.events)
         leaves = {

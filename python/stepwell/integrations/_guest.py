@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
-from .._choice import choice_of
+from .._choice import saved_choice
 from .._manager import CheckpointManager
 from .._restore.options import Globs
 from .._save_result import Save
@@ -129,7 +129,7 @@ def save(
 def check(state: object, rank: int, world_size: int) -> None:
     """Raises if a value of the state cannot be stored. Copies nothing."""
     with as_rank((rank, world_size)):
-        _core.flatten(adapters.as_saved(state), choice_of(None, None, None), world_size == 1)
+        _core.flatten(adapters.as_saved(state), saved_choice(None, None, None, "refuse"), world_size == 1)
 
 
 def newest(found: Iterable[tuple[int, str]], why_not: Callable[[str], str | None]) -> str | None:

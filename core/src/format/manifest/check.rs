@@ -25,6 +25,7 @@ pub(super) fn check(manifest: &Manifest) -> Result<std::result::Result<(), Strin
     limit("the step", manifest.step, MAX_STEP)?;
     limit("the number of items", manifest.items.len() as u64, MAX_ITEMS)?;
     limit("the number of dropped items", manifest.dropped.len() as u64, MAX_ITEMS)?;
+    limit("the number of leaves that were left out", manifest.unsupported.len() as u64, MAX_LEAVES)?;
     limit("the number of data files", manifest.files.len() as u64, MAX_FILES)?;
     limit("the length of the writer's name in bytes", manifest.writer.len() as u64, MAX_NAME_BYTES)?;
     limit("the length of the plan's hash in bytes", manifest.plan_hash.len() as u64, MAX_NAME_BYTES)?;

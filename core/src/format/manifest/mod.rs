@@ -74,6 +74,9 @@ pub struct Manifest {
     /// Items that were thinned away after the commit.
     #[serde(default)]
     pub dropped: Vec<Tombstone>,
+    /// Leaves of the user's state that could not be stored, and were left out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unsupported: Vec<UnsupportedLeaf>,
     /// The user's metrics at the time of the save.
     #[serde(default, with = "json::metrics")]
     pub metrics: BTreeMap<String, f64>,
@@ -243,6 +246,18 @@ pub struct Tombstone {
     pub paths: Vec<String>,
     /// When it was dropped, nanoseconds since 1970 UTC.
     pub unix_ns: i64,
+    /// Keys that this version does not know.
+    #[serde(flatten)]
+    pub others: Others,
+}
+
+/// A leaf that could not be stored, and was left out.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UnsupportedLeaf {
+    /// Its rendered path.
+    pub path: String,
+    /// Why it could not be stored.
+    pub reason: String,
     /// Keys that this version does not know.
     #[serde(flatten)]
     pub others: Others,

@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{
     ADOPTED_FILES, AdoptedFiles, Attempt, ChecksumsEntry, FileEntry, IndexEntry, Item, Manifest, NODE_FILES,
-    Others, Tombstone, TopLevel, WithinEntry, stored_files,
+    Others, Tombstone, TopLevel, UnsupportedLeaf, WithinEntry, stored_files,
 };
 use crate::error::{Error, Result};
 use crate::format::checksum::crc32c;
@@ -66,6 +66,11 @@ pub(crate) fn sample() -> Manifest {
             dir: "i2".into(),
             paths: vec!["i2/index".into(), "i2/00000.data".into()],
             unix_ns: 5,
+            others: Others::new(),
+        }],
+        unsupported: vec![UnsupportedLeaf {
+            path: "params/hook".into(),
+            reason: "a function".into(),
             others: Others::new(),
         }],
         metrics: BTreeMap::from([
