@@ -85,7 +85,7 @@ fn word(within: usize, bytes: &[u8]) -> u64 {
 }
 
 /// The rows of a region: its longest runs that are contiguous in the whole tensor.
-struct Rows {
+struct RegionRows {
     /// Bytes of a row.
     row: u64,
     /// The place of the first row in the tensor, in bytes.
@@ -94,7 +94,7 @@ struct Rows {
     outer: Vec<(u64, u64)>,
 }
 
-impl Rows {
+impl RegionRows {
     fn new(shape: &[u64], region: &Region, itemsize: u64) -> Self {
         let strides = row_major_strides(shape);
         let mut inner = region.ndim();
@@ -157,7 +157,7 @@ impl DigestPart<'_> {
         if !self.region.fits(self.shape) || self.itemsize == 0 {
             return Err(Error::internal("a region of the tensor", format!("{:?}", self.region)));
         }
-        let rows = Rows::new(self.shape, self.region, self.itemsize);
+        let rows = RegionRows::new(self.shape, self.region, self.itemsize);
         let (mut from, end, mut sum) = (self.from, self.from + self.len, 0_u64);
         let mut host = [0; HOST_BYTES];
         while from < end {
@@ -172,7 +172,7 @@ impl DigestPart<'_> {
     }
 
     /// The digest of the bytes from `from` on, through slots.
-    fn staged(&self, rows: &Rows, from: u64, pool: &StagingPool, stall: Duration) -> Result<u64> {
+    fn staged(&self, rows: &RegionRows, from: u64, pool: &StagingPool, stall: Duration) -> Result<u64> {
         let (mut from, end, mut sum) = (from, self.from + self.len, 0_u64);
         while from < end {
             let mut slot = pool.acquire(stall, SLOT_POLL_INTERVAL, || None)?.0.begin();
