@@ -6,7 +6,7 @@
     mngr.save(step, args=ocp.args.StandardSave(state))
     state = mngr.restore(mngr.latest_step(), args=ocp.args.StandardRestore(state))
 
-The steps lie in the root ``stepwell`` in the directory. Steps that Orbax has written to the
+The directory ``stepwell`` in it is the root of our steps. Steps that Orbax has written to the
 directory are listed and restored too, and never deleted. Neither Orbax nor JAX is imported.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: The directory with our root, in that of the run.
 _DIRECTORY = "stepwell"
-#: What ``best_fn`` returned, among the metrics of a step.
+#: The metric of a step that has the value of ``best_fn``.
 _BEST = "best_fn"
 
 
@@ -44,7 +44,7 @@ def _refuse(call: str, given: Mapping[str, object]) -> None:
 
 
 class _Args:
-    """What is saved as an item, or the target that it is restored into."""
+    """An item that is saved, or the target of a restore."""
 
     def __init__(self, item: object = None, **others: object) -> None:
         _refuse(f"args.{type(self).__name__}", others)
