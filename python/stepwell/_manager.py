@@ -29,7 +29,7 @@ from ._checks import (
     text,
     whole,
 )
-from ._choice import Unsupported, choice_of, copied_part, log_dropped, saved_choice
+from ._choice import Unsupported, copied_part, log_dropped, saved_choice
 from ._ending import Ending, end_earlier
 from ._holds import Hold, Rewound
 from ._locations import Path, absolute, check_root, explaining
@@ -352,7 +352,15 @@ class CheckpointManager(Reading):
             self._tracer.announce(step, state, choice, save)
         return save
 
-    def trace(self, step: int, state: object, *, include: Globs = None, exclude: Globs = None) -> None:
+    def trace(
+        self,
+        step: int,
+        state: object,
+        *,
+        include: Globs = None,
+        exclude: Globs = None,
+        unsupported: Unsupported = "refuse",
+    ) -> None:
         """Announces the state of a step that is not saved. With ``prove_resume=``, its digests are
         written beside the last saved step, or compared with those of an earlier run. Without, or
         when enough steps are traced, it does nothing. A trace that fails is logged.
@@ -362,12 +370,13 @@ class CheckpointManager(Reading):
             state: the state of :meth:`save`.
             include: as of :meth:`save`.
             exclude: as of :meth:`save`.
+            unsupported: as of :meth:`save`.
 
         Raises:
             ResumeDiffers: the step differs, and ``on_resume_difference="raise"``.
         """
         self._open()
-        number, choice = step_number(step), choice_of(include, exclude, None)
+        number, choice = step_number(step), saved_choice(include, exclude, None, unsupported)
         if self._tracer is not None:
             self._tracer.announce(number, state, choice, None)
 

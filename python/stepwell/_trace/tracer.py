@@ -127,7 +127,7 @@ class Tracer:
         """Steps after this one are gone."""
         self._windows = [window for window in self._windows if window.base <= step]
 
-    def announce(self, step: int, state: object, choice: _core._Choice, save: Save | None) -> None:
+    def announce(self, step: int, state: object, choice: _core._SaveChoice, save: Save | None) -> None:
         """Traces a step, if a window is open or an earlier trace is there. ``save``: it is saved.
         Only a difference raises, and only if it should."""
         due = [window for window in self._windows if step > window.last]
@@ -151,11 +151,11 @@ class Tracer:
         if earlier is not None:
             self._compare(earlier, trace)
 
-    def _traced(self, step: int, state: object, choice: _core._Choice) -> Trace:
+    def _traced(self, step: int, state: object, choice: _core._SaveChoice) -> Trace:
         ranks = self._core.ranks()
-        include, exclude, _ = choice
+        include, exclude, _, unsupported = choice
         with as_rank(ranks):
-            flat = _core.flatten(adapters.as_saved(state), (include, exclude, [], None), ranks[1] == 1)
+            flat = _core.flatten(adapters.as_saved(state), (include, exclude, [], unsupported), ranks[1] == 1)
         streams = adapters.streams(flat.devices())
         rows = self._core.digests(flat, streams, lifecycle.notifier.events)
         leaves = {
