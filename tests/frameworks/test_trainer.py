@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import stepwell as sw
@@ -23,7 +24,7 @@ import stepwell.integrations.transformers as ours
 import trainer_job
 from ranks import free_port
 from trainer_job import Losses, committed, trainer
-from transformers import GPT2LMHeadModel, Trainer
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 JOB = trainer_job.__file__
 
@@ -193,3 +194,27 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     stored = sw.restore(os.path.join(best, "stepwell"), include="train/model/**", to="torch")
     for name, value in stored["train"]["model"].items():
         assert torch.equal(one.model.state_dict()[name], value)
+
+
+def test_a_just_in_time_save_resumes(tmp_path: Path) -> None:
+    one = ours.use(trainer(tmp_path / "run", Losses(), enable_jit_checkpoint=True))
+    callbacks = one.callback_handler.callbacks
+    jit = next(found.jit_manager for found in callbacks if hasattr(found, "jit_manager"))
+
+    class Requested(TrainerCallback):
+        def on_step_begin(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+            jit.is_checkpoint_requested = state.global_step == 6
+
+    callbacks.insert(0, Requested())
+    one.train()
+    assert set(committed(tmp_path / "run")) == {4, 6}
+    rest, whole = Losses(), Losses()
+    ours.use(trainer(tmp_path / "run", rest)).train(resume_from_checkpoint=True)
+    ours.use(trainer(tmp_path / "whole", whole)).train()
+    assert rest.found == {step: whole.found[step] for step in range(7, 15)}
+
+
+def test_save_only_model_writes_no_step(tmp_path: Path) -> None:
+    ours.use(trainer(tmp_path / "run", Losses(), max_steps=4, save_only_model=True)).train()
+    assert not set(committed(tmp_path / "run"))
+    GPT2LMHeadModel.from_pretrained(tmp_path / "run" / "checkpoint-4")
