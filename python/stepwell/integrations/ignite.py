@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import ignite.distributed as idist
 import torch
 from ignite.handlers.checkpoint import BaseSaveHandler
 
-from .. import _core
-from .. import _lifecycle as lifecycle
 from .._checks import text
 from .._locations import absolute
 from .._opening import metadata as metadata_of
@@ -30,8 +28,7 @@ from .._options import Options
 from .._save_result import Save
 from .._singular import save_async
 from ..errors import StepwellError
-
-_WARNING = 30
+from . import _guest
 
 
 class StepwellSaver(BaseSaveHandler):
@@ -56,8 +53,6 @@ class StepwellSaver(BaseSaveHandler):
         self._pending: Save | None = None
         #: What Ignite no longer wants, until the next save has begun.
         self._unwanted: set[str] = set()
-        self._remover = ThreadPoolExecutor(1, "stepwell-remover")
-        self._removal: Future[None] | None = None
 
     def __call__(
         self, checkpoint: Mapping[str, object], filename: str, metadata: Mapping[str, object] | None = None
@@ -70,8 +65,8 @@ class StepwellSaver(BaseSaveHandler):
         save = save_async(
             self._path(filename), checkpoint, exists="replace", coordinator=None, options=self._options
         )
-        unwanted, self._unwanted = self._unwanted - {filename}, set()
-        self._pending, self._removal = save, self._remover.submit(self._remove, unwanted, save)
+        unwanted, self._unwanted, self._pending = self._unwanted - {filename}, set(), save
+        _guest.remove_after(partial(_is_committed, save), [self._path(name) for name in unwanted])
 
     def remove(self, filename: str) -> None:
         """Deletes a checkpoint after the next save. Called by Ignite."""
@@ -80,11 +75,9 @@ class StepwellSaver(BaseSaveHandler):
     def wait_until_finished(self) -> None:
         """Waits for the last save and the deletions after it, and raises a failure."""
         pending, self._pending = self._pending, None
-        removal, self._removal = self._removal, None
         if pending is not None:
             pending.result()
-        if removal is not None:
-            removal.result()
+        _guest.wait_removed()
 
     def load(self, filename: str) -> dict[str, object]:
         """Returns what ``Checkpoint.load_objects`` takes, in host memory. Files of Ignite load
@@ -106,20 +99,18 @@ class StepwellSaver(BaseSaveHandler):
             try:
                 found.append((metadata_of(path).committed, name))
             except StepwellError as error:
-                lifecycle.log(_WARNING, "stepwell.ignite", f"{path} is passed over: {error}")
+                _guest.log(_guest.WARNING, f"{path} is passed over: {error}")
         return max(found)[1] if found else None
 
     def _path(self, filename: str) -> str:
         return os.path.join(self._directory, text(filename, "the name of a checkpoint"))
 
-    def _remove(self, names: set[str], save: Save) -> None:
-        try:
-            save.result()
-        except StepwellError:
-            return  # raised by the next save, or by wait_until_finished
-        for name in names:
-            path = self._path(name)
-            if os.path.isdir(path) and not os.path.islink(path):
-                _core.remove_conversion(path, False)
-            elif os.path.lexists(path):
-                os.unlink(path)
+
+def _is_committed(save: Save) -> bool:
+    """Waits for a save. False if it failed, which the next save or ``wait_until_finished``
+    raises."""
+    try:
+        save.result()
+    except StepwellError:
+        return False
+    return True
