@@ -7,14 +7,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use stepwell_core::io::simulated::{Action, Image, Moment, SimDisk};
 use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::singular::save as save_to_path;
-use stepwell_manager::{Environment, Exists, SaveRequest};
+use stepwell_manager::{Checkpoint, Environment, Exists, SaveRequest, guest};
 use stepwell_tests::crash::mutants::{Explained, judge};
 use stepwell_tests::crash::{Explorer, Marks, Profile, explore_nested, sweep};
 use stepwell_tests::steps::run::{Run, options};
 use stepwell_tests::steps::singular::{self, Checker, settle, with_a_checkpoint};
+use stepwell_tests::steps::states::verify;
+use stepwell_tests::steps::world::environment;
 
 use super::mutants::{ANY_ORDER, LEFTOVER_RENAME, LEFTOVER_SYNC};
-use super::{crash, quick};
+use super::{Crash, crash, quick};
 
 fn save(run: &Run, tag: &str) -> Result<(), String> {
     singular::save(run, tag, &Arc::default())
@@ -55,6 +57,38 @@ fn a_replacement_and_another() {
     save(&run, "b").unwrap();
     save(&run, "c").unwrap();
     survives(&run);
+}
+
+/// A deleted guest is whole or gone, and stays gone once that was acknowledged. The next deletion
+/// beside it deletes what a crash has left.
+#[test]
+fn a_deleted_guest_is_whole_or_gone() {
+    let run = with_a_checkpoint().unwrap();
+    assert!(guest::remove(Path::new(singular::PATH), &run.environment()).unwrap());
+    run.mark("deleted");
+    for profile in [Profile::PosixMinimal, Profile::OrderedMetadata] {
+        let options = Crash { unread: None, ..crash(profile) };
+        let explored = explore_nested(&run.disk.log(), &options, |disk, marks| {
+            let environment = environment(disk, 1 << 40);
+            let is_there = disk.image().get(singular::PATH).is_some();
+            if is_there {
+                if marks.contains("deleted") {
+                    return Err("it is back after its deletion was acknowledged".into());
+                }
+                let checkpoint = Checkpoint::open(Path::new(singular::PATH), &environment);
+                verify(&checkpoint.map_err(|error| error.to_string())?)?;
+            }
+            let beside = Path::new(singular::PATH).with_file_name("other");
+            guest::remove(&beside, &environment).map_err(|error| error.to_string())?;
+            let image = disk.image();
+            let entries = image.get("models").and_then(|models| models.entries()).unwrap_or_default();
+            if entries.len() != usize::from(is_there) {
+                return Err(format!("left behind: {entries:?}"));
+            }
+            Ok(())
+        });
+        println!("{profile:?}: {}", explored.unwrap().0);
+    }
 }
 
 /// Two ranks on two nodes save attempt `tag` together. Both have the whole state.
