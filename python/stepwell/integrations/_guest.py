@@ -158,6 +158,16 @@ _removals: list[tuple[threading.Thread, Sequence[str]]] = []
 _removing = threading.Lock()
 
 
+def all_committed(saves: Sequence[Save]) -> bool:
+    """Waits for saves. False if one has failed: whoever began it raises the failure."""
+    try:
+        for save in saves:
+            save.result()
+    except StepwellError:
+        return False
+    return True
+
+
 def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None:
     """Deletes checkpoints in the background, once ``is_committed`` has waited for the saves before.
     They stay if it returns false."""

@@ -51,7 +51,7 @@ class StepwellSaver(BaseSaveHandler):
         self._saves_here = idist.get_rank() == save_on_rank
         self._options = options
         self._pending: Save | None = None
-        #: What Ignite no longer wants, until the next save has begun.
+        #: Names that Ignite no longer wants, until the next save has begun.
         self._unwanted: set[str] = set()
 
     def __call__(
@@ -66,7 +66,7 @@ class StepwellSaver(BaseSaveHandler):
             self._path(filename), checkpoint, exists="replace", coordinator=None, options=self._options
         )
         unwanted, self._unwanted, self._pending = self._unwanted - {filename}, set(), save
-        _guest.remove_after(partial(_is_committed, save), [self._path(name) for name in unwanted])
+        _guest.remove_after(partial(_guest.all_committed, [save]), [self._path(name) for name in unwanted])
 
     def remove(self, filename: str) -> None:
         """Deletes a checkpoint after the next save. Called by Ignite."""
@@ -104,13 +104,3 @@ class StepwellSaver(BaseSaveHandler):
 
     def _path(self, filename: str) -> str:
         return os.path.join(self._directory, text(filename, "the name of a checkpoint"))
-
-
-def _is_committed(save: Save) -> bool:
-    """Waits for a save. False if it failed, which the next save or ``wait_until_finished``
-    raises."""
-    try:
-        save.result()
-    except StepwellError:
-        return False
-    return True

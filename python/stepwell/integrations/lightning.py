@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +24,7 @@ from .._options import Options
 from .._restore.options import Globs
 from .._save_result import Save
 from .._singular import save_async
-from ..errors import MisuseError, StepwellError
+from ..errors import MisuseError
 from . import _guest
 
 _Module = TypeVar("_Module")
@@ -112,7 +111,7 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Deletes a checkpoint once the pending saves have committed. Called by Lightning."""
-        _guest.remove_after(partial(_all_committed, list(self._saves.values())), [absolute(path)])
+        _guest.remove_after(partial(_guest.all_committed, list(self._saves.values())), [absolute(path)])
 
     def teardown(self) -> None:
         """Waits for all saves and deletions, and raises a failure. Called by Lightning."""
@@ -127,16 +126,6 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             if place == path or save.done():
                 del self._saves[place]
                 save.result()
-
-
-def _all_committed(saves: Sequence[Save]) -> bool:
-    """Waits for saves. False if one has failed, which the next save or the end raises."""
-    try:
-        for save in saves:
-            save.result()
-    except StepwellError:
-        return False
-    return True
 
 
 def load_from_checkpoint(

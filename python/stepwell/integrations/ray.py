@@ -41,8 +41,8 @@ def report(step: int, metrics: dict[str, object], state: object) -> None:
         state: the state of this worker.
 
     Raises:
-        MisuseError: the storage of the run is no file system of this machine; or there are several
-            workers, and ``torch.distributed`` is not initialised.
+        MisuseError: the storage of the run is not a file system of this machine. Or there are
+            several workers, and ``torch.distributed`` is not initialised.
     """
     context = ray.train.get_context()
     storage = context.get_storage()
