@@ -40,7 +40,7 @@ class Export:
             all. For directories only.
         to: the format, as of :func:`convert`, except ``"stepwell"``.
         map: as of :func:`convert`; also ``include``, ``exclude``, ``subtree``, ``cast``,
-            ``objects``, ``shard_size`` and ``files``.
+            ``objects``, ``shard_size``, ``files`` and ``stored_files``.
 
     Raises:
         MisuseError: an argument is invalid.
@@ -58,6 +58,7 @@ class Export:
     objects: Literal["error", "skip"] = "error"
     shard_size: int | str | None = None
     files: Files | None = None
+    stored_files: str | None = None
 
     def __post_init__(self) -> None:
         if self.to == "stepwell":
@@ -77,7 +78,9 @@ class Export:
 
     def _conversion(self) -> Conversion:
         choice, files = choice_of(self.include, self.exclude, self.cast), passed_along(self.files)
-        return Conversion(self.to, choice, self.subtree, self.objects, self.shard_size, files)
+        return Conversion(
+            self.to, choice, self.subtree, self.objects, self.shard_size, files, self.stored_files
+        )
 
     def _path(self, step: int) -> str:
         return Template.of(self.destination).path(step)

@@ -136,13 +136,48 @@ def test_files_of_a_model_are_passed_along(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "chat.jinja").read_bytes() == b"chat.jinja"
 
 
+def test_files_in_a_step_are_passed_along(tmp_path: Path) -> None:
+    files = {"config.json": b"{}", "tokenizer.model": b"\0\1"}
+    state = {"model": {"w": np.zeros(3)}, "files": files}
+    exports = [sw.Export(tmp_path / "hf" / "{step}", subtree="model", stored_files="files")]
+    with sw.CheckpointManager(tmp_path / "root", exports=exports) as manager:
+        manager.save(1, state)
+    sw.export(tmp_path / "root", tmp_path / "out", stored_files="files")
+    for written in (tmp_path / "hf" / "1", tmp_path / "out"):
+        assert {name: (written / name).read_bytes() for name in files} == files
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert sw.restore(tmp_path / "root", include="files") == {"files": files}
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"a/b": b"x"}, "is not the content of a file"),
+        ({"..": b"x"}, "is not the content of a file"),
+        ({"stepwell_export.json": b"x"}, "is not the content of a file"),
+        ({"a": {"b": b"x"}}, "is not the content of a file"),
+        ({"a": "text"}, "is not the content of a file"),
+        ({"a": b""}, "is not the content of a file"),
+        ({"a": np.zeros(3)}, "has arrays"),
+        ({"model.safetensors": b"x"}, "has the name of another file"),
+        ({"a": bytes(33 << 20), "b": bytes(33 << 20)}, "more than 64 MiB"),
+        (b"x", "no container at 'files'"),
+    ],
+)
+def test_wrong_stored_files_are_refused(tmp_path: Path, stored: object, said: str) -> None:
+    sw.save(tmp_path / "saved", {"w": np.zeros(3), "files": stored})
+    with pytest.raises(sw.MisuseError, match=said):
+        sw.export(tmp_path / "saved", tmp_path / "out", stored_files="files")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+
+
 @pytest.mark.parametrize(
     ("files", "destination", "said"),
     [
         ("none.json", "out", "does not exist"),
         (["a.json", "b/a.json"], "out", "have the same name"),
         ("empty.json", "out", "is empty. Leave it out"),
-        ("model.safetensors", "out", "has the name of a file that is written"),
+        ("model.safetensors", "out", "has the name of another file that is written"),
         ("a.json", "out.safetensors", "out.safetensors is one file"),
         (7, "out", "is a path or a list of paths"),
     ],

@@ -30,6 +30,11 @@ def chosen(function: Callable[..., int]) -> Callable[..., int]:
             help="Copy this file into DESTINATION, or the files of this directory that are not weights. Repeatable.",
         ),
         click.option(
+            "--stored-files",
+            metavar="LEAF",
+            help="Write the bytes in this container of the checkpoint as files, by their names.",
+        ),
+        click.option(
             "--shard-size", metavar="SIZE", help="The most bytes of a file in a directory (default 5GB)."
         ),
         click.option(
@@ -69,6 +74,7 @@ class Chosen(TypedDict):
     objects: Literal["error", "skip"]
     shard_size: str | None
     files: tuple[str, ...]
+    stored_files: str | None
 
 
 @command("convert")
@@ -119,6 +125,7 @@ def write(
                 objects=choice["objects"],
                 shard_size=choice["shard_size"],
                 files=choice["files"] or None,
+                stored_files=choice["stored_files"],
                 verify=verify,
                 dry_run=dry_run,
                 progress=tell,

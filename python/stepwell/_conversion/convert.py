@@ -42,6 +42,7 @@ def convert(
     objects: Literal["error", "skip"] = "error",
     shard_size: int | str | None = None,
     files: Files | None = None,
+    stored_files: str | None = None,
     verify: bool = False,
     dry_run: bool = False,
     coordinator: Coordinator | Literal["auto"] | None = None,
@@ -75,6 +76,8 @@ def convert(
         shard_size: the most bytes of a file in a directory, such as ``"5GB"``, the default.
         files: files to copy into the destination, which is a directory: of a model's directory, all
             that are not weights, such as its configuration and its tokenizer.
+        stored_files: path of a container of ``bytes`` in the checkpoint, by file name. They are
+            written as files into the destination, and are not among the leaves.
         verify: read the output back and compare every tensor with the source, before the output
             gets its name. A checkpoint of this library has its name by then.
         dry_run: return what would be written, and write nothing.
@@ -96,6 +99,7 @@ def convert(
         objects,
         shard_size,
         passed_along(files),
+        stored_files,
         verify,
         dry_run,
     )
@@ -133,6 +137,7 @@ def export(
     objects: Literal["error", "skip"] = "error",
     shard_size: int | str | None = None,
     files: Files | None = None,
+    stored_files: str | None = None,
     coordinator: Coordinator | Literal["auto"] | None = None,
     progress: Progress | None = None,
 ) -> ConversionResult:
@@ -151,6 +156,7 @@ def export(
         objects=objects,
         shard_size=shard_size,
         files=files,
+        stored_files=stored_files,
         verify=True,
         coordinator=coordinator,
         progress=progress,

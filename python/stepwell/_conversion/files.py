@@ -17,7 +17,7 @@ from ..errors import CorruptCheckpoint, FormatError, MisuseError
 from ..formats import find
 from ..formats.writers import WRITERS, Content, OutputFile, OutputTensor, PlainValue, Writer
 from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, places, selected
-from .passed_along import as_output
+from .passed_along import as_output, stored
 from .spec import Conversion, ConversionResult, Progress, digest
 
 #: Bytes of host memory, of a window, and between two records of the journal.
@@ -45,16 +45,20 @@ def write(
     options = what.file_options(where)
     core = checkpoint._open()
     writer = WRITERS[what.to]
-    leaves = selected(checkpoint, core, what.choice, what.subtree)
-    values, skipped = held_objects(core, leaves, what.to, what.objects, writer.holds, writer.held)
-    content = _content(checkpoint, leaves, values, what.choice, writer, what.subtree)
     with core.reading():  # files beside an adopted source are checked
         passed = as_output(what.files)
+        in_checkpoint, numbers = stored(checkpoint, core, what.stored_files)
+    passed += in_checkpoint
+    leaves = selected(checkpoint, core, what.choice, what.subtree, without=numbers)
+    values, skipped = held_objects(core, leaves, what.to, what.objects, writer.holds, writer.held)
+    content = _content(checkpoint, leaves, values, what.choice, writer, what.subtree)
     files = [*writer.plan(content, options), *passed, *extra]
     sizes = {file.name: file.length for file in files}
     if len(sizes) < len(files):
         twice = next(file.name for file in files if [one.name for one in files].count(file.name) > 1)
-        raise MisuseError(f"{twice} of files= has the name of a file that is written. Leave it out")
+        raise MisuseError(
+            f"{twice} is a file to pass along, and has the name of another file that is written. Leave it out"
+        )
     result = ConversionResult(
         where, what.to, sizes, sum(sizes.values()), 0, dict(content.ties), skipped, 0.0, dry_run=what.dry_run
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import _core
@@ -47,11 +47,16 @@ class SelectedLeaf:
 
 
 def selected(
-    checkpoint: Checkpoint, core: _core.Checkpoint, choice: _core._Choice, subtree: str
+    checkpoint: Checkpoint,
+    core: _core.Checkpoint,
+    choice: _core._Choice,
+    subtree: str,
+    without: Collection[int] = (),
 ) -> list[SelectedLeaf]:
     """The leaves that are converted, by path below the subtree."""
     structure = checkpoint._tree()
-    above, numbers = _below(checkpoint, structure, subtree)
+    above, below = _below(checkpoint, structure, subtree)
+    numbers = [number for number in below if number not in without]
     include, exclude, casts = choice
     paths = core.leaf_paths()
     chosen = [paths[number] for number in numbers]
@@ -98,16 +103,18 @@ def _check_matches(path: str, option: str, given: list[str], chosen: list[str]) 
 
 def _below(checkpoint: Checkpoint, structure: Structure, subtree: object) -> tuple[int, list[int]]:
     """The number of components of a container's path, and the leaves below it."""
-    if not isinstance(subtree, str):
-        raise MisuseError(f"subtree is the path of a container, not {shown(subtree)}")
-    node: int | None = 0
-    if subtree:
-        node = checkpoint._find(0, subtree)
-        if node is None or not structure.is_container(node):
-            raise MisuseError(
-                f"{checkpoint.path} has no container at {subtree!r}; `stepwell show` lists its paths"
-            )
-    return len(structure.components(node or 0)), structure.leaves_below(node or 0)
+    node = 0 if subtree == "" else container(checkpoint, structure, subtree, "subtree")
+    return len(structure.components(node)), structure.leaves_below(node)
+
+
+def container(checkpoint: Checkpoint, structure: Structure, path: str, option: str) -> int:
+    """The node of the container at a path, which an option names."""
+    if not isinstance(path, str):
+        raise MisuseError(f"{option} is the path of a container, not {shown(path)}")
+    node = checkpoint._find(0, path)
+    if node is None or not structure.is_container(node):
+        raise MisuseError(f"{checkpoint.path} has no container at {path!r}; `stepwell show` lists its paths")
+    return node
 
 
 def held_objects(

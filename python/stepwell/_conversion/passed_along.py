@@ -1,4 +1,5 @@
-"""Files that a conversion passes along: the configuration and the tokenizer of a model."""
+"""Files that a conversion passes along: the configuration and the tokenizer of a model. They lie on
+a disk, or are stored in the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from functools import partial
 from typing import TypeAlias
 
 from .. import _core
+from .._checkpoint import Checkpoint
 from .._checks import shown
 from .._locations import Path, absolute
+from .._state.leaves import Reviver
 from ..errors import MisuseError
 from ..formats.files import read_whole
 from ..formats.writers import OutputFile
+from .leaves import container
 
 #: A file, a directory of a model, or several of them.
 Files: TypeAlias = "Path | Sequence[Path]"
@@ -91,7 +95,49 @@ def as_output(paths: Mapping[str, str]) -> list[OutputFile]:
         if not content:
             raise MisuseError(f"{path} of files= is empty. Leave it out")
         left -= len(content)
-        file = OutputFile(name)
-        file.add_bytes(content)
-        made.append(file)
+        made.append(_file(name, content))
     return made
+
+
+def stored(
+    checkpoint: Checkpoint, core: _core.Checkpoint, path: str | None
+) -> tuple[list[OutputFile], set[int]]:
+    """Returns files of the ``bytes`` in a container of the checkpoint, and the numbers of these
+    leaves."""
+    if path is None:
+        return [], set()
+    structure = checkpoint._tree()
+    node = container(checkpoint, structure, path, "stored_files")
+    above, numbers = len(structure.components(node)), structure.leaves_below(node)
+    rows, left = core.leaves(), MAX_BYTES
+    if any(rows[number][1] is not None for number in numbers):
+        raise MisuseError(f"{path!r} of stored_files= has arrays. Pass a container of bytes")
+    made = []
+    for number, content in zip(numbers, core.objects(numbers, Reviver()), strict=True):
+        key = structure.components(structure.leaf_nodes[number])[above:]
+        name = str(key[0][1]) if len(key) == 1 else ""
+        if not isinstance(content, bytes) or not content or not _is_file_name(name):
+            raise MisuseError(
+                f"{core.leaf_paths()[number]} of stored_files= is not the content of a file. Store bytes by file name"
+            )
+        left -= len(content)
+        if left < 0:
+            raise MisuseError(
+                f"{path!r} of stored_files= has more than {MAX_BYTES >> 20} MiB. Store less there"
+            )
+        made.append(_file(name, content))
+    return made, set(numbers)
+
+
+def _is_file_name(name: str) -> bool:
+    return (
+        name == os.path.basename(name)
+        and name not in ("", ".", "..", _core.EXPORT_RECORD)
+        and "\0" not in name
+    )
+
+
+def _file(name: str, content: bytes) -> OutputFile:
+    file = OutputFile(name)
+    file.add_bytes(content)
+    return file

@@ -63,6 +63,7 @@ class Conversion:
     shard_size: int | str | None = None
     #: Paths of files to copy into the destination, by name.
     files: Mapping[str, str] = field(default_factory=dict)
+    stored_files: str | None = None
     verify: bool = True
     dry_run: bool = False
 
@@ -83,7 +84,11 @@ class Conversion:
         return FileOptions(name, None)
 
     def _refuse_files(self, why: str) -> None:
-        given = {"shard_size": self.shard_size is not None, "files": bool(self.files)}
+        given = {
+            "shard_size": self.shard_size is not None,
+            "files": bool(self.files),
+            "stored_files": self.stored_files is not None,
+        }
         for name, is_given in given.items():
             if is_given:
                 raise MisuseError(f"{name}= {why}. Leave it out")
