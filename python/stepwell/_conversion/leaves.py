@@ -107,7 +107,7 @@ def _below(checkpoint: Checkpoint, structure: Structure, subtree: object) -> tup
     return len(structure.components(node)), structure.leaves_below(node)
 
 
-def container(checkpoint: Checkpoint, structure: Structure, path: str, option: str) -> int:
+def container(checkpoint: Checkpoint, structure: Structure, path: object, option: str) -> int:
     """The node of the container at a path, which an option names."""
     if not isinstance(path, str):
         raise MisuseError(f"{option} is the path of a container, not {shown(path)}")
