@@ -64,7 +64,7 @@ wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and i
 .PHONY: release
 release: | tools ## build sources and wheel of a release into target/release-files, twice, and try it with every Python (about 20 minutes)
 	command -v cargo-deny >/dev/null || cargo install --quiet --locked cargo-deny
-	tests/release/run.sh
+	PYTHON=$(PYTHON) tests/release/run.sh
 
 .PHONY: demo
 demo: build ## train, save, kill -9 in the middle of a save, resume, compare: one process, then 4, 2, 1 and 8 of them
@@ -201,6 +201,10 @@ bench-foreign: build bench-tools ## conversions against a raw copy, loads agains
 .PHONY: bench-trainers
 bench-trainers: build ## how long trainers wait for their saves, alone and with stepwell (about 5 minutes)
 	$(BIN)/python tests/bench/trainers.py $(ARGS)
+
+.PHONY: bench-interference
+bench-interference: build bench-tools ## what a save costs a compute-bound loop beside it: stepwell, DCP, Orbax, safetensors, torch.save (about 15 minutes)
+	$(BIN)/python tests/bench/interference.py $(ARGS)
 
 .PHONY: bench-trace
 bench-trace: build ## the rate of digests beside that of memcpy (a few seconds)

@@ -2,9 +2,10 @@
 run the first example of the README, get killed in the middle, resume, and make the common mistakes.
 The message of each must name the remedy.
 
-``python try.py WHEEL [FOLDER]`` prints what was tried and what came of it. It exits with 0 if all
-is as it should be, 1 if something is not, and 3 if the dependencies could not be had, so that
-nothing could be tried.
+``python try.py WHEEL [FOLDER [FRAMEWORK …]]`` prints what was tried and what came of it. It exits
+with 0 if all is as it should be, 1 if something is not, and 3 if the dependencies could not be had,
+so that nothing could be tried. Frameworks (``torch``, ``jax``, ``transformers``) are installed too,
+and a training of each is killed and resumed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from trainings import SCRIPTS
 
 HERE = Path(__file__).resolve().parent
 README = HERE.parents[1] / "README.md"
@@ -74,8 +77,9 @@ class Newcomer:
         self.tell(what, output, wrong + [part for part in parts if not re.search(part, output)])
 
 
-def clean_environment(wheel: Path, where: Path) -> Path:
-    """A virtual environment with the wheel and what it depends on, and nothing else."""
+def clean_environment(wheel: Path, where: Path, frameworks: list[str]) -> Path:
+    """A virtual environment with the wheel, what it depends on and the frameworks, and nothing
+    else."""
     subprocess.run([sys.executable, "-m", "venv", str(where)], check=True)
     python = where / "bin" / "python"
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -85,6 +89,9 @@ def clean_environment(wheel: Path, where: Path) -> Path:
     if dependencies.returncode:
         print(f"the dependencies cannot be had here: {dependencies.stderr.strip().splitlines()[-1:]}")
         sys.exit(NOTHING_TO_TRY)
+    needed = {"transformers": ["torch", "transformers", "accelerate"]}
+    for framework in frameworks:
+        subprocess.run([*install, *needed.get(framework, [framework])], check=True)
     return python
 
 
@@ -95,28 +102,33 @@ def first_example() -> str:
     return found[1]
 
 
-def kill_and_resume(newcomer: Newcomer) -> None:
-    """The example of the README, killed while it runs, and run again."""
-    example = first_example()
+def killed(newcomer: Newcomer, script: str, name: str, committed: str) -> Path | None:
+    """Kills a script when it has two steps that match a pattern. Returns the folder that it ran
+    in."""
     for attempt in range(10):
-        folder = newcomer.folder / f"example-{attempt}"
+        folder = newcomer.folder / f"{name}-{attempt}"
         folder.mkdir()
-        process = newcomer.start(example, folder=folder)
+        process = newcomer.start(script, folder=folder)
         try:
             end = time.monotonic() + DEADLINE
             while process.poll() is None and time.monotonic() < end:
-                if len(list(folder.glob("runs/first/step_*"))) >= 2:
+                if len(list(folder.glob(committed))) >= 2:
                     process.send_signal(signal.SIGKILL)
                     break
         finally:
             process.kill()
-            process.communicate()
+            output, _ = process.communicate()
         if process.returncode == -signal.SIGKILL:
-            break
-    else:
-        newcomer.tell(
-            "the example is killed in the middle", "it was over before each of ten kills", ["a kill"]
-        )
+            return folder
+    newcomer.tell(f"{name} is killed in the middle", output, ["a kill: it was over before each of ten"])
+    return None
+
+
+def kill_and_resume(newcomer: Newcomer) -> None:
+    """The example of the README, killed while it runs, and run again."""
+    example = first_example()
+    folder = killed(newcomer, example, "example", "runs/first/step_*")
+    if folder is None:
         return
     look = """
 import stepwell as sw
@@ -132,6 +144,24 @@ print("step", step, "is whole")
     newcomer.tell("run it again: it goes on without a word", output, ["silence"] if status or output else [])
     status, output = newcomer.run(look + "assert step == 9", folder=folder)
     newcomer.tell("and the last step is as if nothing had happened", output, ["step 9"] if status else [])
+
+
+def training(newcomer: Newcomer, framework: str) -> None:
+    """A training with a framework, killed and run again, and beside it one that is not killed."""
+    script, committed = SCRIPTS[framework]
+    folder = killed(newcomer, script, framework, committed)
+    if folder is None:
+        return
+    alone = newcomer.folder / f"{framework}-alone"
+    alone.mkdir()
+    (status, undisturbed), (resumed_status, resumed) = (
+        newcomer.run(script, folder=one) for one in (alone, folder)
+    )
+    missing = [f"exit status 0 of both, not {status} and {resumed_status}"] * bool(status or resumed_status)
+    missing += ["the loss of the undisturbed run"] * (
+        resumed.splitlines()[-1:] != undisturbed.splitlines()[-1:]
+    )
+    newcomer.tell(f"kill -9 in a training with {framework}, run again: the same loss", resumed, missing)
 
 
 def mistakes(newcomer: Newcomer) -> None:
@@ -272,14 +302,16 @@ with sw.CheckpointManager({root!r}) as m:
     )  # fmt: skip
 
 
-def main(wheel: Path, folder: Path) -> int:
+def main(wheel: Path, folder: Path, frameworks: list[str]) -> int:
     limits = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, limits[1]))
-    python = clean_environment(wheel, folder / "venv")
+    python = clean_environment(wheel, folder / "venv", frameworks)
     newcomer = Newcomer(python, folder)
     scenes: list[Callable[[Newcomer], None]] = [kill_and_resume, mistakes]
     for scene in scenes:
         scene(newcomer)
+    for framework in frameworks:
+        training(newcomer, framework)
     print(
         f"{newcomer.failures} of these were not as they should be" if newcomer.failures else "all of it is so"
     )
@@ -289,7 +321,7 @@ def main(wheel: Path, folder: Path) -> int:
 if __name__ == "__main__":
     chosen = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(tempfile.mkdtemp(prefix="newcomer-"))
     try:
-        status = main(Path(sys.argv[1]).resolve(), chosen)
+        status = main(Path(sys.argv[1]).resolve(), chosen, sys.argv[3:])
     finally:
         if len(sys.argv) <= 2:
             shutil.rmtree(chosen, ignore_errors=True)

@@ -12,7 +12,7 @@ grep -q "^## $version" CHANGELOG.md || { echo "CHANGELOG.md has no section $vers
 
 rm -rf "$work" "$files"
 mkdir -p "$work" "$files"
-python3 -m venv "$work/tools"
+"${PYTHON:-python3}" -m venv "$work/tools"
 "$work/tools/bin/python" -m pip install --quiet --disable-pip-version-check -r "$requirements"
 PATH=$work/tools/bin:$PATH
 cargo_home=${CARGO_HOME:-$HOME/.cargo}
@@ -51,14 +51,16 @@ done
 if unzip -p "$wheel" | grep -aqF -e "$cargo_home" -e "$root"; then echo "the wheel has paths of this machine"; exit 1; fi
 cargo deny --log-level error check licenses bans sources
 
-tried=
+# The first one also trains with PyTorch, JAX and the Hugging Face Trainer.
+tried= frameworks="torch jax transformers"
 for python in $(compgen -c python3. | sort -u) "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python3; do
     number=$("$python" -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11); print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
     case " $tried " in *" $number "*) continue ;; esac
     echo "== Python $number"
     mkdir "$work/$number"
-    "$python" tests/newcomer/try.py "$wheel" "$work/$number"
-    tried="$tried $number"
+    # shellcheck disable=SC2086
+    "$python" tests/newcomer/try.py "$wheel" "$work/$number" $frameworks
+    tried="$tried $number" frameworks=
 done
 [ -n "$tried" ] || { echo "no Python was found to try it with"; exit 1; }
 
