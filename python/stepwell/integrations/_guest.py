@@ -14,8 +14,10 @@ from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
 from .._choice import saved_choice
+from .._locations import CONTROL
 from .._manager import CheckpointManager
-from .._restore.options import Globs
+from .._opening import open as open_checkpoint
+from .._restore.options import Globs, ResumeKeywords
 from .._save_result import Save
 from .._state.specs import as_rank
 from ..coordinators import Coordinator
@@ -124,6 +126,23 @@ def save(
     guest = GuestSave(manager, found, path, committed)
     _saves.append(cast("GuestSave[object]", guest))
     return guest
+
+
+def restored(
+    path: str, into: dict[str, object], coordinator: Coordinator | None, is_partial: bool = False
+) -> dict[str, object]:
+    """Returns ``into`` with the values of a checkpoint, or of the newest step of a root."""
+    # As DCP does it: what is stored beside is ignored, and floating-point values are cast.
+    options: ResumeKeywords = {
+        "missing": "keep" if is_partial else "error",
+        "unexpected": "ignore",
+        "cast": "lossy",
+    }
+    if os.path.lexists(os.path.join(path, CONTROL)):
+        with CheckpointManager(path, read_only=True, coordinator=coordinator) as manager:
+            return manager.restore(into=into, **options)
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.restore(into=into, **options)
 
 
 def check(state: object, rank: int, world_size: int) -> None:

@@ -53,11 +53,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from .. import _core
 from .._adapters import torch as adapter
 from .._checkpoint import Checkpoint
-from .._locations import CONTROL, absolute
-from .._manager import CheckpointManager
+from .._locations import absolute
 from .._opening import is_own
 from .._opening import open as open_checkpoint
-from .._restore.options import ResumeKeywords
 from .._state.specs import to_dtype
 from ..coordinators import TorchStore
 from ..errors import MisuseError
@@ -201,7 +199,7 @@ def _load(
 ) -> None:
     _guest.raise_unseen()
     into = _values(state_dict)
-    _fill(into, _restored(path, into, is_partial, _coordinator(group, no_dist)))
+    _fill(into, _guest.restored(path, into, _coordinator(group, no_dist), is_partial))
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(into[key])
@@ -423,20 +421,6 @@ def _begin(
             return _metadata(_rows(checkpoint))
 
     return _guest.save(path, state, coordinator, kind, committed)
-
-
-def _restored(path: str, into: _State, is_partial: bool, coordinator: TorchStore | None) -> _State:
-    # As DCP does it: what is stored beside is ignored, and floating-point values are cast.
-    options: ResumeKeywords = {
-        "missing": "keep" if is_partial else "error",
-        "unexpected": "ignore",
-        "cast": "lossy",
-    }
-    if os.path.lexists(os.path.join(path, CONTROL)):
-        with CheckpointManager(path, read_only=True, coordinator=coordinator) as manager:
-            return manager.restore(into=into, **options)
-    with open_checkpoint(path) as checkpoint:
-        return checkpoint.restore(into=into, **options)
 
 
 def _fill(into: Any, values: Any) -> None:  # dicts and lists
