@@ -25,10 +25,11 @@ tools:
 $(BIN)/python: | tools
 	$(PYTHON) -m venv $(VENV)
 
-# DeepSpeed is built from source, and needs torch for that. Nothing is compiled.
-$(VENV)/.tools: python/requirements-dev.txt tests/frameworks/requirements-deepspeed.txt | $(BIN)/python
+# DeepSpeed is built from source, and needs torch for that. Nothing is compiled. torchtitan is installed without what it declares.
+$(VENV)/.tools: python/requirements-dev.txt tests/frameworks/requirements-deepspeed.txt tests/frameworks/requirements-torchtitan.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r python/requirements-dev.txt
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r tests/frameworks/requirements-deepspeed.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/frameworks/requirements-torchtitan.txt
 	@touch $@
 
 # The extension is built optimised: tests of a checkpoint manager at debug speed would test something that nobody runs.

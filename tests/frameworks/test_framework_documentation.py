@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
 import pages
 
-FRAMEWORKS = "torch jax flax optax equinox orbax.checkpoint megatron transformers accelerate lightning keras grain torchdata ignite ray"
+FRAMEWORKS = "torch torchtitan jax flax optax equinox orbax.checkpoint megatron transformers accelerate lightning keras grain torchdata ignite ray"
 for framework in FRAMEWORKS.split():
     pytest.importorskip(framework)
 

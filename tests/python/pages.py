@@ -23,7 +23,7 @@ PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(python|console|diff)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _FRAMEWORK = re.compile(
-    r"^[ +-]?(?:import|from) (?:torch|transformers|jax|flax|optax|equinox|orbax|lightning|keras|grain)\b",
+    r"^[ +-]?(?:import|from) (?:torch|torchtitan|transformers|jax|flax|optax|equinox|orbax|lightning|keras|grain)\b",
     re.MULTILINE,
 )
 
