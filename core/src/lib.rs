@@ -22,6 +22,11 @@
 //! | [`sync`] | locks and channels, under names that tests of interleavings change |
 //! | [`sys`] | the only unsafe code |
 
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!(
+    "stepwell needs 64-bit Linux: its commit relies on calls of the Linux kernel. On macOS and Windows, use a Linux container"
+);
+
 pub mod arithmetic;
 pub mod compression;
 pub mod deadline;
