@@ -200,7 +200,7 @@ bench-foreign: build bench-tools ## conversions against a raw copy, loads agains
 	$(BIN)/python tests/bench/export_cost.py $(ARGS)
 
 .PHONY: bench-trainers
-bench-trainers: build ## how long trainers wait for their saves, alone and with stepwell (about 5 minutes)
+bench-trainers: build ## how long trainers wait for their saves, alone and with stepwell (about 10 minutes)
 	$(BIN)/python tests/bench/trainers.py $(ARGS)
 
 .PHONY: bench-interference

@@ -1,12 +1,13 @@
 """Measure how long a training waits for its saves, with a trainer's own checkpoints and with
 stepwell's.
 
-    python tests/bench/trainers.py                    # about 5 minutes
+    python tests/bench/trainers.py                    # about 10 minutes
     python tests/bench/trainers.py --rounds 1 --only dcp
 
-Each round runs the same training twice in shuffled order. The Trainer and Lightning train a model
-whose state has about 1 GiB, and save three times. For DCP (torch.distributed.checkpoint), the state
-is a dict of tensors.
+Each round runs the same training twice in shuffled order, with about 1 GiB of state and three
+saves. For DCP (torch.distributed.checkpoint) and Orbax, the state is a dict of tensors or arrays.
+The others train a model. Ray Train is not measured: its own checkpoints are files that the training
+function writes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from measure import Spare, settle, sync_file_system
 from tables import progress, spread, table
+
+#: Edge and number of the layers of a model. With the moments of AdamW, its state has 1 GiB.
+EDGE, LAYERS = 4096, 5
 
 #: Seconds that each save took of the training, and until it was durable.
 Times = tuple[list[float], list[float]]
@@ -95,6 +99,89 @@ def hugging_face(folder: Path, is_ours: bool) -> Times:
     return watched.seconds, []
 
 
+def layers() -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(torch.nn.Linear(EDGE, EDGE) for _ in range(LAYERS)))
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A step of a training."""
+    optimizer.zero_grad()
+    model(torch.ones(1, EDGE)).square().mean().backward()
+    optimizer.step()
+
+
+def accelerate(folder: Path, is_ours: bool) -> Times:
+    from accelerate import Accelerator
+
+    model = layers()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    if is_ours:
+        from stepwell.integrations.accelerate import use
+
+        use(accelerator)
+    save = Watched()
+    for number in range(3):
+        update(model, optimizer)
+        save(accelerator.save_state)(folder / str(number))
+    return save.seconds, []
+
+
+def ignite(folder: Path, is_ours: bool) -> Times:
+    from ignite.engine import Engine, Events
+    from ignite.handlers import Checkpoint, DiskSaver
+    from stepwell.integrations.ignite import StepwellSaver
+
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = Engine(lambda *_: update(model, optimizer))
+    saver = StepwellSaver(folder) if is_ours else DiskSaver(folder)
+    watched = Watched()
+    handler = watched(Checkpoint({"model": model, "optimizer": optimizer}, saver, n_saved=None))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: handler(engine))
+    trainer.run([0, 1, 2])
+    return watched.seconds, []
+
+
+def keras(folder: Path, is_ours: bool) -> Times:
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras as library
+    from stepwell.integrations.keras import StepwellCheckpoint
+
+    model = library.Sequential([library.layers.Dense(EDGE) for _ in range(LAYERS)])
+    model.compile(optimizer="adamw", loss="mse")
+    rows = torch.ones(1, EDGE).numpy()
+    own = library.callbacks.ModelCheckpoint(folder / "{epoch}.keras")
+    callback = StepwellCheckpoint(folder / "run") if is_ours else own
+    watched = Watched()
+    callback.on_epoch_end = watched(callback.on_epoch_end)
+    model.fit(rows, rows, epochs=3, verbose=0, callbacks=[callback])
+    return watched.seconds, []
+
+
+def orbax(folder: Path, is_ours: bool) -> Times:
+    import jax
+
+    if is_ours:
+        import stepwell.integrations.orbax as ocp
+    else:
+        import orbax.checkpoint as ocp
+    key = jax.random.key(0)
+    state = {f"layers.{n}": jax.random.normal(key, (2048, EDGE)) for n in range(32)}
+    blocked, durable = [], []
+    with ocp.CheckpointManager(folder / "run") as manager:
+        for step in range(3):
+            state = jax.block_until_ready(jax.tree.map(lambda one: one + 1, state))
+            begun = time.perf_counter()
+            manager.save(step, args=ocp.args.StandardSave(state))
+            blocked.append(time.perf_counter() - begun)
+            manager.wait_until_finished()
+            if not is_ours:
+                sync_file_system(folder)
+            durable.append(time.perf_counter() - begun)
+    return blocked, durable
+
+
 def lightning(folder: Path, is_ours: bool) -> Times:
     import lightning as library
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -103,7 +190,7 @@ def lightning(folder: Path, is_ours: bool) -> Times:
     class Model(library.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096) for _ in range(5)))
+            self.layers = layers()
 
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
             return self.layers(batch).square().mean()
@@ -112,7 +199,7 @@ def lightning(folder: Path, is_ours: bool) -> Times:
             return torch.optim.AdamW(self.parameters())
 
         def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.ones(6, 4096), batch_size=1)
+            return torch.utils.data.DataLoader(torch.ones(6, EDGE), batch_size=1)
 
     trainer = library.Trainer(
         accelerator="cpu", max_steps=6, default_root_dir=folder, logger=False,
@@ -131,6 +218,10 @@ CASES: dict[str, Callable[[Path, bool], Times]] = {
     "dcp.async_save": lambda folder, is_ours: dcp(folder, is_ours, is_async=True),
     "transformers.Trainer": hugging_face,
     "Lightning": lightning,
+    "accelerate": accelerate,
+    "Ignite": ignite,
+    "Keras": keras,
+    "Orbax": orbax,
 }
 
 
