@@ -149,6 +149,8 @@ class Opened:
     #: ``children`` are wanted, whatever is stored.
     settle: Callable[[object, dict[str, str], CastOf], Children] | None = None
     follows: Follows | None = None
+    #: A step of all ranks, such as a collective, after a restore has filled it on each of them.
+    together: Callable[[], None] | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -39,7 +39,7 @@ def _stored_groups(
         found = sorted({group_of[names[one]] for one in group["params"] if names[one] in group_of})
         first = {key: value for key, value in stored[found[0]].items() if key != "params"} if found else {}
         for other in found[1:]:
-            differing = [key for key, value in first.items() if not _equal(value, stored[other].get(key))]
+            differing = [key for key, value in first.items() if not equal(value, stored[other].get(key))]
             if differing:
                 raise MisuseError(
                     f"group {number} has parameters that were saved in groups {found}, which differ in {', '.join(differing)}; "
@@ -93,7 +93,7 @@ def wrong_groups(
     return None
 
 
-def _equal(one: object, other: object) -> bool:
+def equal(one: object, other: object) -> bool:
     return (
         bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
         if hasattr(one, "shape")

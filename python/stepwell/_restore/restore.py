@@ -108,7 +108,18 @@ class Restore:
         reads.fill()
         with telling(lambda: [*reads.filled(), *wanted.given]):
             wanted.fill_results(objects, fill)
-            return template.finish(part, fill)
+            found = template.finish(part, fill)
+            if fill:
+                self._finish_together(wanted.branches)
+            return found
+
+    def _finish_together(self, branches: list[Branch]) -> None:
+        """Takes the steps of all ranks. None begins if another rank has failed until here."""
+        steps = [branch.together for branch in branches if branch.together is not None]
+        if steps and isinstance(self._together, Together):
+            self._together.agree()
+        for step in steps:
+            step()
 
     def prepare(self, part: Part, fill: bool) -> tuple[Wanted, ArrayReads]:
         """Matches, and says what is to be read. Reads nothing."""

@@ -152,6 +152,8 @@ class Branch:
     settle: Callable[[object, dict[str, str], adapters.CastOf], list[tuple[str | int, Part]]] | None = None
     #: The entries that move with others; see ``adapters.Opened.follows``.
     follows: adapters.Follows | None = None
+    #: A step of all ranks after a restore; see ``adapters.Opened.together``.
+    together: Callable[[], None] | None = None
 
     @property
     def path(self) -> str:
@@ -343,7 +345,7 @@ def _other(value: object, at: tuple[Component, ...], above: Above) -> Part:
         close = opened.close
         branch = _branch(value, at, above, opened.children, close)
         branch.unfillable, branch.first = opened.unfillable, opened.first
-        branch.follows = opened.follows
+        branch.follows, branch.together = opened.follows, opened.together
         if (settle := opened.settle) is not None:
             branch.settle = lambda stored, moved, cast_of: (
                 _branch(value, at, above, settle(stored, moved, cast_of), close).children

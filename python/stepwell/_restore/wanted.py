@@ -95,8 +95,8 @@ class Wanted:
         self._made: dict[Leaf, object] = {}
         #: Stateful objects inside the states of others.
         self._nested: list[Nested] = []
-        #: The leaves of the template, in order.
-        self.leaves = leaves
+        #: The leaves and the containers of the template, in order.
+        self.leaves, self.branches = leaves, branches
         self._settled: list[tuple[Leaf, int]] = []
         self._empty: list[tuple[Branch, int]] = []
         #: Top-level entries that are wanted, those without a leaf too.
