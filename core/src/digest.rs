@@ -20,6 +20,9 @@ const PIECE_BYTES: u64 = (PIECE_WORDS * WORD_BYTES) as u64;
 /// Bytes that are copied from host memory at a time. Longer copies would bypass the cache. A
 /// multiple of the size of every element.
 const HOST_BYTES: usize = 4080;
+/// The same for rows with gaps: some rows, so that all elements of a cache line are used. A multiple
+/// of the size of every element.
+const HOST_BYTES_OF_ROWS: usize = 64 * HOST_BYTES;
 /// How often a wait for a staging slot looks again.
 const SLOT_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -159,9 +162,10 @@ impl DigestPart<'_> {
         }
         let rows = RegionRows::new(self.shape, self.region, self.itemsize);
         let (mut from, end, mut sum) = (self.from, self.from + self.len, 0_u64);
-        let mut host = [0; HOST_BYTES];
+        let window = if self.provider.has_gaps_in_rows() { HOST_BYTES_OF_ROWS } else { HOST_BYTES };
+        let mut host = vec![0; (self.len as usize).min(window)];
         while from < end {
-            let Some(bytes) = host.get_mut(..(end - from).min(HOST_BYTES as u64) as usize) else { break };
+            let Some(bytes) = host.get_mut(..(end - from).min(window as u64) as usize) else { break };
             if !self.provider.peek(self.region, from, bytes)? {
                 return Ok(sum.wrapping_add(self.staged(&rows, from, pool, stall)?));
             }

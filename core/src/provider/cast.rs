@@ -76,6 +76,10 @@ impl StateProvider for CastProvider {
         self.cast(local, from, into)
     }
 
+    fn has_gaps_in_rows(&self) -> bool {
+        self.inner.has_gaps_in_rows()
+    }
+
     fn timing(&self) -> CaptureTiming {
         self.inner.timing()
     }

@@ -48,6 +48,10 @@ impl<O: Send + Sync> StateProvider for HostProvider<O> {
         self.source.copy(local, from, into).map(|()| true)
     }
 
+    fn has_gaps_in_rows(&self) -> bool {
+        self.source.has_gaps_in_rows()
+    }
+
     fn timing(&self) -> CaptureTiming {
         if self.lazy { CaptureTiming::Deferred } else { CaptureTiming::Copied }
     }

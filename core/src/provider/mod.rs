@@ -34,6 +34,12 @@ pub trait StateProvider: Send + Sync {
         Ok(false)
     }
 
+    /// Returns true if neighbours in a row are apart in host memory. Then several rows are read
+    /// faster together.
+    fn has_gaps_in_rows(&self) -> bool {
+        false
+    }
+
     /// Returns how much of its bytes is captured before the caller continues.
     fn timing(&self) -> CaptureTiming {
         CaptureTiming::Copied

@@ -58,6 +58,10 @@ impl StateProvider for ShardedProvider {
         }
     }
 
+    fn has_gaps_in_rows(&self) -> bool {
+        self.shards.iter().any(|(_, provider)| provider.has_gaps_in_rows())
+    }
+
     fn timing(&self) -> CaptureTiming {
         self.shards.iter().map(|(_, provider)| provider.timing()).max().unwrap_or(CaptureTiming::Deferred)
     }

@@ -85,6 +85,11 @@ impl HostSource {
         self.memory.bytes()
     }
 
+    /// Returns true if neighbours in a row are apart in memory, as in a transposed array.
+    pub fn has_gaps_in_rows(&self) -> bool {
+        self.memory.has_gaps_in_rows()
+    }
+
     /// Copies the bytes `from .. from + into.len()` of the row-major bytes of `region`. Both ends
     /// are between elements.
     pub fn copy(&self, region: &Region, from: u64, into: &mut [u8]) -> Result<()> {

@@ -87,6 +87,10 @@ impl StridedMemory {
         self.itemsize
     }
 
+    pub(super) fn has_gaps_in_rows(&self) -> bool {
+        self.strides.last().is_some_and(|&stride| stride != self.itemsize as i64)
+    }
+
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
