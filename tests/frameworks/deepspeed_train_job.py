@@ -28,6 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2_bf16": {"stage": 2, "config": BF16, "zero": {"parameter_alignment": True}},
     "zero1_bf16": {"stage": 1, "config": BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}},
+    "zero3": {"stage": 3, "zero": {"stage3_param_persistence_threshold": 0}},
+    "zero3_bf16": {
+        "stage": 3,
+        "config": BF16,
+        "zero": {"sub_group_size": 50, "stage3_param_persistence_threshold": 8},
+    },
     "zero2_fp16": {"stage": 2, "config": FP16, "zero": {"round_robin_gradients": True}},
 }
 SAVED, END, BATCH = 3, 6, 4
@@ -66,9 +72,10 @@ def train(engine: Any, first: int = 0, end: int = END) -> Iterator[tuple[int, fl
 
 
 def values(engine: Any) -> dict[str, Any]:
-    """What DeepSpeed itself says of its state, as whole tensors."""
+    """Returns the state of an engine as whole tensors, from DeepSpeed's own calls."""
     base = engine.optimizer.optimizer
-    module = {name: one.detach().clone() for name, one in engine.module.state_dict().items()}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        module = {name: one.detach().clone() for name, one in engine.module.state_dict().items()}
     trained = {name: one for name, one in engine.module.named_parameters() if one.requires_grad}
     if type(engine.optimizer).__name__ == "BF16_Optimizer":
         whole = {
@@ -82,7 +89,7 @@ def values(engine: Any) -> dict[str, Any]:
     return {
         "module": module,
         "trained": whole,
-        "steps": [float(slots["step"]) for slots in base.state.values()],
+        "steps": sorted({float(slots["step"]) for slots in base.state.values()}),
         "groups": [
             {key: one for key, one in group.items() if key != "params"} for group in base.param_groups
         ],
@@ -194,8 +201,8 @@ def failing(folder: Path) -> str:
     return "restored"
 
 
-def refusals() -> dict[str, Callable[[], object]]:
-    """What must not be saved, or not be restored, by name."""
+def refusals(folder: Path) -> dict[str, Callable[[], object]]:
+    """Returns saves and restores that must fail, by name."""
     from deepspeed.moe.layer import MoE
     from deepspeed.pipe import PipelineModule
 
@@ -228,7 +235,9 @@ def refusals() -> dict[str, Callable[[], object]]:
     experts = {"params": MoE(4, torch.nn.Linear(4, 4), num_experts=2)}
     return {
         "model": lambda: TrainState(Model()),
-        "stage 3": lambda: of({"zero_optimization": {"stage": 3}}),
+        "offloaded parameters": lambda: of(
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+        ),
         "no zero": lambda: of({"zero_optimization": {"stage": 0}}),
         "offload": lambda: of({"zero_optimization": offload, "zero_force_ds_cpu_optimizer": False}),
         "pipeline": lambda: of({}, PipelineModule(**pipe)),
@@ -237,6 +246,7 @@ def refusals() -> dict[str, Callable[[], object]]:
         "joined groups": lambda: of({}, optimizer=torch.optim.Adagrad),
         "accumulation": accumulating,
         "odd slot": odd_slot,
+        "uneven steps": lambda: sw.restore(folder / "uneven", into=TrainState(engine_of("zero1"))),
     }
 
 
@@ -247,13 +257,13 @@ def _expert_optimizer(parameters: list[Any], lr: float) -> Any:
     return torch.optim.AdamW(groups, lr=lr)
 
 
-def refused(_: Path) -> dict[str, str]:
-    """What is said about each of them."""
+def refused(folder: Path) -> dict[str, str]:
+    """Returns the message of each of them."""
     found = {}
-    for name, act in refusals().items():
+    for name, act in refusals(folder).items():
         try:
             found[name] = f"not refused: {act()}"
-        except sw.MisuseError as error:
+        except (sw.MisuseError, sw.MismatchError) as error:
             found[name] = str(error)
     return found
 
@@ -283,7 +293,7 @@ def guide(folder: Path) -> list[tuple[int, int]]:
 
 
 def in_ranks(act: Callable[[Path], object], world: int, folder: Path) -> list[int]:
-    """Runs a function in so many ranks, and returns how each has ended. What they return is in
+    """Runs a function in so many ranks, and returns how each has ended. Their results are in
     files."""
     port, children = free_port(), []
     for rank in range(world):

@@ -1,4 +1,4 @@
-"""The training state of a DeepSpeed engine with ZeRO-1 or ZeRO-2.
+"""The training state of a DeepSpeed engine with ZeRO.
 
     from stepwell.integrations.deepspeed import TrainState
 
@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import final
+from typing import Protocol, TypeAlias, final
 
 import deepspeed
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import distributed
 
@@ -43,7 +44,19 @@ _TESTED = "DeepSpeed 0.19.8"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 #: The attributes of a dynamic loss scaler that steps change.
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_OPTIMIZER, _STATE, _SCALING = ("k", "optimizer"), ("k", "state"), ("k", "loss_scaler")
+_OPTIMIZER, _STATE = ("k", "optimizer"), ("k", "state")
+
+_Zero: TypeAlias = DeepSpeedZeroOptimizer | BF16_Optimizer | DeepSpeedZeroOptimizer_Stage3
+
+
+class _PartitionedParameter(Protocol):
+    """A parameter of ZeRO-3."""
+
+    ds_numel: int
+    ds_shape: torch.Size
+    ds_process_group: distributed.ProcessGroup
+
+    def partition_numel(self) -> int: ...  # elements of each rank, with padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +76,7 @@ class _Fragment:
 
 @final
 class TrainState:
-    """The state of a DeepSpeed engine with ZeRO-1 or ZeRO-2, as one entry of a state.
+    """The state of a DeepSpeed engine with ZeRO-1, 2 or 3, as one entry of a state.
 
     The stored entries are:
 
@@ -76,17 +89,23 @@ class TrainState:
     * ``global_steps``, ``global_samples`` and ``skipped_steps`` of the engine.
 
     A restore fills the partitions of this rank in place. It makes slots that do not exist yet. Then
-    all ranks gather the parameters of the model, rounded to its precision, as after a step.
+    the parameters of the model become the rounded ones of the optimizer, as after a step. All ranks
+    take part in that.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
             raise MisuseError(f"TrainState takes a deepspeed.DeepSpeedEngine, not {type(engine).__name__}")
         self.engine = engine
-        why = next(_reasons(engine), None)
+        self._plain = plain_names(engine.module)
+        try:
+            why = next(_reasons(engine), None)
+            if why is None:
+                self._fragments()
+        except AttributeError as lacking:
+            why = f"DeepSpeed {deepspeed.__version__} is of another kind ({lacking})"
         if why is not None:
             raise MisuseError(f"TrainState cannot save this engine: {why}. Tested with {_TESTED}")
-        self._plain = plain_names(engine.module)
 
     @property
     def _base(self) -> torch.optim.Optimizer:
@@ -94,22 +113,12 @@ class TrainState:
         base: torch.optim.Optimizer = self.engine.optimizer.optimizer
         return base
 
-    def _partitions(self) -> list[torch.Tensor]:
-        """Returns this rank's partition of each group of parameters."""
-        return [partition for partition, *_ in _layout(self.engine.optimizer)]
-
     def _fragments(self) -> dict[torch.Tensor, _Fragment]:
         """Returns this rank's run of each trained parameter."""
-        found: dict[torch.Tensor, _Fragment] = {}
-        for partition, _, offsets, rank in _layout(self.engine.optimizer):
-            first = rank * partition.numel()
-            for parameter, offset in offsets.items():
-                begin = max(offset, first)
-                length = max(0, min(offset + parameter.numel(), first + partition.numel()) - begin)
-                place = (begin - first, length) if length else (0, 0)
-                start = begin - offset if length else 0
-                found[parameter] = _Fragment(partition, *place, tuple(parameter.shape), start)
-        return found
+        zero = self.engine.optimizer
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            return dict(_own_runs(zero))
+        return dict(_runs_of_groups(zero))
 
     def _names(self) -> dict[torch.Tensor, str]:
         """Returns the name of each parameter. A tied parameter has its first name."""
@@ -122,14 +131,7 @@ class TrainState:
         """Returns a view of the optimizer with the parameters of the model in place of partitions,
         and shards as their slots."""
         base = self._base
-        whole: torch.optim.Optimizer = object.__new__(type(base))
-        whole.defaults, whole.state = base.defaults, defaultdict(dict)
-        whole.param_groups = [
-            {**group, "params": parameters}
-            for group, (_, parameters, *_) in zip(
-                base.param_groups, _layout(self.engine.optimizer), strict=True
-            )
-        ]
+        whole = _view(base, _parameters(self.engine.optimizer), defaultdict(dict))
         for parameter, fragment in self._fragments().items():
             for slot, value in base.state.get(fragment.partition, {}).items():
                 whole.state[parameter][slot] = _part(slot, value, fragment)
@@ -138,19 +140,21 @@ class TrainState:
     def _model(self) -> dict[str, object]:
         """Returns the tensors of the model: of trained parameters, the shards of the optimizer."""
         module, fragments = self.engine.module, self._fragments()
-        parameters = {
-            self._plain(name): fragments[one]
-            for name, one in module.named_parameters(remove_duplicate=False)
-            if one in fragments
-        }
         tensors = {self._plain(name): value for name, value in adapter.tensors_of(module).items()}
-        return tensors | {name: one.of(one.partition) for name, one in parameters.items() if name in tensors}
+        for full_name, one in module.named_parameters(remove_duplicate=False):
+            name = self._plain(full_name)
+            if name in tensors and one in fragments:
+                tensors[name] = fragments[one].of(fragments[one].partition)
+            elif name in tensors and hasattr(one, "ds_tensor"):
+                tensors[name] = _run_of(one, one.ds_tensor, 0).of(one.ds_tensor)
+        return tensors
 
     def state_dict(self) -> dict[str, object]:
         """Returns the state as this rank stores it. Shards are views of the run's tensors."""
         engine = self.engine
         why = next(_reasons(engine), None)
-        if why is None and engine.micro_steps % engine.gradient_accumulation_steps():
+        managed = engine.managed_gradient_accumulation()
+        if why is None and managed and engine.micro_steps % engine.gradient_accumulation_steps():
             why = "it has accumulated gradients, which are not stored. Save after an optimizer step"
         if why is not None:
             raise MisuseError(f"TrainState cannot save this engine: {why}")
@@ -284,14 +288,13 @@ class TrainState:
         base, names, stored = self._base, self._names(), optimizer["state"]
         if optimizer["groups"] is AS_STORED and not stored:
             return  # nothing was read, so the optimizer stays unchanged
+        whole, fragments = self._whole(), self._fragments()
         if optimizer["groups"] is not AS_STORED:
-            whole = self._whole()
             take_groups(whole, names, optimizer["groups"])
-            for own, taken in zip(base.param_groups, whole.param_groups, strict=True):
-                own.update((key, value) for key, value in taken.items() if key != "params")
         by_number: dict[str, dict[str, object]] = {}
-        numbers = {partition: str(number) for number, partition in enumerate(self._partitions())}
-        for parameter, fragment in self._fragments().items():
+        partitions = dict.fromkeys(fragment.partition for fragment in fragments.values())
+        numbers = {partition: str(number) for number, partition in enumerate(partitions)}
+        for parameter, fragment in fragments.items():
             partition, slots = fragment.partition, stored.get(names[parameter], {})
             flat = {**base.state.get(partition, {}), **new.get(partition, {})}
             taken = by_number.setdefault(numbers[partition], {})
@@ -301,8 +304,16 @@ class TrainState:
                 if slot not in slots and _is_flat(value, partition):
                     # Torch keeps no slots of a parameter that had no gradient yet.
                     value.detach()[fragment.at : fragment.at + fragment.length].zero_()
-        take_slots(base, numbers, by_number, {})
-        base.__setstate__({"state": base.state, "param_groups": base.param_groups})
+        grouped = [
+            list(dict.fromkeys(fragments[one].partition for one in group["params"]))
+            for group in whole.param_groups
+        ]
+        view = _view(whole, grouped, base.state)
+        take_slots(view, numbers, by_number, {})
+        # As of sw.torch.TrainState: this restores fixed entries of a class.
+        view.__setstate__({"state": view.state, "param_groups": view.param_groups})
+        for own, taken_group in zip(base.param_groups, view.param_groups, strict=True):
+            own.update((key, value) for key, value in taken_group.items() if key != "params")
         scaler = optimizer.get("loss_scaler", ...)
         for name in _SCALER if isinstance(scaler, dict) else ():
             setattr(self.engine.optimizer.loss_scaler, name, scaler[name])
@@ -310,29 +321,78 @@ class TrainState:
     def _gather(self) -> None:
         """Rounds the partitions to the model's precision, and gathers those of all ranks."""
         zero = self.engine.optimizer
+        if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
+            zero._partition_all_parameters()
+            for number in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(number)
+            zero._post_step(set())
+            return
         zero.update_lp_params()
         zero._hp_optimizer_states_linked = False
-        if all(self._base.state.get(partition) for partition in self._partitions()):
+        if all(self._base.state.get(one.partition) for one in self._fragments().values()):
             zero._lazy_init_hp_params_optimizer_state()
 
 
-def _layout(
-    zero: DeepSpeedZeroOptimizer | BF16_Optimizer,
-) -> Iterator[tuple[torch.Tensor, list[torch.Tensor], dict[torch.Tensor, int], int]]:
-    """Yields, for each group of parameters: this rank's partition, the parameters in their order,
-    their places in all partitions, one behind the other, and the number of this one."""
+def _view(
+    base: torch.optim.Optimizer,
+    parameters: list[list[torch.Tensor]],
+    state: defaultdict[torch.Tensor, dict[str, object]],
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of the same class and hyperparameters, with other parameters."""
+    view: torch.optim.Optimizer = object.__new__(type(base))
+    view.defaults, view.state = base.defaults, state
+    groups_of = zip(base.param_groups, parameters, strict=True)
+    view.param_groups = [{**group, "params": own} for group, own in groups_of]
+    return view
+
+
+def _parameters(zero: _Zero) -> list[list[torch.Tensor]]:
+    """Returns the trained parameters of each group, in their order."""
     if isinstance(zero, BF16_Optimizer):
-        partitions, ordered = zero.fp32_groups_flat_partition, zero.bf16_groups
-        placed = ordered
-        offsets = [
-            list(accumulate((one.numel() for one in parameters), initial=0))[:-1] for parameters in ordered
-        ]
+        return list(zero.bf16_groups)
+    if isinstance(zero, DeepSpeedZeroOptimizer):
+        return list(zero.bit16_groups)
+    found: list[list[torch.Tensor]] = [[] for _ in zero.optimizer.param_groups]
+    for number, parameters in enumerate(zero.fp16_groups):
+        found[zero.sub_group_to_group_id[number]] += parameters
+    return found
+
+
+def _runs_of_groups(
+    zero: DeepSpeedZeroOptimizer | BF16_Optimizer,
+) -> Iterator[tuple[torch.Tensor, _Fragment]]:
+    """Yields this rank's runs of ZeRO-1 and ZeRO-2, which cut the parameters of a group as one."""
+    if isinstance(zero, BF16_Optimizer):
+        partitions, placed = zero.fp32_groups_flat_partition, zero.bf16_groups
+        offsets = [list(accumulate((one.numel() for one in group), initial=0))[:-1] for group in placed]
     else:
-        partitions, ordered = zero.single_partition_of_fp32_groups, zero.bit16_groups
+        partitions = zero.single_partition_of_fp32_groups
         placed, offsets = zero.round_robin_bit16_groups, zero.round_robin_bit16_offsets
-    rows = zip(partitions, ordered, placed, offsets, zero.real_dp_process_group, strict=True)
-    for partition, parameters, there, places, ranks in rows:
-        yield partition, parameters, dict(zip(there, places, strict=True)), distributed.get_rank(ranks)
+    rows = zip(partitions, placed, offsets, zero.real_dp_process_group, strict=True)
+    for partition, parameters, places, ranks in rows:
+        first = distributed.get_rank(ranks) * partition.numel()
+        for parameter, offset in zip(parameters, places, strict=True):
+            begin = max(offset, first)
+            length = max(0, min(offset + parameter.numel(), first + partition.numel()) - begin)
+            at, start = (begin - first, begin - offset) if length else (0, 0)
+            yield parameter, _Fragment(partition, at, length, tuple(parameter.shape), start)
+
+
+def _own_runs(zero: DeepSpeedZeroOptimizer_Stage3) -> Iterator[tuple[torch.Tensor, _Fragment]]:
+    """Yields this rank's runs of ZeRO-3, which cuts each parameter by itself."""
+    for partition, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+        at = 0
+        for parameter in parameters:
+            yield parameter, _run_of(parameter, partition, at)
+            at += parameter.partition_numel()
+
+
+def _run_of(parameter: _PartitionedParameter, partition: torch.Tensor, at: int) -> _Fragment:
+    """Returns this rank's run of a parameter of ZeRO-3. The last ranks have padding."""
+    size = parameter.partition_numel()
+    start = min(distributed.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
+    length = min(size, parameter.ds_numel - start)
+    return _Fragment(partition, at, length, tuple(parameter.ds_shape), start)
 
 
 def _reasons(engine: deepspeed.DeepSpeedEngine) -> Iterator[str]:
@@ -347,14 +407,15 @@ def _reasons(engine: deepspeed.DeepSpeedEngine) -> Iterator[str]:
             "it has no ZeRO. Without bf16 and fp16, save sw.torch.TrainState(engine.module, engine.optimizer, "
             "engine.lr_scheduler). With them, set zero_optimization.stage to 1"
         )
-    if stage == 3:
-        yield "it has ZeRO-3. Use stage 1 or 2"
-    if engine.zero_cpu_offload() or getattr(engine.optimizer, "offloaded_states", None):
-        yield "its optimizer is offloaded (offload_optimizer or offload_states())"
+    zero = engine.optimizer
+    offloads = ("cpu_offload", "offload_optimizer", "offload_param", "offloaded_states")
+    if any(getattr(zero, name, False) for name in offloads):
+        yield "it offloads (offload_optimizer, offload_param or offload_states())"
+    if engine.zero_hpz_partition_size() > 1:
+        yield "it has secondary partitions (zero_hpz_partition_size)"
     if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
         yield "it has random-LTD or curriculum learning, whose state is not stored"
-    zero = engine.optimizer
-    if type(zero) not in (DeepSpeedZeroOptimizer, BF16_Optimizer):
+    if type(zero) not in (DeepSpeedZeroOptimizer, BF16_Optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield f"its optimizer is a {type(zero).__name__}"
         return
     if getattr(zero, "torch_autocast_gradscaler", None) is not None:
@@ -362,11 +423,13 @@ def _reasons(engine: deepspeed.DeepSpeedEngine) -> Iterator[str]:
     base = zero.optimizer
     if any(group.get("use_muon") for group in base.param_groups):
         yield "it has Muon, which changes its momentum before the optimizer's step"
-    if len(base.param_groups) != len(zero.real_dp_process_group):
+    is_sharded = isinstance(zero, DeepSpeedZeroOptimizer_Stage3)
+    joined = max(zero.sub_group_to_group_id.values()) + 1 if is_sharded else len(zero.real_dp_process_group)
+    if len(base.param_groups) != joined:
         yield f"DeepSpeed has joined the groups of its {type(base).__name__}. Give it one group of parameters"
     if any(
         distributed.get_world_size(ranks) != distributed.get_world_size()
-        for ranks in zero.real_dp_process_group
+        for ranks in (zero.sub_group_process_groups if is_sharded else zero.real_dp_process_group)
     ):
         yield "ranks have parts of the model (tensor parallelism)"
     if not adapter.only_copies(engine.module):
@@ -400,7 +463,7 @@ def _same_of_all(slot: str) -> Callable[[object], str | None]:
     def check(stored: object) -> str | None:
         if first and not equal(first[0], stored):
             return (
-                f"parameters of one group were saved with {slot} {first[0]} and {stored}, and DeepSpeed steps a group as a whole. "
+                f"parameters of one group were saved with {slot} {first[0]} and {stored}, but DeepSpeed has one {slot} for all of them. "
                 "Put them into groups of their own"
             )
         first[:] = [stored]
