@@ -21,13 +21,31 @@ from .._restore.options import Globs, ResumeKeywords
 from .._save_result import Save
 from .._state.specs import as_rank
 from ..coordinators import Coordinator
-from ..errors import StepwellError
+from ..errors import MisuseError, StepwellError
 
 #: The directory of our root in that of a trainer's checkpoint.
 DIRECTORY = "stepwell"
 INFO, WARNING = 20, 30
+#: The longest wait for a deletion.
+_REMOVE_SECONDS = 600.0
 _T = TypeVar("_T")
 _U = TypeVar("_U")
+
+
+def take_over(owner: object, ours: type, version: str, tested: str, used: Iterable[str] = ()) -> None:
+    """Puts a class of ours in front of that of an object of another library.
+
+    Raises:
+        MisuseError: this version of the library lacks a method that ours replaces, or an attribute
+            that it uses.
+    """
+    names = [name for name in (*vars(ours), *used) if "stepwell" not in name and not name.startswith("__")]
+    lacking = next((name for name in names if not hasattr(owner, name)), None)
+    kind = type(owner)
+    if lacking is not None:
+        raise MisuseError(f"{kind.__name__} has no {lacking} in version {version}. Tested with {tested}")
+    if not issubclass(kind, ours):
+        owner.__class__ = type(f"Stepwell{kind.__name__}", (ours, kind), {})
 
 
 class GuestSave(Future[_T]):
@@ -204,10 +222,16 @@ def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None
 
 
 def wait_removed(path: str | None = None) -> None:
-    """Waits for the deletions that have begun, or for those of one path."""
+    """Waits for the deletions that have begun, or for those of one path, but not for ever: a file
+    system may hang."""
     for thread, paths in list(_removals):
         if path is None or path in paths:
-            thread.join()
+            thread.join(_REMOVE_SECONDS)
+            if thread.is_alive():
+                log(
+                    WARNING,
+                    f"deleting {', '.join(paths)} has not ended in {_REMOVE_SECONDS:.0f} s, and goes on",
+                )
 
 
 def _remove(path: str) -> None:

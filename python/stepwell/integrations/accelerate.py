@@ -71,18 +71,8 @@ def use(accelerator: _Accelerator) -> _Accelerator:
         )
     if accelerator.project_configuration.save_on_each_node:
         raise MisuseError("save_on_each_node=True: stepwell saves into one directory that all nodes share")
-    lacking = [
-        name
-        for name in (*vars(StepwellAccelerator), "_models", "_optimizers", "_schedulers", "_custom_objects")
-        if not hasattr(accelerator, name) and not re.search("stepwell|__", name)
-    ]
-    if lacking:
-        raise MisuseError(
-            f"the Accelerator of accelerate {accelerate.__version__} has no {lacking[0]}. Tested with {_TESTED}"
-        )
-    own = type(accelerator)
-    if not issubclass(own, StepwellAccelerator):
-        accelerator.__class__ = type(f"Stepwell{own.__name__}", (StepwellAccelerator, own), {})
+    used = ("_models", "_optimizers", "_schedulers", "_custom_objects")
+    _guest.take_over(accelerator, StepwellAccelerator, accelerate.__version__, _TESTED, used)
     return accelerator
 
 

@@ -70,16 +70,7 @@ def use(trainer: _Trainer) -> _Trainer:
         raise MisuseError(
             f"this trainer saves with {other[0]}. Use stepwell.integrations.dcp.use() for FSDP with SHARDED_STATE_DICT"
         )
-    lacking = [
-        name for name in vars(StepwellTrainer) if not hasattr(trainer, name) and "stepwell" not in name
-    ]
-    if lacking:
-        raise MisuseError(
-            f"the Trainer of transformers {transformers.__version__} has no {lacking[0]}(). Tested with {_TESTED}"
-        )
-    kind = type(trainer)
-    if not issubclass(kind, StepwellTrainer):
-        trainer.__class__ = type(f"Stepwell{kind.__name__}", (StepwellTrainer, kind), {})
+    _guest.take_over(trainer, StepwellTrainer, transformers.__version__, _TESTED)
     return trainer
 
 
