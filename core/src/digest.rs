@@ -20,8 +20,7 @@ const PIECE_BYTES: u64 = (PIECE_WORDS * WORD_BYTES) as u64;
 /// Bytes that are copied from host memory at a time. Longer copies would bypass the cache. A
 /// multiple of the size of every element.
 const HOST_BYTES: usize = 4080;
-/// The same for rows with gaps: some rows, so that all elements of a cache line are used. A multiple
-/// of the size of every element.
+/// The same for rows with gaps: several rows, so that all elements of a cache line are used.
 const HOST_BYTES_OF_ROWS: usize = 64 * HOST_BYTES;
 /// How often a wait for a staging slot looks again.
 const SLOT_POLL_INTERVAL: Duration = Duration::from_secs(1);
