@@ -12,6 +12,8 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 
 class Model(lightning.LightningModule):
@@ -38,6 +40,14 @@ class Model(lightning.LightningModule):
     def train_dataloader(self) -> Any:
         data = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
         return torch.utils.data.DataLoader(data, batch_size=4)
+
+
+class Sharded(Model):
+    """The model in shards of FSDP2."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
 
 class Killed(Callback):
@@ -73,10 +83,31 @@ def trainer(output: Path, plugins: list[Any], *callbacks: Callback, **options: A
     )
 
 
-def model() -> Model:
+def model(kind: type[Model] = Model) -> Model:
     """With the same weights each time."""
     torch.manual_seed(0)
-    return Model()
+    return kind()
+
+
+def sharded(devices: int, is_ours: bool = True) -> dict[str, Any]:
+    """The options of a trainer of :class:`Sharded`."""
+    from stepwell.integrations.lightning_parallel import StepwellModelParallelStrategy
+
+    kind = StepwellModelParallelStrategy if is_ours else ModelParallelStrategy
+    return {"devices": devices, "strategy": kind(data_parallel_size=devices, tensor_parallel_size=1)}
+
+
+def ranks(output: Path, rank: int, port: str, how: str) -> list[dict[int, float]]:
+    """Trainings with shards of one of two processes: one that is killed after the save of the
+    second epoch; or that goes on, and one with Lightning's own strategy."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0", LOCAL_RANK=str(rank))
+    found = []
+    for folder, is_ours in (output / "two", True), (output / "plain", False):
+        one, last = model(Sharded), folder / "last.ckpt"
+        again = trainer(folder, [], *([Killed(1)] if how == "killed" else []), **sharded(2, is_ours))
+        again.fit(one, ckpt_path=last if last.exists() else None)
+        found.append(one.losses)
+    return found
 
 
 def main() -> None:

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import stepwell as sw
@@ -19,8 +21,10 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]
 
 import lightning
 import lightning_job
-from lightning_job import Model, model, trainer
+from lightning_job import Model, Sharded, model, sharded, trainer
+from ranks import free_port, run_forked
 from stepwell.integrations.lightning import StepwellIO, load_from_checkpoint
+from stepwell.integrations.lightning_parallel import StepwellModelParallelStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -63,6 +67,92 @@ def test_two_devices_resume(tmp_path: Path) -> None:
     first = min(rest)
     assert first in (4, 8)
     assert rest == {step: whole[step] for step in range(first, 12)}
+
+
+@pytest.fixture
+def _one_device() -> Iterator[None]:
+    """Ends the process group that Lightning starts, and takes its variables away."""
+    with mock.patch.dict(os.environ):
+        yield
+    torch.distributed.destroy_process_group()
+
+
+MODULES = "lightning,torch.distributed.fsdp,stepwell.integrations.lightning_parallel"
+TRAINING = f"""
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import lightning_job
+print(lightning_job.ranks(Path(ROOT), RANK, *sys.argv[5:7]))
+"""
+
+
+def train(folder: Path, how: str) -> list[list[dict[int, float]]]:
+    """Trains in two processes. Returns what each has printed."""
+    found = run_forked(folder, MODULES, TRAINING, 2, folder, free_port(), how, timeout=300)
+    return [eval(next(line for line in one.splitlines() if line.startswith("[{"))) for one in found]
+
+
+class Loaded(lightning_job.Callback):
+    """Keeps the state that a training begins with."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.weights = {name: one.full_tensor().clone() for name, one in module.state_dict().items()}
+        self.steps = {int(one["step"]) for one in trainer.optimizers[0].state.values()}
+
+
+@pytest.mark.usefixtures("_one_device")
+def test_shards_resume_on_as_many_and_on_fewer_devices(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="-9"):
+        train(tmp_path, "killed")
+    for rest, plain in train(tmp_path, "resume"):
+        first = min(rest)
+        assert first in (4, 8)
+        assert rest == {step: plain[step] for step in range(first, 12)}
+
+    # The other folder has checkpoints that Lightning has written.
+    for folder, path in ("two", "last.ckpt/stepwell"), ("plain", "last.ckpt"):
+        stored = sw.restore(tmp_path / folder / path, to="torch")["state_dict"]
+        loaded = Loaded()
+        again = trainer(tmp_path / folder, [], loaded, max_epochs=4, **sharded(1))
+        again.fit(model(Sharded), ckpt_path=tmp_path / folder / "last.ckpt")
+        assert loaded.steps == {12}
+        assert stored.keys() == loaded.weights.keys()
+        assert all(torch.equal(stored[name], one) for name, one in loaded.weights.items())
+        assert sw.verify(tmp_path / folder / "last.ckpt" / "stepwell").ok
+        assert not (tmp_path / folder / "epoch=2-step=12.ckpt").exists()
+
+
+def test_a_failed_save_of_shards_ends_the_training(tmp_path: Path) -> None:
+    script = """
+import resource, signal, sys
+from pathlib import Path
+from lightning_job import Callback, Sharded, model, sharded, trainer
+
+class Limited(Callback):
+    def on_train_start(self, trainer, module):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, 1 << 10))
+
+trainer(Path(sys.argv[1]), [], Limited(), **sharded(1)).fit(model(Sharded))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "SaveFailed" in done.stderr
+    assert "File too large" in done.stderr
+
+
+def test_what_the_strategy_does_not_serve_is_refused() -> None:
+    with pytest.raises(sw.MisuseError, match="no single files"):
+        StepwellModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(sw.MisuseError, match="storage_options"):
+        StepwellModelParallelStrategy().save_checkpoint({}, "x", storage_options={})
 
 
 def test_the_best_checkpoints_stay(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class GuestSave(Future[_T]):
         self, manager: CheckpointManager, save: Save, path: str, committed: Callable[[], _T]
     ) -> None:
         super().__init__()
+        self.path = path
         self.what = f"the save to {path}"
         self._manager, self._save, self._committed = manager, save, committed
         self._is_seen = False

@@ -30,14 +30,16 @@ from . import _guest
 _Module = TypeVar("_Module")
 _Path = str | os.PathLike[str]
 
-#: Lightning has two packages with classes of their own. Each checks its own base.
-_PACKAGES = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+#: Lightning has two packages with classes of their own. Each checks its own base. By the Fabric of
+#: each, the package with the ``Trainer``.
+TRAINERS = {"lightning.fabric": "lightning.pytorch", "lightning_fabric": "pytorch_lightning"}
 
 
-def _fabrics() -> list[str]:
-    """The Fabric of each Lightning that is imported; if none is, of one that is installed."""
-    found = [fabric for fabric in _PACKAGES.values() if fabric in sys.modules]
-    for fabric in () if found else _PACKAGES.values():
+def fabrics() -> list[str]:
+    """Returns the Fabric of each Lightning that is imported; if none is, of one that is
+    installed."""
+    found = [fabric for fabric in TRAINERS if fabric in sys.modules]
+    for fabric in () if found else TRAINERS:
         try:
             importlib.import_module(fabric)
         except ImportError:
@@ -47,7 +49,7 @@ def _fabrics() -> list[str]:
 
 
 def _bases(name: str) -> list[type]:
-    found = [getattr(importlib.import_module(f"{fabric}.plugins.io"), name) for fabric in _fabrics()]
+    found = [getattr(importlib.import_module(f"{fabric}.plugins.io"), name) for fabric in fabrics()]
     if not found:
         raise ImportError("neither lightning nor pytorch-lightning is installed")
     return found
