@@ -46,10 +46,21 @@ def start(rank: int, world: int, port: int) -> None:
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
 
-def engine_of(kind: str, seed: int = 7, lr: float = 0.01) -> Any:
+class Renamed(Model):
+    """The model with another name for a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["first"] = self._modules.pop("a")
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__("first" if name == "a" else name)
+
+
+def engine_of(kind: str, seed: int = 7, lr: float = 0.01, cls: type[Model] = Model) -> Any:
     """An engine with a new model."""
     torch.manual_seed(seed)
-    model = Model()
+    model = cls()
     optimizer = torch.optim.AdamW(groups_of(model), lr=lr)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     config = deepspeed_job.settings_of(KINDS[kind]) | {"gradient_clipping": 1.0}
@@ -184,6 +195,23 @@ def two(folder: Path) -> dict[str, Any]:
     return found
 
 
+def moved(folder: Path) -> dict[str, Any]:
+    """Restores a state of before the first step into a trained engine, and one to other names."""
+    found = {}
+    for kind in ("zero1", "zero3_bf16"):
+        engine = engine_of(kind)
+        sw.save(folder / f"{kind}-start", TrainState(engine))
+        losses = dict(train(engine))
+        sw.restore(folder / f"{kind}-start", into=TrainState(engine))
+        other = engine_of(kind, seed=8, cls=Renamed)
+        into = {"train": TrainState(other)}
+        sw.restore(folder / kind, into=into, rename={"train/model/a.*": "train/model/first.*"})
+        saved = torch.load(folder / f"{kind}.values", weights_only=False)["trained"]
+        here = {name.replace("first", "a"): one for name, one in values(other)["trained"].items()}
+        found[kind] = {"again": dict(train(engine)) == losses, "renamed": same(here, saved)}
+    return found
+
+
 def failing(folder: Path) -> str:
     """One of two ranks fails in the last part of a restore."""
     state = TrainState(engine_of("zero1"))
@@ -312,6 +340,15 @@ def in_ranks(act: Callable[[Path], object], world: int, folder: Path) -> list[in
 
 
 def run(folder: Path) -> None:
-    for act, world in ((whole, 2), (killed, 2), (one, 1), (two, 2), (failing, 2), (refused, 1), (guide, 1)):
+    for act, world in (
+        (whole, 2),
+        (killed, 2),
+        (one, 1),
+        (two, 2),
+        (moved, 1),
+        (failing, 2),
+        (refused, 1),
+        (guide, 1),
+    ):
         codes = in_ranks(act, world, folder)
         assert codes == [-signal.SIGKILL if act is killed else 0] * world, f"{act.__name__}: {codes}"

@@ -133,6 +133,11 @@ def test_a_run_of_deepspeed_goes_on_with_plain_torch(jobs: Path) -> None:
         assert loss == pytest.approx(whole[str(step)], rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["zero1", "zero3_bf16"])
+def test_slots_go_and_follow_renamed_parameters(jobs: Path, kind: str) -> None:
+    assert result(jobs, "moved")[kind] == {"again": True, "renamed": True}
+
+
 def test_a_rank_that_fails_fails_the_others(jobs: Path) -> None:
     assert result(jobs, "failing", 1) == "RuntimeError: no memory left"
     assert result(jobs, "failing", 0).startswith("RankFailed")

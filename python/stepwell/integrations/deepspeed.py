@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -299,7 +300,8 @@ class TrainState:
             flat = {**base.state.get(partition, {}), **new.get(partition, {})}
             taken = by_number.setdefault(numbers[partition], {})
             for slot, value in slots.items():
-                taken[slot] = flat[slot] if isinstance(value, FlatShard) else value
+                # Stored numbers may be tied, and each partition counts its own steps.
+                taken[slot] = flat[slot] if isinstance(value, FlatShard) else copy(value)
             for slot, value in flat.items():
                 if slot not in slots and _is_flat(value, partition):
                     # Torch keeps no slots of a parameter that had no gradient yet.
