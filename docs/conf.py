@@ -55,7 +55,17 @@ python_maximum_signature_line_length = 88
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 # Functions that take objects of other libraries can be documented without these.
-_LIBRARIES = ("torch", "transformers", "accelerate", "lightning", "torchtitan", "keras", "ignite", "ray")
+_LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "torchtitan",
+    "keras",
+    "ignite",
+    "ray",
+    "axolotl",
+)
 os.environ["KERAS_BACKEND"] = "torch"
 autodoc_mock_imports = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
 
