@@ -21,8 +21,10 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]
 
 import lightning
 import lightning_job
+from accidents import files_no_longer_than
 from lightning_job import Model, Sharded, model, sharded, trainer
 from ranks import free_port, run_forked
+from stepwell.integrations import _guest
 from stepwell.integrations.lightning import StepwellIO, load_from_checkpoint
 from stepwell.integrations.lightning_parallel import StepwellModelParallelStrategy
 
@@ -82,6 +84,7 @@ TRAINING = f"""
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import lightning_job
+from accidents import files_no_longer_than
 print(lightning_job.ranks(Path(ROOT), RANK, *sys.argv[5:7]))
 """
 
@@ -210,20 +213,16 @@ def test_a_deletion_waits_and_a_failed_save_prevents_it(tmp_path: Path) -> None:
     io.teardown()
     assert os.listdir(tmp_path) == ["b.ckpt"]
 
-    class Failing:
-        def done(self) -> bool:
-            return True
-
-        def result(self) -> None:
-            raise sw.SaveFailed("the disk is full")
-
-    io._saves[str(tmp_path / "c.ckpt")] = Failing()  # type: ignore[assignment]
-    io.remove_checkpoint(tmp_path / "b.ckpt")
-    with pytest.raises(sw.SaveFailed, match="full"):
-        io.teardown()
-    assert os.listdir(tmp_path) == ["b.ckpt"]
-    io._saves[str(tmp_path / "c.ckpt")] = Failing()  # type: ignore[assignment]
-    with pytest.raises(sw.SaveFailed, match="full"):
+    with files_no_longer_than(1 << 10):
+        io.save_checkpoint({"w": torch.ones(5000)}, tmp_path / "c.ckpt")
+        io.remove_checkpoint(tmp_path / "b.ckpt")
+        with pytest.raises(sw.SaveFailed, match="too large"):
+            io.teardown()
+        _guest.wait_removed()
+        assert os.listdir(tmp_path) == ["b.ckpt"]
+        io.save_checkpoint({"w": torch.ones(5000)}, tmp_path / "c.ckpt")
+        io._saves[str(tmp_path / "c.ckpt")].exception()
+    with pytest.raises(sw.SaveFailed, match="too large"):
         io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "d.ckpt")
 
 
@@ -257,6 +256,7 @@ def test_the_other_package_of_lightning_takes_it(tmp_path: Path) -> None:
 import sys
 import pytorch_lightning as pl
 import torch
+from stepwell.integrations import _guest
 from stepwell.integrations.lightning import StepwellIO
 class Model(pl.LightningModule):
     def __init__(self):

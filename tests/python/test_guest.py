@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -69,6 +71,31 @@ def test_a_failed_save_is_still_unseen_after_a_deletion(tmp_path: Path) -> None:
     assert old.exists()
     with pytest.raises(OSError, match="No space"):
         _guest.raise_unseen()
+
+
+def test_a_failure_that_only_a_deletion_saw_ends_the_process(tmp_path: Path) -> None:
+    sw.save(tmp_path / "old", {"n": 1})
+    script = f"""
+from functools import partial
+import numpy as np, stepwell as sw
+from accidents import files_no_longer_than
+from stepwell.integrations import _guest
+with files_no_longer_than(1 << 10):
+    save = sw.save_async({str(tmp_path / "new")!r}, {{"w": np.ones(5000)}})
+    _guest.remove_after(partial(_guest.all_committed, [save], None), [{str(tmp_path / "old")!r}])
+    _guest.wait_removed()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    assert done.returncode == 1, done.stderr
+    assert "SaveFailed" in done.stderr
+    assert os.listdir(tmp_path) == ["old"]
 
 
 def test_a_link_is_deleted_and_its_target_stays(tmp_path: Path) -> None:

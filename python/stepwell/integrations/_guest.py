@@ -17,11 +17,13 @@ from .._choice import saved_choice
 from .._locations import CONTROL
 from .._manager import CheckpointManager
 from .._opening import open as open_checkpoint
+from .._options import Options
 from .._restore.options import Globs, ResumeKeywords
 from .._save_result import Save
 from .._state.specs import as_rank
+from .._timeouts import stall_seconds
 from ..coordinators import Coordinator
-from ..errors import MisuseError, StepwellError
+from ..errors import MisuseError, StalledError, StepwellError
 
 #: The directory of our root in that of a trainer's checkpoint.
 DIRECTORY = "stepwell"
@@ -196,14 +198,23 @@ _removals: list[tuple[threading.Thread, Sequence[str]]] = []
 _removing = threading.Lock()
 
 
-def all_committed(saves: Sequence[Save]) -> bool:
-    """Waits for saves. False if one has failed: whoever began it raises the failure."""
+def all_committed(saves: Sequence[Save], options: Options | None) -> bool:
+    """Waits for saves, as long as they get on. False if one has failed; the failure stays
+    unseen."""
+    stall = stall_seconds((Options() if options is None else options).stall_timeout)
+    return all([_is_committed(save, stall) for save in saves])
+
+
+def _is_committed(save: Save, stall: float) -> bool:
+    handle, ended = save._handle, threading.Event()
+    if handle is None:
+        return True
+    save.add_done_callback(lambda _: ended.set())
     try:
-        for save in saves:
-            save.result()
-    except StepwellError:
+        lifecycle.wait_patiently(ended.wait, handle.progress, stall, "a save")
+    except StalledError:
         return False
-    return True
+    return handle.outcome()[0] == "committed"
 
 
 def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None:

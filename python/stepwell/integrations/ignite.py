@@ -66,7 +66,9 @@ class StepwellSaver(BaseSaveHandler):
             self._path(filename), checkpoint, exists="replace", coordinator=None, options=self._options
         )
         unwanted, self._unwanted, self._pending = self._unwanted - {filename}, set(), save
-        _guest.remove_after(partial(_guest.all_committed, [save]), [self._path(name) for name in unwanted])
+        _guest.remove_after(
+            partial(_guest.all_committed, [save], self._options), [self._path(name) for name in unwanted]
+        )
 
     def remove(self, filename: str) -> None:
         """Deletes a checkpoint after the next save. Called by Ignite."""

@@ -113,7 +113,8 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Deletes a checkpoint once the pending saves have committed. Called by Lightning."""
-        _guest.remove_after(partial(_guest.all_committed, list(self._saves.values())), [absolute(path)])
+        saves = list(self._saves.values())
+        _guest.remove_after(partial(_guest.all_committed, saves, self._options), [absolute(path)])
 
     def teardown(self) -> None:
         """Waits for all saves and deletions, and raises a failure. Called by Lightning."""
