@@ -164,6 +164,28 @@ def test_a_flipped_byte_is_an_error_with_its_leaf(tmp_path: Path) -> None:
         Run(tmp_path).resume()
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_machine_with_other_cuda_devices_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saved: bool
+) -> None:
+    real = ours.random_numbers
+
+    def with_cuda() -> sw.PerRank[dict[str, object]]:
+        generators = real()
+        generators.value["cuda"] = [torch.Generator()]
+        return generators
+
+    plain = Run(tmp_path / "plain").train()
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "random_numbers", with_cuda if is_saved else real)
+        Run(run).train(steps=6)
+    monkeypatch.setattr(ours, "random_numbers", real if is_saved else with_cuda)
+    other = Run(run)
+    other.resume()
+    assert other.train() == {step: plain[step] for step in range(6, 12)}
+
+
 def test_without_a_complete_checkpoint_nothing_loads(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(ValueError, match="no complete checkpoint"):

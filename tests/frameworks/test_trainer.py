@@ -214,6 +214,37 @@ def test_a_just_in_time_save_resumes(tmp_path: Path) -> None:
     assert rest.found == {step: whole.found[step] for step in range(7, 15)}
 
 
+@pytest.mark.parametrize(("saved", "now"), [(0, 1), (1, 0), (1, 2)])
+def test_a_machine_with_other_cuda_devices_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int, now: int
+) -> None:
+    real = ours.random_numbers
+
+    def devices(number: int) -> list[torch.Generator]:
+        """Has generators of so many devices."""
+        cuda = [torch.Generator() for _ in range(number)]
+
+        def found() -> sw.PerRank[dict[str, object]]:
+            generators = real()
+            if cuda:
+                generators.value["cuda"] = cuda
+            return generators
+
+        monkeypatch.setattr(ours, "random_numbers", found)
+        return cuda
+
+    before, rest, whole = devices(saved), Losses(), Losses()
+    ours.use(trainer(tmp_path / "run", whole, save_total_limit=None)).train()
+    after = devices(now)
+    for one in after:
+        one.manual_seed(7)
+    ours.use(trainer(tmp_path / "run", rest)).train(str(tmp_path / "run" / "checkpoint-8"))
+    assert rest.found == {step: whole.found[step] for step in range(9, 15)}
+    assert [one.initial_seed() for one in after] == [one.initial_seed() for one in before[:now]] + [7] * (
+        now - min(saved, now)
+    )
+
+
 def test_save_only_model_writes_no_step(tmp_path: Path) -> None:
     ours.use(trainer(tmp_path / "run", Losses(), max_steps=4, save_only_model=True)).train()
     assert not set(committed(tmp_path / "run"))

@@ -9,6 +9,10 @@ import torch
 
 from .._state.specs import PerRank
 
+#: The generators of CUDA devices in ``{"random": random_numbers()}``. Another machine has other
+#: devices, so a restore keeps generators that were not saved, and ignores those without a device.
+CUDA_GENERATORS = "random/*/cuda"
+
 
 def random_numbers() -> PerRank[dict[str, object]]:
     """Returns the generators of Python, numpy and torch, also of its CUDA devices."""

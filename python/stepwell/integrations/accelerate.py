@@ -33,7 +33,7 @@ from .._state.specs import PerRank, Replicated
 from ..errors import MisuseError, StepwellError
 from ..torch import TrainState
 from . import _guest
-from ._random_numbers import random_numbers
+from ._random_numbers import CUDA_GENERATORS, random_numbers
 
 _Accelerator = TypeVar("_Accelerator", bound=accelerate.Accelerator)
 _Value = TypeVar("_Value")
@@ -181,7 +181,12 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
             del state["random"]
         missing = self._stepwell_globs(taken - set(stored["models"]))
         with CheckpointManager(root, read_only=True, coordinator=self._stepwell_board()) as manager:
-            manager.restore(into=state, exclude=exclude, missing=dict.fromkeys(missing, "keep"))
+            manager.restore(
+                into=state,
+                exclude=exclude,
+                missing=dict.fromkeys([*missing, CUDA_GENERATORS], "keep"),
+                unexpected={CUDA_GENERATORS: "ignore"},
+            )
         self.step = stored["step"]
 
     # ---- the state

@@ -31,7 +31,7 @@ from ..errors import MisuseError, StepwellError
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
-from ._random_numbers import random_numbers
+from ._random_numbers import CUDA_GENERATORS, random_numbers
 
 _Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
 
@@ -189,14 +189,20 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if checkpoint is None or not _is_ours(checkpoint):
             super()._load_rng_state(checkpoint)
             return
-        found = metadata(os.path.join(checkpoint, _guest.DIRECTORY)).custom_metadata
-        if found != {"world_size": self.args.world_size}:
+        root = os.path.join(checkpoint, _guest.DIRECTORY)
+        if metadata(root).custom_metadata != {"world_size": self.args.world_size}:
             _guest.log(
                 _guest.INFO,
                 f"{checkpoint} was saved by another number of ranks: random numbers begin with the seed",
             )
             return
-        _restore(checkpoint, {"random": random_numbers()}, "random/**")
+        restore(
+            root,
+            into={"random": random_numbers()},
+            include="random/**",
+            missing={CUDA_GENERATORS: "keep"},
+            unexpected={CUDA_GENERATORS: "ignore"},
+        )
 
 
 def newest_checkpoint(output_dir: str) -> str | None:
