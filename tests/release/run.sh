@@ -33,7 +33,7 @@ git clone --quiet "$root" "$work/clone"
 "$work/tools/bin/python" tests/release/licences.py "$work/clone" "$work/clone/python/LICENSES-OF-OTHERS"
 build_wheel "$work/clone" wheel
 wheel=$(ls "$work"/wheel/*.whl)
-maturin sdist --quiet --out "$files" --manifest-path "$work/clone/python/Cargo.toml"
+maturin sdist --out "$files" --manifest-path "$work/clone/python/Cargo.toml"
 
 echo "== the same wheel, from the released sources"
 mkdir "$work/sources"
