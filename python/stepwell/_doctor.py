@@ -100,7 +100,7 @@ def doctor(path: Path, *, timeout: float = 30.0, nbytes: int = 32 << 20) -> Doct
         nbytes: the size of the checkpoint that is written and read.
 
     Raises:
-        StorageError: no directory can be made there.
+        StorageError: no directory can be made there, or no process can be started.
     """
     where = absolute(path)
     limit = positive_seconds(timeout, "timeout")
@@ -138,7 +138,11 @@ def _directory(path: str) -> Iterator[tuple[str, int]]:
         stdout = keeper.stdout
         if stdout is None or not select.select([stdout], [], [], _KEEPER_SECONDS)[0]:
             raise StorageError(f"{path} does not answer: no directory was made in {_KEEPER_SECONDS:g} s")
-        answer = json.loads(stdout.readline() or "{}")
+        line = stdout.readline()
+        if not line:
+            _, err = keeper.communicate(timeout=_KEEPER_SECONDS)
+            raise StorageError(f"a process to probe {path} could not run: {_last_line(err)}")
+        answer = json.loads(line)
         directory = answer.get("directory")
         if not isinstance(directory, str):
             raise StorageError(

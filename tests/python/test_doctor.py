@@ -140,3 +140,9 @@ def test_a_path_without_a_place_for_a_directory_is_an_error(tmp_path: Path) -> N
     for wrong in ({"timeout": 0}, {"nbytes": 0}):
         with pytest.raises(sw.MisuseError):
             sw.doctor(tmp_path, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_process_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doctor, "command", lambda *_: [sys.executable, "-c", "import no_such_module"])
+    with pytest.raises(sw.StorageError, match=r"could not run: .*no_such_module"):
+        sw.doctor(tmp_path)
