@@ -97,8 +97,9 @@ def measure(name: str, workload: str, base: Path) -> dict[str, list[float]]:
                 step()
                 steps += 1
             lost = time.perf_counter() - begun - steps * alone
+            seconds = saving.result()
             if number > 0:  # the first save of a process takes its memory
-                for key, value in zip(found, (alone, blocked, lost, saving.result()), strict=True):
+                for key, value in zip(found, (alone, blocked, lost, seconds), strict=True):
                     found[key].append(value)
     peer.close()
     return found

@@ -18,6 +18,7 @@ import io
 import os
 import random
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -273,7 +274,7 @@ def main() -> None:
                     # The first save of a process makes memory and files that later ones have.
                     found[name, is_ours][0].extend(blocked[1:])
                     found[name, is_ours][1].extend(durable[1:])
-                    medians[name, is_ours] = sorted(blocked[1:])[(len(blocked) - 1) // 2]
+                    medians[name, is_ours] = statistics.median(blocked[1:])
                     progress(f"{name}, {'stepwell' if is_ours else 'its own'}", medians[name, is_ours])
                 spare.hold()
             for name in cases:
