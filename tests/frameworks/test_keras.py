@@ -107,6 +107,18 @@ def test_a_failed_save_ends_the_training(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("step_*"))
 
 
+def test_a_fit_after_an_interrupted_one_is_a_run_of_its_own(tmp_path: Path) -> None:
+    class Interrupted(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            raise KeyboardInterrupt
+
+    one = model()
+    fit(one, StepwellCheckpoint(tmp_path), epochs=2)
+    with pytest.raises(KeyboardInterrupt):
+        fit(one, StepwellCheckpoint(tmp_path), Interrupted(), epochs=4)
+    assert list(fit(one, epochs=2)) == [0, 1]
+
+
 def test_what_cannot_be_stored_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,11 @@ class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         model.set_state_tree(state["model"])
         model._initial_epoch = first
 
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        """Has the next ``fit`` begin by itself, also if this one is interrupted. Called by
+        Keras."""
+        self.model._initial_epoch = None
+
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Saves. Called by Keras."""
         assert self._manager is not None
@@ -91,8 +96,8 @@ class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # ker
     def on_train_end(self, logs: object = None) -> None:
         """Waits for the saves, and raises a failure. Called by Keras."""
         assert self._manager is not None
+        self.model._initial_epoch = None  # if no epoch has begun
         self._manager.close()
-        self.model._initial_epoch = None  # the next fit() of this model is a run of its own
 
 
 def _state(model: keras.Model) -> dict[str, object]:
