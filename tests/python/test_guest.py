@@ -60,6 +60,25 @@ def test_a_deletion_waits_for_the_save_before(tmp_path: Path) -> None:
         assert old.exists() != is_committed
 
 
+def test_a_path_that_is_still_to_be_deleted_is_not_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_guest, "_REMOVE_SECONDS", 0.1)
+    ended = threading.Event()
+    _guest.remove_after(lambda: ended.wait(30), [str(tmp_path / "old")])
+    try:
+        with pytest.raises(sw.errors.StalledError, match="old has not ended"):
+            _guest.wait_removed(str(tmp_path / "old"))
+        _guest.wait_removed(str(tmp_path / "other"))
+        with caplog.at_level(logging.WARNING, "stepwell"):
+            _guest.wait_removed()
+        assert "old has not ended" in caplog.text
+    finally:
+        ended.set()
+    monkeypatch.undo()
+    _guest.wait_removed(str(tmp_path / "old"))
+
+
 def test_a_failed_save_is_still_unseen_after_a_deletion(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")

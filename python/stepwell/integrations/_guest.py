@@ -235,15 +235,20 @@ def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None
 
 def wait_removed(path: str | None = None) -> None:
     """Waits for the deletions that have begun, or for those of one path, but not for ever: a file
-    system may hang."""
+    system may hang.
+
+    Raises:
+        StalledError: that path is still to be deleted, and so would be what is saved there now.
+    """
     for thread, paths in list(_removals):
         if path is None or path in paths:
             thread.join(_REMOVE_SECONDS)
-            if thread.is_alive():
-                log(
-                    WARNING,
-                    f"deleting {', '.join(paths)} has not ended in {_REMOVE_SECONDS:.0f} s, and goes on",
-                )
+            if not thread.is_alive():
+                continue
+            what = f"deleting {path or ', '.join(paths)} has not ended in {_REMOVE_SECONDS:.0f} s"
+            if path is not None:
+                raise StalledError(f"{what}. Save to another path, or look at its file system")
+            log(WARNING, f"{what}, and goes on")
 
 
 def _remove(path: str) -> None:
