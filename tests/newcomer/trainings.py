@@ -1,5 +1,6 @@
 """A newcomer's first training with PyTorch, JAX or the Hugging Face Trainer. It is killed in the
-middle and started again. Its last loss is that of a run that nobody disturbed."""
+middle and started again. It prints the steps before its first one, and its last loss, which is that
+of a run that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 state = {"train": sw.torch.TrainState(model, optimizer), "rng": torch.default_generator}
 with sw.CheckpointManager("run", save_policy=2) as mgr:
     state, first = mgr.resume(state)
+    print("steps before:", first)
     for step in range(first, 30):
         loss = model(torch.randn(16, 8)).square().mean()
         optimizer.zero_grad()
@@ -36,6 +38,7 @@ def train(state):
 state = {"w": jnp.ones((8, 8)), "speed": jnp.zeros((8, 8)), "key": jax.random.key(0)}
 with sw.CheckpointManager("run", save_policy=2) as mgr:
     state, first = mgr.resume(state)
+    print("steps before:", first)
     for step in range(first, 30):
         state, loss = train(state)
         mgr.save(step, state)
@@ -50,6 +53,9 @@ import torch, stepwell.integrations.transformers
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 class Slowly(TrainerCallback):
+    def on_train_begin(self, arguments, state, *others, **more):
+        print("steps before:", state.global_step)
+
     def on_step_end(self, *arguments, **others):
         time.sleep(0.05)
 

@@ -161,6 +161,8 @@ def training(newcomer: Newcomer, framework: str) -> None:
     missing += ["the loss of the undisturbed run"] * (
         resumed.splitlines()[-1:] != undisturbed.splitlines()[-1:]
     )
+    # A training that begins again has the same loss too.
+    missing += ["a resume"] * (re.search(r"^steps before: [1-9]", resumed, re.MULTILINE) is None)
     newcomer.tell(f"kill -9 in a training with {framework}, run again: the same loss", resumed, missing)
 
 
