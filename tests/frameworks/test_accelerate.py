@@ -200,6 +200,11 @@ def test_a_name_of_a_complete_checkpoint_is_refused(tmp_path: Path) -> None:
     Run(tmp_path).train(steps=3)
     with pytest.raises(ValueError, match="checkpoint_0 exists"):
         Run(tmp_path).train(steps=3)
+    # Retention would keep the higher numbers of the earlier run.
+    Run(tmp_path / "limited").train()
+    assert names(tmp_path / "limited") == ["checkpoint_2", "checkpoint_3"]
+    with pytest.raises(ValueError, match=r"checkpoint_[23] exists"):
+        Run(tmp_path / "limited").train(steps=3)
 
 
 FAILS = """

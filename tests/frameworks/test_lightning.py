@@ -173,6 +173,14 @@ def test_a_checkpoint_that_is_a_file_still_loads(tmp_path: Path) -> None:
     trainer(tmp_path / "a", [StepwellIO()], max_epochs=2).fit(one, ckpt_path=tmp_path / "old" / "last.ckpt")
     trainer(tmp_path / "b", [], max_epochs=2).fit(plain, ckpt_path=tmp_path / "old" / "last.ckpt")
     assert one.losses == plain.losses
+    # A save replaces the file of this name. If it fails, the file stays.
+    with pytest.raises(sw.UnsupportedLeaf):
+        StepwellIO().save_checkpoint({"f": lambda: 0}, tmp_path / "b" / "last.ckpt")
+    assert (tmp_path / "b" / "last.ckpt").is_file()
+    again = trainer(tmp_path / "b", [StepwellIO()], max_epochs=3)
+    again.fit(model(), ckpt_path=tmp_path / "b" / "last.ckpt")
+    assert sw.verify(tmp_path / "b" / "last.ckpt").ok
+    assert not (tmp_path / "b" / "last.ckpt.replaced").exists()
     StepwellIO().remove_checkpoint(tmp_path / "old" / "last.ckpt")
 
 

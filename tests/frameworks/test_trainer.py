@@ -123,8 +123,11 @@ def test_a_committed_checkpoint_exists_at_every_moment(tmp_path: Path) -> None:
     assert sorted(os.listdir(output)) == ["checkpoint-14"]
 
 
-def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    output = tmp_path / "run"
+def test_a_torn_checkpoint_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = Path("run")
     trainer(output, Losses(), save_total_limit=None).train()  # by the Trainer itself
     (output / "checkpoint-12" / "trainer_state.json").write_text('{"epoch": 1.')
     (output / "checkpoint-12" / "stepwell").mkdir()

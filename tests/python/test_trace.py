@@ -399,6 +399,8 @@ CASES = [
     ({**ADAM, "rng": 5, "loader": 6}, dict.fromkeys(list(ADAM)[:3], 9), "kernels are not deterministic"),
     ({**ADAM, "rng": 5, "loader": 6}, dict.fromkeys(ADAM, 9), "the optimizer counts other steps"),
     ({**ADAM, "rng": 5, "loader": 6}, dict.fromkeys(list(ADAM)[:2], 9), "a slot of the optimizer was lost"),
+    ({**ADAM, "train/optimizer/groups[0]/lr": 5}, {"train/optimizer/groups[0]/lr": 9}, "hyperparameters are not those"),
+    ({"w": 1, "lr": 2}, {"w": 9, "lr": 9}, "hyperparameters are not those"),
     ({**ADAM, "rng": 5, "loader": 6}, {"train/optimizer/state/a/exp_avg": None}, "slots of the optimizer are missing"),
 ]  # fmt: skip
 

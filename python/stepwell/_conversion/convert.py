@@ -77,7 +77,8 @@ def convert(
         files: files to copy into the destination, which is a directory: of a model's directory, all
             that are not weights, such as its configuration and its tokenizer.
         stored_files: path of a container of ``bytes`` in the checkpoint, by file name. They are
-            written as files into the destination, and are not among the leaves.
+            written as files into the destination, and are not among the leaves. Weights and empty
+            files are left out, as of ``files``.
         verify: read the output back and compare every tensor with the source, before the output
             gets its name. A checkpoint of this library has its name by then.
         dry_run: return what would be written, and write nothing.

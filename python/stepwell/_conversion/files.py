@@ -13,7 +13,7 @@ from dataclasses import replace
 from .. import _core
 from .._checkpoint import Checkpoint
 from .._paths import listed, named
-from ..errors import CorruptCheckpoint, FormatError, MisuseError
+from ..errors import CorruptCheckpoint, FormatError, MisuseError, StepwellError
 from ..formats import find
 from ..formats.writers import WRITERS, Content, OutputFile, OutputTensor, PlainValue, Writer
 from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, places, selected
@@ -78,7 +78,7 @@ def write(
         partial = conversion.partial()
         try:
             conversion.write(core, progress, beside)
-        except KeyboardInterrupt as interrupt:
+        except (KeyboardInterrupt, StepwellError) as interrupt:
             interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
             raise
         if what.verify:

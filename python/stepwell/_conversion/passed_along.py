@@ -71,13 +71,13 @@ def _of_directory(path: str) -> list[str]:
     return [
         file
         for file in files
-        if not os.path.basename(file).startswith(".")
-        and not file.endswith(_WEIGHTS)
-        # Another directory that has it would claim to be that export.
-        and os.path.basename(file) != _core.EXPORT_RECORD
-        and os.path.isfile(file)
-        and os.path.getsize(file) > 0
+        if not _is_left_out(os.path.basename(file)) and os.path.isfile(file) and os.path.getsize(file) > 0
     ]
+
+
+def _is_left_out(name: str) -> bool:
+    # Another directory that has a record would claim to be that export.
+    return name.startswith(".") or name.endswith(_WEIGHTS) or name == _core.EXPORT_RECORD
 
 
 def _too_long(path: str, length: int) -> MisuseError:
@@ -103,7 +103,7 @@ def stored(
     checkpoint: Checkpoint, core: _core.Checkpoint, path: str | None
 ) -> tuple[list[OutputFile], set[int]]:
     """Returns files of the ``bytes`` in a container of the checkpoint, and the numbers of these
-    leaves."""
+    leaves. Weights, records of exports, hidden files and empty files are left out."""
     if path is None:
         return [], set()
     structure = checkpoint._tree()
@@ -115,11 +115,13 @@ def stored(
     made = []
     for number, content in zip(numbers, core.objects(numbers, Reviver()), strict=True):
         key = structure.components(structure.leaf_nodes[number])[above:]
-        name = str(key[0][1]) if len(key) == 1 else ""
-        if not isinstance(content, bytes) or not content or not _is_file_name(name):
-            raise MisuseError(
-                f"{core.leaf_paths()[number]} of stored_files= is not the content of a file. Store bytes by file name"
-            )
+        name, where = str(key[0][1]), f"{core.leaf_paths()[number]} of stored_files="
+        if len(key) > 1 or name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+            raise MisuseError(f"{where} has no name of a file. Store bytes by file name, without directories")
+        if not isinstance(content, bytes):
+            raise MisuseError(f"{where} is {type(content).__name__}. Store the bytes of a file")
+        if not content or _is_left_out(name):
+            continue
         left -= len(content)
         if left < 0:
             raise MisuseError(
@@ -127,14 +129,6 @@ def stored(
             )
         made.append(_file(name, content))
     return made, set(numbers)
-
-
-def _is_file_name(name: str) -> bool:
-    return (
-        name == os.path.basename(name)
-        and name not in ("", ".", "..", _core.EXPORT_RECORD)
-        and "\0" not in name
-    )
 
 
 def _file(name: str, content: bytes) -> OutputFile:

@@ -19,6 +19,9 @@ _DATA = re.compile(
 _OPTIMIZER = re.compile(
     r"optim|exp_avg|momentum|(?:^|[/.])(?:opt|opt_state|mu|nu|trace)(?:[/.]|$)", re.IGNORECASE
 )
+_HYPERPARAMETER = re.compile(
+    r"/groups\[\d+\]/|(?:^|[/.])(?:lr|learning_rate|weight_decay|betas)$", re.IGNORECASE
+)
 _COUNTER = re.compile(r"(?:^|[/.])(?:step|count)$")
 #: Names that are shown of a list.
 _SHOWN = 3
@@ -42,6 +45,8 @@ def _causes(earlier: list[Trace], trace: Trace, compared: Compared, differing: l
         yield f"a random generator was not restored, or drew other numbers ({_named(random)})"
     if data:
         yield f"the data come in another order: the place in them was not restored ({_named(data)})"
+    if changed := _those(_HYPERPARAMETER, differing):
+        yield f"hyperparameters are not those of the earlier run ({_named(changed)})"
     yield from _of_slots(compared, differing)
     if not _those(_RANDOM, known):
         yield "no leaf of the state is a random generator by its name: save the generators that the run draws from"

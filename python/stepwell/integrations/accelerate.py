@@ -98,9 +98,13 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
             output_dir = os.path.join(
                 self.project_dir, _AUTOMATIC_FOLDER, f"checkpoint_{self.save_iteration}"
             )
-            if os.path.isdir(output_dir) and _why_not(output_dir) is None:
+            there = _steps(os.path.dirname(output_dir), _AUTOMATIC)
+            later = [
+                path for number, path in there if number >= self.save_iteration and _why_not(path) is None
+            ]
+            if later:
                 raise ValueError(
-                    f"{output_dir} exists. Load it first, or set project_configuration.iteration to a free number"
+                    f"{later[0]} exists, of an earlier run. Load it first, or set project_configuration.iteration to a higher number"
                 )
         elif output_dir is None:
             raise MisuseError("pass output_dir=, or use automatic_checkpoint_naming")

@@ -84,14 +84,26 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         self._look(where)
         _guest.wait_removed(where)
         os.makedirs(os.path.dirname(where), exist_ok=True)
-        self._saves[where] = save_async(
-            where,
-            checkpoint,
-            exclude=self._exclude,
-            exists="replace",
-            coordinator=None,
-            options=self._options,
-        )
+        aside = f"{where}.replaced"
+        is_replaced = os.path.isfile(where)
+        if is_replaced:  # Lightning has written it
+            os.replace(where, aside)
+        try:
+            save = save_async(
+                where,
+                checkpoint,
+                exclude=self._exclude,
+                exists="replace",
+                coordinator=None,
+                options=self._options,
+            )
+        except BaseException:
+            if is_replaced:
+                os.replace(aside, where)
+            raise
+        self._saves[where] = save
+        if is_replaced:
+            _guest.remove_after(partial(_guest.all_committed, [save], self._options), [aside])
 
     def load_checkpoint(
         self, path: _Path, map_location: object = None, weights_only: bool | None = None

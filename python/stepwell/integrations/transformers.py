@@ -209,7 +209,7 @@ def newest_checkpoint(output_dir: str) -> str | None:
     """Returns the newest checkpoint of a trainer that is complete; ``None`` without one. Logs why
     it passes over newer ones."""
     try:
-        theirs = {step.path: step.incomplete for step in open_root(output_dir).steps}
+        theirs = {os.path.basename(step.path): step.incomplete for step in open_root(output_dir).steps}
     except (StepwellError, OSError):
         theirs = {}
     found = [
@@ -218,7 +218,10 @@ def newest_checkpoint(output_dir: str) -> str | None:
         if (match := _CHECKPOINT.fullmatch(name))
     ]
     return _guest.newest(
-        found, lambda path: _why_not(path) if _is_ours(path) else theirs.get(path, "no checkpoint")
+        found,
+        lambda path: (
+            _why_not(path) if _is_ours(path) else theirs.get(os.path.basename(path), "no checkpoint")
+        ),
     )
 
 
