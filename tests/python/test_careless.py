@@ -494,7 +494,7 @@ def test_words_of_a_save_are_checked(root: Path) -> None:
         random,
         np.random.Philox(0),
     ],
-    ids=str,
+    ids=["Generator", "RandomState", "Random", "random", "Philox"],
 )
 def test_a_wrong_generator_state_is_refused_unwritten(tmp_path: Path, generator: Any) -> None:
     sw.save(tmp_path / "c", {"a": np.ones(5), "rng": np.random.default_rng(0)})

@@ -257,6 +257,7 @@ import time
 size = 256 << 20
 sw.save(sys.argv[1], {"a": np.ones(size, np.uint8)})
 target = np.zeros(size, np.uint8)
+sw.restore(sys.argv[1], into={"a": target})    # imports everything
 for number in range(200):
     target[:] = 0
     if not interrupted(lambda: sw.restore(sys.argv[1], into={"a": target}), 0.002 * (1 + number % 40)):

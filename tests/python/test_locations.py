@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import pydoc
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,17 @@ def test_values_with_a_plain_form_are_refused_with_it(tmp_path: Path) -> None:
 
 
 def test_a_commit_logs_one_line(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "stepwell"), sw.CheckpointManager(root) as manager:
-        manager.save(1200, {"x": np.zeros(1000)}).result()
-    sw.save(root.parent / "single", {"x": 1})
-    lines = [one.getMessage() for one in caplog.records if "committed" in one.getMessage()]
+    def committed() -> list[str]:
+        return [one.getMessage() for one in caplog.records if "committed" in one.getMessage()]
+
+    with caplog.at_level(logging.INFO, "stepwell"):
+        with sw.CheckpointManager(root) as manager:
+            manager.save(1200, {"x": np.zeros(1000)}).result()
+        sw.save(root.parent / "single", {"x": 1})
+        end = time.monotonic() + 30
+        while not committed() and time.monotonic() < end:  # a thread logs
+            time.sleep(0.01)
+    lines = committed()
     assert len(lines) == 1, lines
     assert re.fullmatch(rf"committed step 1200 \(\d+\.\d kB in \d+\.\d\d s\) to {root}", lines[0]), lines
 

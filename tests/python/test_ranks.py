@@ -356,7 +356,7 @@ with open_manager() as manager:
     interrupted = pathlib.Path(sys.argv[5])
     if RANK == 1:
         # In the first save it waits for the others.
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         told(1)
         interrupted.touch()
     else:

@@ -166,8 +166,8 @@ def test_other_syntax_is_refused(pattern: str) -> None:
 
 
 def test_no_pattern_takes_long() -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     assert not NamePatterns([".*a" * 400 + "b"]).match("a" * 4000)
     with pytest.raises(ValueError, match=r"too long"):
         NamePatterns([".*a" * 20000])
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
