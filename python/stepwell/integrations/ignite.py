@@ -100,7 +100,7 @@ class StepwellSaver(BaseSaveHandler):
                 continue
             try:
                 found.append((metadata_of(path).committed, name))
-            except StepwellError as error:
+            except (StepwellError, OSError) as error:
                 _guest.log(_guest.WARNING, f"{path} is passed over: {error}")
         return max(found)[1] if found else None
 
