@@ -413,11 +413,11 @@ def test_damage_is_refused_by_name(tmp_path: Path, name: str, stage: int) -> Non
     files = MAKERS[stage]()
     damage(files)
     path = write(tmp_path / "c", files)
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises((sw.CorruptCheckpoint, sw.errors.FormatError), match=message) as caught:
         sw.open(path)
     assert str(path) in str(caught.value)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("stage", MAKERS)
@@ -873,10 +873,10 @@ def of_many_mapped_groups() -> Content:
 )
 def test_many_names_take_no_long_time(tmp_path: Path, maker: Callable[[], Content], message: str) -> None:
     path = write(tmp_path / "c", maker())
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(sw.CorruptCheckpoint, match=message) if message else contextlib.nullcontext():
         sw.open(path).close()
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 #: Values that are in no sound file.
@@ -909,10 +909,10 @@ def test_no_value_in_any_place_is_a_crash(tmp_path: Path, maker: Callable[[], Co
                 at = at[key]
             at[last] = copy.deepcopy(random.choice(JUNK))
         path = write(tmp_path / str(number), files)
-        begin = time.monotonic()
+        begin = time.process_time()
         with contextlib.suppress(sw.StepwellError):
             sw.restore(path)
-        assert time.monotonic() - begin < 5
+        assert time.process_time() - begin < 5
 
 
 def mixed(steps: int, rate: float) -> Content:

@@ -136,7 +136,7 @@ def run_forked(
     root: Path,
     *arguments: Any,
     job: str = "job",
-    timeout: float = 120,
+    timeout: float = 300,
 ) -> list[str]:
     """:func:`run` for scripts that import much and are neither killed nor stopped: ``modules`` are
     imported once, and every rank is a fork of that process."""

@@ -170,7 +170,7 @@ def test_a_conversion_killed_at_random_moments_is_resumed(tmp_path: Path) -> Non
     script = Path(__file__).with_name("converter.py")
     done = subprocess.run(
         [sys.executable, script, tmp_path / "saved", tmp_path / "out", str(kills), "7"],
-        capture_output=True, text=True, timeout=60 + 4 * kills, check=False,
+        capture_output=True, text=True, timeout=60 + 10 * kills, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

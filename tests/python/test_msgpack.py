@@ -121,10 +121,10 @@ SIZES = mapped(**{"0": b"\x02"})
 )
 def test_hostile_values_are_refused(tmp_path: Path, content: bytes, expected: str) -> None:
     (tmp_path / "x").write_bytes(content)
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(sw.CorruptCheckpoint, match=expected) as failure:
         sw.open(tmp_path / "x")
-    assert time.monotonic() - begun < 1
+    assert time.process_time() - begun < 1
     assert str(tmp_path / "x") in str(failure.value)
 
 

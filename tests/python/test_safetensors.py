@@ -162,10 +162,10 @@ def test_packed_dtypes_are_listed_and_not_restored(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, content: bytes, expected: str) -> None:
     file = tmp_path / "x.safetensors"
     file.write_bytes(content)
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(sw.CorruptCheckpoint, match=expected) as failure:
         sw.open(file)
-    assert time.monotonic() - begun < 1
+    assert time.process_time() - begun < 1
     assert str(file) in str(failure.value)
 
 

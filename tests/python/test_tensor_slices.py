@@ -115,13 +115,13 @@ def test_boxes_of_a_run_are_its_elements() -> None:
 
 
 def test_partitions_without_elements_are_no_loop() -> None:
-    begin = time.monotonic()
+    begin = time.process_time()
     for lengths in ([0, 0], [1, 0], [0, 5], [1, 2]):
         with pytest.raises(Malformed):
             of_group(0, lengths, {"a": (1 << 50,)}, [])
     with pytest.raises(Malformed):
         of_shares(0, [1] * 1000, {"a": (1 << 50,)})
-    assert time.monotonic() - begin < 1
+    assert time.process_time() - begin < 1
     assert of_group(0, [0, 0], {}, []) == {}
 
 
