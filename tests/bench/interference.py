@@ -8,7 +8,7 @@ save is durable. The time that this took beyond the same steps without a save is
 parts: the call itself, and the slower steps while others write in the background.
 
 In each round every contestant has a process of its own, in shuffled order. A step without a save is
-the median of those before the save.
+the median of those before and after the save.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PEOPLE = (
     "stepwell (JAX)",
     "Orbax",
 )
-#: Edge of the matrices, saves in a process, and steps that are timed before each.
-EDGE, SAVES, BEFORE = 1024, 4, 40
+#: Edge of the matrices, saves in a process, and steps that are timed before and after each.
+EDGE, SAVES, AROUND = 1024, 4, 30
 
 
 def step_of(edge: int) -> Callable[[], None]:
@@ -78,7 +78,7 @@ def measure(name: str, workload: str, base: Path) -> dict[str, list[float]]:
             spare.hold()
             settle()
             spare.release()
-            alone = statistics.median(timed(step) for _ in range(BEFORE))
+            around = [timed(step) for _ in range(AROUND)]
             begun = time.perf_counter()
             peer.start(peer.directory(number), number, False)
             blocked = time.perf_counter() - begun
@@ -96,8 +96,9 @@ def measure(name: str, workload: str, base: Path) -> dict[str, list[float]]:
             while not ended.is_set():
                 step()
                 steps += 1
-            lost = time.perf_counter() - begun - steps * alone
-            seconds = saving.result()
+            total, seconds = time.perf_counter() - begun, saving.result()
+            alone = statistics.median([*around, *(timed(step) for _ in range(AROUND))])
+            lost = total - steps * alone
             if number > 0:  # the first save of a process takes its memory
                 for key, value in zip(found, (alone, blocked, lost, seconds), strict=True):
                     found[key].append(value)
