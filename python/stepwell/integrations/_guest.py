@@ -234,8 +234,8 @@ def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None
 
 
 def wait_removed(path: str | None = None) -> None:
-    """Waits for the deletions that have begun, or for those of one path, but not for ever: a file
-    system may hang.
+    """Waits for the deletions that have begun, or for those of one path. A file system may hang,
+    so the wait has a limit.
 
     Raises:
         StalledError: that path is still to be deleted, and so would be what is saved there now.

@@ -85,9 +85,11 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         _guest.wait_removed(where)
         os.makedirs(os.path.dirname(where), exist_ok=True)
         aside = f"{where}.replaced"
+        while os.path.lexists(aside):  # of a save that has not committed
+            aside += "-before"
         is_replaced = os.path.isfile(where)
         if is_replaced:  # Lightning has written it
-            os.replace(where, aside)
+            os.rename(where, aside)
         try:
             save = save_async(
                 where,
@@ -99,7 +101,7 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             )
         except BaseException:
             if is_replaced:
-                os.replace(aside, where)
+                os.rename(aside, where)
             raise
         self._saves[where] = save
         if is_replaced:

@@ -73,7 +73,7 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
             raise MisuseError(f"exclude_from_loading: no state {name!r}. There are {sorted(self.states)}")
         self._waits = config.async_mode == "disabled"
         self._root = filesystem.join(self.folder, _guest.DIRECTORY)
-        #: ``None``: nothing is saved, and there is no step to load.
+        #: ``None`` if nothing is saved, and no step is there to load.
         self._manager: CheckpointManager | None = None
         if not self.load_only or is_own(self._root):
             self._manager = CheckpointManager(
