@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import final
@@ -113,6 +114,22 @@ class Save:
             return
         number = lifecycle.notifier.register(lambda: callback(self))
         self._handle.on_done(lifecycle.notifier.events, number)
+
+    def _is_committed(self) -> bool:
+        return self._handle is not None and self._handle.outcome()[0] == "committed"
+
+    def _waited(self, stall: float) -> bool:
+        """Waits for the end, as long as the save gets on within ``stall`` seconds. False if it has
+        failed; the failure stays unseen."""
+        handle, ended = self._handle, threading.Event()
+        if handle is None:
+            return True
+        self.add_done_callback(lambda _: ended.set())
+        try:
+            lifecycle.wait_patiently(ended.wait, handle.progress, stall, "a save")
+        except StalledError:
+            return False
+        return self._is_committed()
 
     @property
     def stats(self) -> SaveStats | None:

@@ -177,6 +177,13 @@ def test_a_checkpoint_that_is_a_file_still_loads(tmp_path: Path) -> None:
     with pytest.raises(sw.UnsupportedLeaf):
         StepwellIO().save_checkpoint({"f": lambda: 0}, tmp_path / "b" / "last.ckpt")
     assert (tmp_path / "b" / "last.ckpt").is_file()
+    plugin = StepwellIO()
+    with files_no_longer_than(1 << 20):  # the save fails in the background
+        plugin.save_checkpoint({"w": torch.ones(1 << 19)}, tmp_path / "b" / "last.ckpt")
+        with pytest.raises(sw.SaveFailed):
+            plugin.teardown()
+    _guest.wait_removed()
+    assert (tmp_path / "b" / "last.ckpt").is_file()
     again = trainer(tmp_path / "b", [StepwellIO()], max_epochs=3)
     again.fit(model(), ckpt_path=tmp_path / "b" / "last.ckpt")
     assert sw.verify(tmp_path / "b" / "last.ckpt").ok

@@ -22,6 +22,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]
 
 import stepwell.integrations.transformers as ours
 import trainer_job
+from command_line import flip_a_bit
 from ranks import free_port
 from trainer_job import Losses, committed, trainer
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
@@ -138,6 +139,20 @@ def test_a_torn_checkpoint_is_passed_over(
     assert min(found.found) == 9
     assert "checkpoint-12 is passed over" in caplog.text
     assert "checkpoint-14 is passed over" in caplog.text
+
+
+def test_a_damaged_checkpoint_names_an_older_one(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    ours.use(trainer(output, Losses())).train()
+    data = max(
+        (output / "checkpoint-14").glob("stepwell/step_*/*/*.data"), key=lambda file: file.stat().st_size
+    )
+    flip_a_bit(data, data.stat().st_size // 2)
+    with pytest.raises(sw.CorruptCheckpoint) as caught:
+        ours.use(trainer(output, Losses(), max_steps=16)).train(resume_from_checkpoint=True)
+    assert caught.value.__notes__ == [
+        f"An older checkpoint is there: resume_from_checkpoint={str(output / 'checkpoint-12')!r}."
+    ]
 
 
 def test_without_a_complete_checkpoint_nothing_resumes(tmp_path: Path) -> None:

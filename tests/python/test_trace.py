@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,9 @@ def resumed(
             change(training)
         train(mgr, training, 3, 7)
     found = [event for event in events if isinstance(event, sw.events.TraceEvent)]
-    return found, [one.message for one in caught if isinstance(one.message, sw.errors.ResumeDiffers)]
+    differing = [one for one in caught if isinstance(one.message, sw.errors.ResumeDiffers)]
+    assert {one.filename for one in differing} <= {__file__}  # the line that announced the step
+    return found, [one.message for one in differing if isinstance(one.message, sw.errors.ResumeDiffers)]
 
 
 def traces(root: Path) -> list[Path]:
@@ -114,6 +118,19 @@ def test_a_difference_raises_on_request(root: Path) -> None:
     first_run(root)
     with pytest.raises(sw.errors.ResumeDiffers, match=r"step 3.*params/w"):
         resumed(root, flip, on_resume_difference="raise")
+
+
+def test_a_slow_disk_ends_traces_and_not_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stepwell._trace.tracer._MAX_UNWRITTEN", 0)
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        first_run(root)
+        deadline = time.monotonic() + 30
+        while caplog.text.count("is not traced") < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "step 2 is not traced: RuntimeError: 0 traces wait" in caplog.text
+    assert not traces(root)
 
 
 def test_another_state_of_the_generator_is_the_cause(root: Path) -> None:

@@ -109,25 +109,26 @@ def stored(
     structure = checkpoint._tree()
     node = container(checkpoint, structure, path, "stored_files")
     above, numbers = len(structure.components(node)), structure.leaves_below(node)
-    rows, paths, left = core.leaves(), core.leaf_paths(), MAX_BYTES
+    rows, paths, chunks = core.leaves(), core.leaf_paths(), core.places()[1]
     if any(rows[number][1] is not None for number in numbers):
         raise MisuseError(f"{path!r} of stored_files= has arrays. Pass a container of bytes")
-    made = []
-    for number, content in zip(numbers, core.objects(numbers, Reviver()), strict=True):
+    names: dict[int, str] = {}
+    for number in numbers:
         key = structure.components(structure.leaf_nodes[number])[above:]
         name, where = str(key[0][1]), f"{paths[number]} of stored_files="
         if len(key) > 1 or name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
             raise MisuseError(f"{where} has no name of a file. Store bytes by file name, without directories")
+        if not _is_left_out(name):
+            names[number] = name
+    if sum(chunk[2] for number in names for chunk in chunks[number]) > MAX_BYTES:
+        raise MisuseError(f"{path!r} of stored_files= has more than {MAX_BYTES >> 20} MiB. Store less there")
+    made = []
+    for number, content in zip(names, core.objects(list(names), Reviver()), strict=True):
         if not isinstance(content, bytes):
+            where = f"{paths[number]} of stored_files="
             raise MisuseError(f"{where} is {type(content).__name__}. Store the bytes of a file")
-        if not content or _is_left_out(name):
-            continue
-        left -= len(content)
-        if left < 0:
-            raise MisuseError(
-                f"{path!r} of stored_files= has more than {MAX_BYTES >> 20} MiB. Store less there"
-            )
-        made.append(_file(name, content))
+        if content:
+            made.append(_file(names[number], content))
     return made, set(numbers)
 
 

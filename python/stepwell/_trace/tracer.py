@@ -13,6 +13,7 @@ from typing import Literal, final
 from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
+from .._caller import levels_to_caller
 from .._save_result import Save
 from .._state.specs import as_rank
 from ..errors import ResumeDiffers
@@ -23,6 +24,8 @@ from .record import Trace, TracedLeaf, decoded, encoded, versions
 
 OnDifference = Literal["warn", "raise"]
 _WARNING, _INFO = 30, 20
+#: Traces in memory at a time. Each takes about 200 bytes for each leaf.
+_MAX_UNWRITTEN = 64
 
 
 @dataclass(slots=True)
@@ -203,7 +206,7 @@ class Tracer:
             error.difference = difference
             if self._raises:
                 raise error
-            warnings.warn(error, stacklevel=4)
+            warnings.warn(error, stacklevel=levels_to_caller())
 
     def _difference(self, earlier: list[Trace], trace: Trace, compared: Compared) -> TraceDifference | None:
         if not compared.differing:
@@ -218,6 +221,8 @@ class Tracer:
         """Writes a trace once its base is committed."""
         of_base = replace(trace, base=window.base)
         with self._changed:
+            if self._unwritten >= _MAX_UNWRITTEN:
+                raise RuntimeError(f"{_MAX_UNWRITTEN} traces wait for their saves or for the disk")
             self._unwritten += 1
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="stepwell-trace", daemon=True)
@@ -228,7 +233,7 @@ class Tracer:
             window.save.add_done_callback(lambda save: self._base_is_over(save, of_base))
 
     def _base_is_over(self, save: Save, trace: Trace) -> None:
-        if save._handle is not None and save._handle.outcome()[0] == "committed":
+        if save._is_committed():
             self._queue.put(trace)
         else:
             self._written()

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar, cast
 
 from .. import _adapters as adapters
@@ -110,6 +111,7 @@ class GuestSave(Future[_T]):
                 self._manager.close()
             found = self._committed()
         except BaseException as failure:
+            failure.add_note(f"This was {self.what}.")
             self.set_exception(failure)
         else:
             self.set_result(found)
@@ -134,19 +136,28 @@ def save(
     """Begins a save. Returns when the state may change. ``state`` may be a function that returns
     it. If that raises on one rank, the save fails on all of them."""
     global _kept_in
-    raise_unseen()
+    if coordinator is None:
+        raise_unseen()
+        given = state
+    else:
+        given = partial(_when_seen, state)  # the other ranks hear of a failure
     if _kept_in != os.getpid():
         _core.keep_staging_memory()
         _kept_in = os.getpid()
     manager = CheckpointManager(path, retention=1, coordinator=coordinator)
     try:
-        found = manager.save(manager.next_step(), state, custom_metadata=metadata, exclude=exclude)
+        found = manager.save(manager.next_step(), given, custom_metadata=metadata, exclude=exclude)
     except BaseException:
         manager.close()
         raise
     guest = GuestSave(manager, found, path, committed)
     _saves.append(cast("GuestSave[object]", guest))
     return guest
+
+
+def _when_seen(state: object) -> object:
+    raise_unseen()
+    return state() if callable(state) else state
 
 
 def restored(
@@ -202,29 +213,21 @@ def all_committed(saves: Sequence[Save], options: Options | None) -> bool:
     """Waits for saves, as long as they get on. False if one has failed; the failure stays
     unseen."""
     stall = stall_seconds((Options() if options is None else options).stall_timeout)
-    return all([_is_committed(save, stall) for save in saves])
+    return all([save._waited(stall) for save in saves])
 
 
-def _is_committed(save: Save, stall: float) -> bool:
-    handle, ended = save._handle, threading.Event()
-    if handle is None:
-        return True
-    save.add_done_callback(lambda _: ended.set())
-    try:
-        lifecycle.wait_patiently(ended.wait, handle.progress, stall, "a save")
-    except StalledError:
-        return False
-    return handle.outcome()[0] == "committed"
-
-
-def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None:
+def remove_after(
+    is_committed: Callable[[], bool], paths: Sequence[str], otherwise: Callable[[], None] = lambda: None
+) -> None:
     """Deletes checkpoints in the background, once ``is_committed`` has waited for the saves before.
-    They stay if it returns false."""
+    If it returns false they stay, and ``otherwise`` is called."""
 
     def work() -> None:
-        if is_committed():
-            for path in paths:
-                _remove(path)
+        if not is_committed():
+            otherwise()
+            return
+        for path in paths:
+            _remove(path)
 
     _removals[:] = [one for one in _removals if one[0].is_alive()]
     if paths:

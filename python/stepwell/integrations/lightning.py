@@ -105,17 +105,20 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             raise
         self._saves[where] = save
         if is_replaced:
-            _guest.remove_after(partial(_guest.all_committed, [save], self._options), [aside])
+            committed = partial(_guest.all_committed, [save], self._options)
+            _guest.remove_after(committed, [aside], partial(_put_back, aside, where))
 
     def load_checkpoint(
         self, path: _Path, map_location: object = None, weights_only: bool | None = None
     ) -> dict[str, object]:
         """Loads a checkpoint. Called by Lightning on all ranks."""
         where = absolute(path)
-        if (pending := self._saves.get(where)) is not None:
-            pending.result()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.barrier()  # rank 0 has waited for its save
+        try:
+            if (pending := self._saves.get(where)) is not None:
+                pending.result()
+        finally:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.barrier()  # rank 0 has waited for its save
         if os.path.isfile(where):
             # Without a place, Lightning's own default: host memory.
             given = {} if map_location is None else {"map_location": map_location}
@@ -143,6 +146,15 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             if place == path or save.done():
                 del self._saves[place]
                 save.result()
+
+
+def _put_back(aside: str, where: str) -> None:
+    """Gives a file its name again, if nothing has that name now."""
+    try:
+        os.link(aside, where)
+        os.unlink(aside)
+    except OSError as error:
+        _guest.log(_guest.WARNING, f"the checkpoint before {where} stays as {aside}: {error}")
 
 
 def load_from_checkpoint(

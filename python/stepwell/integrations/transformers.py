@@ -27,7 +27,7 @@ from transformers.trainer_utils import sort_checkpoints
 from .. import coordinators
 from .._opening import metadata, restore
 from .._roots import open_root
-from ..errors import MisuseError, StepwellError
+from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
@@ -205,9 +205,14 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         )
 
 
-def newest_checkpoint(output_dir: str) -> str | None:
+def newest_checkpoint(output_dir: str, before: int | None = None) -> str | None:
     """Returns the newest checkpoint of a trainer that is complete; ``None`` without one. Logs why
-    it passes over newer ones."""
+    it passes over newer ones.
+
+    Args:
+        output_dir: ``TrainingArguments.output_dir``.
+        before: only checkpoints of earlier steps.
+    """
     try:
         theirs = {os.path.basename(step.path): step.incomplete for step in open_root(output_dir).steps}
     except (StepwellError, OSError):
@@ -215,7 +220,7 @@ def newest_checkpoint(output_dir: str) -> str | None:
     found = [
         (int(match[1]), os.path.join(output_dir, name))
         for name in os.listdir(output_dir)
-        if (match := _CHECKPOINT.fullmatch(name))
+        if (match := _CHECKPOINT.fullmatch(name)) and (before is None or int(match[1]) < before)
     ]
     return _guest.newest(
         found,
@@ -241,4 +246,12 @@ def _is_ours(checkpoint: str) -> bool:
 
 
 def _restore(checkpoint: str, into: dict[str, object], include: str | list[str]) -> None:
-    restore(os.path.join(checkpoint, _guest.DIRECTORY), into=into, include=include)
+    try:
+        restore(os.path.join(checkpoint, _guest.DIRECTORY), into=into, include=include)
+    except CorruptCheckpoint as error:
+        output_dir, name = os.path.split(os.path.normpath(checkpoint))
+        match = _CHECKPOINT.fullmatch(name)
+        older = newest_checkpoint(output_dir or ".", int(match[1])) if match else None
+        if older is not None:
+            error.add_note(f"An older checkpoint is there: resume_from_checkpoint={older!r}.")
+        raise

@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from types import FrameType
 from typing import TYPE_CHECKING, TypeAlias, final
 
 from .. import _core
+from .._caller import levels_to_caller
 from .._locations import Path
 from .._paths import named
 from .._restore import collector as collecting
@@ -51,8 +50,6 @@ MapLike: TypeAlias = "Map | str | os.PathLike[str] | Iterable[Mapping[str, objec
 
 #: Leaves that an error lists.
 _LISTED = 3
-#: Packages between a caller and a map.
-_PASSED_THROUGH = (__name__.partition(".")[0], "contextlib")
 
 
 @final
@@ -192,7 +189,7 @@ class Map:
             # They go before the collector sees them.
             del stored, values
         if self.warning:
-            warnings.warn(f"{self._name}: {self.warning}", MapWarning, stacklevel=_levels_to_caller())
+            warnings.warn(f"{self._name}: {self.warning}", MapWarning, stacklevel=levels_to_caller())
         return mapped
 
     def _applied(self, core: _core.Checkpoint, observer: Observer | None) -> tuple[StoredLeaves, Values]:
@@ -241,18 +238,6 @@ class Map:
                 stack.enter_context(naming(f"{called} of {self._name}{told}"))
                 part.check(model)
         return stored, values
-
-
-def _levels_to_caller() -> int:
-    """The number of calls from the caller of this function to code of another package."""
-    frame, levels = sys._getframe(1), 1
-    while frame.f_back is not None and _package(frame) in _PASSED_THROUGH:
-        frame, levels = frame.f_back, levels + 1
-    return levels
-
-
-def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def recipe(
