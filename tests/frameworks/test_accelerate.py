@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import ProjectConfiguration
 from accelerate_job import Run
+from moments import killed_in_a_save, there_from_the_first
 from ranks import free_port, run_forked
 
 
@@ -57,6 +57,16 @@ def killed(folder: Path, project: Path, world: int = 1, kind: str = "ddp") -> No
         train(folder, project, "fresh", world, kind)
 
 
+def committed(project: Path) -> list[Path]:
+    """The checkpoints that stepwell has committed."""
+    found = []
+    for checkpoint in project.glob("checkpoints/checkpoint_*"):
+        with contextlib.suppress(FileNotFoundError):  # deleted just now
+            if any(name.startswith("step_") for name in os.listdir(checkpoint / "stepwell")):
+                found.append(checkpoint)
+    return found
+
+
 def names(project: Path) -> list[str]:
     return sorted(os.listdir(project / "checkpoints"))
 
@@ -67,14 +77,15 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
     assert names(tmp_path / "whole") == names(tmp_path / "plain") == ["checkpoint_2", "checkpoint_3"]
     assert os.listdir(tmp_path / "whole" / "checkpoints" / "checkpoint_3") == ["stepwell"]
 
-    killed(tmp_path, tmp_path / "halves")
-    run = Run(tmp_path / "halves")
+    project = killed_in_a_save(
+        tmp_path,
+        lambda at: killed(tmp_path, at),
+        lambda at: at / "checkpoints" / "checkpoint_2" in committed(at),
+    )
+    run = Run(project)
     run.resume()
-    rest = run.train()
-    first = min(rest)
-    assert first in (6, 9)
-    assert rest == {step: plain[step] for step in range(first, 12)}
-    assert names(tmp_path / "halves") == names(tmp_path / "plain")
+    assert run.train() == {step: plain[step] for step in range(6, 12)}
+    assert names(project) == names(tmp_path / "plain")
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -109,29 +120,8 @@ def test_files_of_accelerate_still_load(tmp_path: Path) -> None:
 
 
 def test_a_committed_checkpoint_exists_at_every_moment(tmp_path: Path) -> None:
-    seen: list[bool] = []
-    ended = threading.Event()
-
-    def look() -> bool:
-        for checkpoint in tmp_path.glob("checkpoints/checkpoint_*"):
-            with contextlib.suppress(FileNotFoundError):  # deleted just now
-                if any(name.startswith("step_") for name in os.listdir(checkpoint / "stepwell")):
-                    return True
-        return False
-
-    def watch() -> None:
-        while not ended.is_set():
-            # A second look: all that the first one listed may be deleted before it is read.
-            seen.append(look() or look())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with there_from_the_first(lambda: committed(tmp_path)):
         Run(tmp_path, total_limit=1).train(steps=30)
-    finally:
-        ended.set()
-        watcher.join()
-    assert all(seen[seen.index(True) :])
     assert names(tmp_path) == ["checkpoint_9"]
 
 

@@ -23,6 +23,7 @@ import lightning
 import lightning_job
 from accidents import files_no_longer_than
 from lightning_job import Model, Sharded, model, sharded, trainer
+from moments import killed_in_a_save
 from ranks import free_port, run_forked
 from stepwell.integrations import _guest
 from stepwell.integrations.lightning import StepwellIO, load_from_checkpoint
@@ -55,11 +56,18 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
     trainer(tmp_path / "whole", [StepwellIO()]).fit(whole)
     assert whole.losses == plain.losses
     assert sorted(os.listdir(tmp_path / "whole")) == sorted(os.listdir(tmp_path / "plain"))
-    assert job(tmp_path / "halves", 1, killed=1).returncode == -9
-    rest = losses_of(job(tmp_path / "halves", 1, killed=-1))
-    first = min(rest)
-    assert first in (8, 16)
-    assert rest == {step: plain.losses[step] for step in range(first, 24)}
+
+    def kill(output: Path) -> None:
+        killed = job(output, 1, killed=1)
+        assert killed.returncode == -9, killed.stderr
+
+    def is_second(output: Path) -> bool:
+        found = sw.restore(output / "last.ckpt", include="global_step")
+        return bool(found["global_step"] == 16)
+
+    place = killed_in_a_save(tmp_path, kill, is_second)
+    rest = losses_of(job(place, 1, killed=-1))
+    assert rest == {step: plain.losses[step] for step in range(8, 24)}
 
 
 def test_two_devices_resume(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ pytest.importorskip("torchtitan")
 sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "python")]
 
 import stepwell.integrations.torchtitan as ours
+from moments import killed_in_a_save, there_from_the_first
 from ranks import free_port, run_forked
 from safetensors.torch import load_file
 from torchtitan.components.checkpointer import ModelWrapper
@@ -75,12 +74,9 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
     assert Run(tmp_path / "whole").train() == plain
     assert steps(tmp_path / "whole") == [3, 6, 9, 12]
 
-    killed(tmp_path, tmp_path / "halves", 1)
-    rest = Run(tmp_path / "halves").train()
-    first = min(rest)
-    assert first in (7, 10)
-    assert rest == after(plain, first - 1)
-    assert steps(tmp_path / "halves") == [3, 6, 9, 12]
+    place = killed_in_a_save(tmp_path, lambda at: killed(tmp_path, at, 1), lambda at: 9 in steps(at))
+    assert Run(place).train() == after(plain, 6)
+    assert steps(place) == [3, 6, 9, 12]
 
 
 def test_two_ranks_resume_and_one_rank_loads(tmp_path: Path) -> None:
@@ -114,27 +110,8 @@ def test_steps_of_torchtitan_still_load(tmp_path: Path) -> None:
 
 
 def test_a_committed_step_exists_at_every_moment(tmp_path: Path) -> None:
-    seen: list[bool] = []
-    ended = threading.Event()
-
-    def look() -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return any(name.startswith("step_") for name in os.listdir(root(tmp_path)))
-        return False
-
-    def watch() -> None:
-        while not ended.is_set():
-            # A second look: all that the first one listed may be deleted while it lists.
-            seen.append(look() or look())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with there_from_the_first(lambda: list(root(tmp_path).glob("step_*"))):
         Run(tmp_path, interval=1, keep_latest_k=2, steps=30).train()
-    finally:
-        ended.set()
-        watcher.join()
-    assert all(seen[seen.index(True) :])
     assert steps(tmp_path) == [29, 30]
 
 

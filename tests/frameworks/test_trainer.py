@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]
 import stepwell.integrations.transformers as ours
 import trainer_job
 from command_line import flip_a_bit
+from moments import killed_in_a_save, there_from_the_first
 from ranks import free_port
 from trainer_job import Losses, committed, trainer
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
@@ -73,14 +73,14 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
     assert whole.found == plain.found
     assert sorted(os.listdir(tmp_path / "whole")) == sorted(os.listdir(tmp_path / "plain"))
 
-    output = tmp_path / "halves"
-    (killed,) = job(output, "fresh", "8")
-    assert killed.returncode == -9
+    def kill(output: Path) -> None:
+        (killed,) = job(output, "fresh", "8")
+        assert killed.returncode == -9, killed.stderr
+
+    output = killed_in_a_save(tmp_path, kill, lambda at: 8 in committed(at))
     rest = Losses()
     ours.use(trainer(output, rest, seed=3)).train(resume_from_checkpoint=True)
-    first = min(rest.found)
-    assert first in (5, 9)
-    assert rest.found == {step: whole.found[step] for step in range(first, 15)}
+    assert rest.found == {step: whole.found[step] for step in range(5, 15)}
     assert not (output / "checkpoint-14" / "optimizer.pt").exists()
     model = GPT2LMHeadModel.from_pretrained(output / "checkpoint-14")
     stored = sw.restore(output / "checkpoint-14" / "stepwell", include="train/model/**", to="torch")
@@ -103,24 +103,8 @@ def test_two_ranks_save_together_and_one_resumes(tmp_path: Path) -> None:
 
 def test_a_committed_checkpoint_exists_at_every_moment(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    seen: list[set[int]] = []
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.is_set():
-            if output.exists():
-                # A second look: all that the first one listed may be deleted before it is read.
-                seen.append(set(committed(output)) or set(committed(output)))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with there_from_the_first(lambda: list(committed(output))):
         ours.use(trainer(output, Losses(), save_steps=2, save_total_limit=1)).train()
-    finally:
-        ended.set()
-        watcher.join()
-    first = next(number for number, one in enumerate(seen) if one)
-    assert all(seen[first:])
     assert sorted(os.listdir(output)) == ["checkpoint-14"]
 
 
