@@ -11,6 +11,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core reshard manager python/src -name '*.rs' -o -name Cargo.toml)
+# Notes when a part of the checks begins. `.ci/run` prints how long each took.
+began = @mkdir -p target && echo "$$(date +%s) $(1)" >> target/times
+# Installs a tool of cargo, which need not be fast: building it with optimisations takes minutes.
+install = command -v $(1) >/dev/null || CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off cargo install --quiet --locked $(1)
 
 .PHONY: help
 help: ## list the commands
@@ -43,6 +47,7 @@ build: $(VENV)/.stepwell ## build the Python package into .venv
 # Warnings are errors, also those of links between pages; links to other sites are not followed.
 .PHONY: docs
 docs: build $(VENV)/.docs-tools ## build the documentation site into target/site
+	$(call began,docs)
 	$(BIN)/python -m sphinx -W --keep-going -q -n -j auto -d target/site-cache docs target/site
 
 $(VENV)/.docs-tools: docs/requirements.txt | $(BIN)/python
@@ -52,6 +57,7 @@ $(VENV)/.docs-tools: docs/requirements.txt | $(BIN)/python
 # Tried where there is nothing but the wheel: no Rust, no sources, no variables of ours.
 .PHONY: wheel
 wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and install it into a clean environment
+	$(call began,wheel)
 	rm -rf target/wheels target/wheel-check
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin build --release --strip --quiet --out target/wheels --manifest-path python/Cargo.toml
 	$(PYTHON) -m venv target/wheel-check
@@ -64,16 +70,18 @@ wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and i
 
 .PHONY: release
 release: | tools ## build sources and wheel of a release into target/release-files, twice, and try it with every Python (about 20 minutes)
-	command -v cargo-deny >/dev/null || cargo install --quiet --locked cargo-deny
+	$(call install,cargo-deny)
 	PYTHON=$(PYTHON) tests/release/run.sh
 
 .PHONY: demo
 demo: build ## train, save, kill -9 in the middle of a save, resume, compare: one process, then 4, 2, 1 and 8 of them
+	$(call began,demo)
 	$(BIN)/python tests/demo/kill_and_resume.py
 	$(BIN)/python tests/demo/other_ranks.py
 
 .PHONY: demo-torch
 demo-torch: build ## the same with FSDP2 and tensor parallelism of PyTorch: 4 processes, then 2, then 1
+	$(call began,demo-torch)
 	$(BIN)/python tests/demo/torch_other_ranks.py
 
 .PHONY: test
@@ -81,6 +89,7 @@ test: lint licences test-rust test-interleavings test-python docs test-disks fuz
 
 .PHONY: lint
 lint: $(VENV)/.tools ## formatting and lints
+	$(call began,lint)
 	cargo fmt --all --check
 	cargo fmt --manifest-path tests/fuzz/Cargo.toml --check
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
@@ -95,16 +104,19 @@ lint: $(VENV)/.tools ## formatting and lints
 # The advisory database is not in the package registry: `make test-long` checks advisories too.
 .PHONY: licences
 licences: | tools ## licences and sources of all dependencies
-	command -v cargo-deny >/dev/null || cargo install --quiet --locked cargo-deny
+	$(call began,licences)
+	$(call install,cargo-deny)
 	cargo deny --log-level error check licenses bans sources
 
 .PHONY: test-rust
 test-rust: | tools ## the Rust tests
+	$(call began,test-rust)
 	cargo test --workspace --quiet
 
 # Locks and threads are a scheduler's here: what is built so is used for nothing else.
 .PHONY: test-interleavings
 test-interleavings: | tools ## staging and saves, whatever thread goes first (SCHEDULES=10000 of each test)
+	$(call began,test-interleavings)
 	STEPWELL_SCHEDULES=$(SCHEDULES) cargo test --quiet -p stepwell-core --features interleavings,test-support --test interleavings
 	STEPWELL_SCHEDULES=$(SCHEDULES) cargo test --quiet -p stepwell-manager --features interleavings --lib interleaving_tests
 
@@ -113,6 +125,7 @@ SECONDS ?= 60
 
 .PHONY: fuzz
 fuzz: | tools ## every reader of bytes against made-up ones (SECONDS=60 for each target)
+	$(call began,fuzz)
 	tests/fuzz/run.sh $(SECONDS)
 
 .PHONY: test-address
@@ -139,10 +152,14 @@ models: $(VENV)/.models ## install the real models that tests convert (84 MB)
 # Two files at a time: most tests wait for a disk or for another process.
 .PHONY: test-python
 test-python: build models ## the Python tests
+	$(call began,types)
 	$(BIN)/mypy --config-file python/pyproject.toml
 	$(BIN)/python -m mypy.stubtest stepwell._core --mypy-config-file python/pyproject.toml
+	$(call began,tests/python)
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile tests/python
+	$(call began,tests/frameworks)
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile tests/frameworks
+	$(call began,tests/fake_cuda and tests/gpu)
 	$(BIN)/python -m pytest -rs tests/fake_cuda
 	$(BIN)/python -m pytest -rs tests/gpu
 
@@ -152,7 +169,8 @@ test-gpu: build ## tensors and arrays on a CUDA device (says that it is skipped 
 
 .PHONY: test-disks
 test-disks: $(VENV)/.tools ## power cuts, crash states and full disks on real file systems (about 4 minutes; what is missing here is said)
-	cargo build --release --quiet -p stepwell-tests --bins
+	$(call began,test-disks)
+	cargo test --workspace --no-run --quiet
 	$(BIN)/python -m pytest -rs tests/disks
 
 .PHONY: test-long
@@ -168,7 +186,7 @@ test-long: build models ## hours: longer sweeps of the same proofs, and the lice
 	$(MAKE) fuzz SECONDS=1800
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/disks/requirements.txt
 	STEPWELL_LONG=1 $(MAKE) test-disks
-	command -v cargo-deny >/dev/null || cargo install --quiet --locked cargo-deny
+	$(call install,cargo-deny)
 	cargo deny check
 
 .PHONY: bench

@@ -13,7 +13,7 @@ from lab import CHRONICLER, SAVER, Lab, enter_namespace, which
 def namespace() -> None:
     """Mounts that are nobody else's."""
     for binary in (CHRONICLER, SAVER):
-        assert binary.exists(), f"{binary} is missing: cargo build --release -p stepwell-tests --bins"
+        assert binary.exists(), f"{binary} is missing: cargo test --workspace --no-run"
     refusal = enter_namespace()
     if refusal is not None:
         pytest.skip(refusal)

@@ -21,8 +21,8 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[2]
 LONG = bool(os.environ.get("STEPWELL_LONG"))
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", PROJECT / "target")).absolute()
-CHRONICLER = TARGET / "release" / "chronicler"
-SAVER = TARGET / "release" / "saver"
+CHRONICLER = TARGET / "debug" / "chronicler"
+SAVER = TARGET / "debug" / "saver"
 
 #: Longer than any single command takes on any machine.
 PATIENCE = 120

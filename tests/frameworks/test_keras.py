@@ -23,6 +23,7 @@ import keras_job
 from accidents import files_no_longer_than
 from command_line import flip_a_bit
 from keras_job import Losses, fit, model
+from longer import some
 from moments import killed_in_a_save, there_from_the_first
 from stepwell.integrations.keras import StepwellCheckpoint
 
@@ -44,7 +45,7 @@ def losses_of(process: subprocess.Popen[str]) -> list[dict[str, list[float]]]:
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("backend", ["jax", "torch"])
+@pytest.mark.parametrize("backend", some(["jax", "torch"]))
 def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path, backend: str) -> None:
     pytest.importorskip(backend)
     whole = begin(backend, str(tmp_path / "own"), "-1", "BackupAndRestore", "StepwellCheckpoint")

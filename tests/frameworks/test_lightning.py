@@ -23,6 +23,7 @@ import lightning
 import lightning_job
 from accidents import files_no_longer_than
 from lightning_job import Model, Sharded, model, sharded, trainer
+from longer import longer
 from moments import killed_in_a_save
 from ranks import free_port, run_forked
 from stepwell.integrations import _guest
@@ -70,6 +71,7 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
     assert rest == {step: plain.losses[step] for step in range(8, 24)}
 
 
+@longer
 def test_two_devices_resume(tmp_path: Path) -> None:
     whole = losses_of(job(tmp_path / "whole", 2, killed=-1))
     assert job(tmp_path / "halves", 2, killed=1).returncode != 0

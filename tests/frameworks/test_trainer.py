@@ -22,6 +22,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]
 import stepwell.integrations.transformers as ours
 import trainer_job
 from command_line import flip_a_bit
+from longer import longer
 from moments import killed_in_a_save, there_from_the_first
 from ranks import free_port
 from trainer_job import Losses, committed, trainer
@@ -88,6 +89,7 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()[name], value)
 
 
+@longer
 def test_two_ranks_save_together_and_one_resumes(tmp_path: Path) -> None:
     output = tmp_path / "two"
     whole = [losses_of(one) for one in job(tmp_path / "whole", "fresh", world=2)]

@@ -18,12 +18,13 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]
 
 import stepwell.integrations.transformers as ours
 import trl_job
+from longer import some
 from moments import killed_in_a_save
 from trainer_job import Losses, committed
 from trl_job import trainer
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", some(["sft", "dpo"]))
 def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path, kind: str) -> None:
     plain, whole, rest = Losses(), Losses(), Losses()
     trainer(kind, tmp_path / "plain", plain).train()
