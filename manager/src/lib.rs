@@ -18,6 +18,7 @@
 //! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: the steps to save, the steps to keep, all names |
 //! | [`commit`] | the commit machine and every rename |
 //! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`traces`] [`root`] | the consistency of a root |
+//! | [`ledger`] | commits in an object store |
 //! | [`coordination`] | the agreement of ranks |
 #![forbid(unsafe_code)]
 
@@ -38,6 +39,7 @@ mod foreign_reading;
 mod guard;
 pub mod guest;
 pub mod lease;
+pub mod ledger;
 pub mod manager;
 pub mod metrics;
 mod ocdbt;

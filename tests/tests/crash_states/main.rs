@@ -39,13 +39,13 @@ fn wider() -> usize {
 }
 
 fn crash(profile: Profile) -> Crash {
-    let (cap, nested_cap) = (1000 * wider(), 60 * wider() as u64);
+    let (cap, nested_cap) = (700 * wider(), 60 * wider() as u64);
     Crash { unread: Some(is_leftover), cap, nested_cap, ..Crash::default().profile(profile) }
 }
 
 /// For sweeps, which explore a hundred histories that differ in one operation.
 fn quick() -> Crash {
-    Crash { cap: 100 * wider(), ..crash(Profile::PosixMinimal) }
+    Crash { cap: 50 * wider(), ..crash(Profile::PosixMinimal) }
 }
 
 fn keeping(retention: Retention) -> Options {

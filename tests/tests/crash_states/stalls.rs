@@ -99,12 +99,12 @@ fn prepared(image: &Image, slots: usize, patience: Duration) -> Arc<Run> {
 }
 
 /// These steps are saved under retention, each operation of the engine hanging in turn (without
-/// `STEPWELL_LONG` every third one).
+/// `STEPWELL_LONG` every seventh one).
 fn survives_hangs(when: Moment, after: After, slots: usize, steps: &'static [u64]) {
     let image = Run::with_steps([1, 2]).unwrap().disk.image();
     let mut explorer = Explorer::new(quick());
     let mut checker = Checker::new(options());
-    let stride = if wider() > 1 { 1 } else { 3 };
+    let stride = if wider() > 1 { 1 } else { 7 };
     let (mut number, mut hung, mut takeovers) = (0, 0, 0);
     let mut patience = Duration::from_millis(50);
     loop {
