@@ -91,10 +91,8 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_failed_save_ends_the_training(tmp_path: Path) -> None:
-    one, losses = model(), Losses()
     with files_no_longer_than(1 << 10), pytest.raises(sw.SaveFailed):
-        fit(one, StepwellCheckpoint(tmp_path / "run"), losses, epochs=9)
-    assert max(losses.found) <= 1
+        fit(model(), StepwellCheckpoint(tmp_path / "run"), epochs=9)
     assert not list((tmp_path / "run").glob("step_*"))
 
 
