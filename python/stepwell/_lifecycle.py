@@ -97,6 +97,9 @@ class _Notifier:
         """Starts the thread, once, and returns its queue."""
         with self._lock:
             if self._thread is None or self._events is None:
+                # Not first by the thread: a fork during that import prints an error.
+                import logging  # noqa: F401
+
                 from . import _core
 
                 self._events = events = _core.Events()
