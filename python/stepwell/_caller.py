@@ -1,4 +1,4 @@
-"""Where a warning of this package points to: the user's line that led to it."""
+"""Finds the line of the user that a warning points to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a directory holds while a training runs in it, and after one is killed there."""
+"""Looks into a directory while a training runs there, and after one is killed."""
 
 from __future__ import annotations
 

@@ -113,6 +113,33 @@ def test_another_number_of_ranks_loads(tmp_path: Path, world: int) -> None:
     run_forked(tmp_path, MODULES, LOAD, world, root, free_port())
 
 
+UNSEEN = (
+    PREAMBLE
+    + """
+from concurrent.futures import wait
+from types import SimpleNamespace
+import stepwell as sw
+
+def fail(path, text):
+    raise OSError(28, "No space left on device", path)
+
+state = {"w": torch.arange(4.0)}
+if RANK == 0:  # after the commit, so the other rank does not hear of it
+    dcp._core = SimpleNamespace(write_record=fail)
+wait([dcp.async_save(state, checkpoint_id=f"{ROOT}/first")], timeout=60)
+try:
+    dcp.save(state, checkpoint_id=f"{ROOT}/second")
+except (OSError, sw.StepwellError) as error:
+    print(type(error).__name__)
+"""
+)
+
+
+def test_an_unseen_failure_of_a_rank_fails_the_next_save(tmp_path: Path) -> None:
+    found = run_forked(tmp_path, MODULES, UNSEEN, 2, tmp_path, free_port())
+    assert [one.split()[-1] for one in found] == ["OSError", "RankFailed"]
+
+
 TRAINER = (
     PREAMBLE
     + """

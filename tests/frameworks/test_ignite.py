@@ -40,9 +40,11 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
     plain = train(DiskSaver(str(tmp_path / "plain"), require_empty=False))
     assert train(StepwellSaver(tmp_path / "whole")) == plain
     assert os.listdir(tmp_path / "whole") == os.listdir(tmp_path / "plain")
-    place = killed_in_a_save(
-        tmp_path, lambda at: job(at, killed=3), lambda at: (at / "checkpoint_24.pt").exists()
-    )
+
+    def kill(place: Path) -> None:
+        assert job(place, killed=3).returncode == -9
+
+    place = killed_in_a_save(tmp_path, kill, lambda at: (at / "checkpoint_24.pt").exists())
     done = job(place, killed=-1)
     assert done.returncode == 0, done.stderr
     rest = {int(step): loss for step, loss in json.loads(done.stdout.splitlines()[-1]).items()}

@@ -41,11 +41,14 @@ def job(library: str, directory: Path, killed: int) -> subprocess.CompletedProce
 @pytest.mark.parametrize("first", ["stepwell", "orbax"])
 def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path, first: str) -> None:
     whole = orbax_job.train(real, tmp_path / "whole")
-    place = killed_in_a_save(
-        tmp_path,
-        lambda at: job(first, at, killed=6),
-        lambda at: (at / "6").exists() or (at / "stepwell" / "step_00000006").exists(),
-    )
+
+    def kill(place: Path) -> None:
+        assert job(first, place, killed=6).returncode == -9
+
+    def is_committed(place: Path) -> bool:
+        return (place / "6").exists() or (place / "stepwell" / "step_00000006").exists()
+
+    place = killed_in_a_save(tmp_path, kill, is_committed)
     done = job("stepwell", place, killed=-1)
     assert done.returncode == 0, done.stderr
     rest = {int(step): loss for step, loss in json.loads(done.stdout.splitlines()[-1]).items()}

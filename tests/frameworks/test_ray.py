@@ -13,12 +13,13 @@ import stepwell as sw
 
 pytest.importorskip("ray")
 
-sys.path.append(str(Path(__file__).parent))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "python")]
 
 import ray_job
+from longer import longer
 
 
-@pytest.mark.skipif(not os.environ.get("STEPWELL_LONG"), reason="STEPWELL_LONG=1 runs it")
+@longer
 def test_workers_resume_after_one_is_killed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, ray_job.__file__, str(tmp_path)],

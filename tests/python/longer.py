@@ -1,5 +1,5 @@
-"""What ``make test`` leaves out for time, because other tests try most of it. ``STEPWELL_LONG=1``
-runs it."""
+"""Marks tests that ``make test`` leaves out for time, because others try most of it.
+``STEPWELL_LONG=1`` runs them."""
 
 from __future__ import annotations
 

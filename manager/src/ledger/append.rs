@@ -33,7 +33,7 @@ pub enum PutOutcome {
 pub enum StoreAnswer {
     /// To [`Request::Highest`]. `None`: the ledger is empty.
     Highest(Option<u64>),
-    /// To [`Request::Get`]. `None`: there is none.
+    /// To [`Request::Get`]. `None`: no entry has this number.
     Entry(Option<Arc<Entry>>),
     /// To [`Request::Create`].
     Put(PutOutcome),
@@ -58,7 +58,7 @@ pub enum AppendVerdict {
     Uncertain(Option<u64>),
 }
 
-/// What to do next.
+/// The next thing to do.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Next {
     /// Ask the store.
@@ -78,7 +78,7 @@ enum Patience {
     Over,
 }
 
-/// Where the machine is. [`Sent`]: an entry was sent, and may be stored.
+/// The place of the machine. [`Sent`]: an entry was sent, and may be stored.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Phase {
     /// Looks for the highest entry.
@@ -179,13 +179,13 @@ impl Append {
             (Phase::Meeting(sent), StoreAnswer::Entry(None)) => self.ask(Phase::Missing(sent)),
             (Phase::Meeting(mut sent), StoreAnswer::Entry(Some(found))) => {
                 if found.nonce == sent.entry.nonce {
-                    // Whatever was sent later has no effect.
+                    // A void entry that was sent later has no effect.
                     sent.void = None;
                     self.ask(Phase::Checking(sent))
                 } else if sent.void.as_ref().is_some_and(|void| void.nonce == found.nonce) {
                     self.ask(Phase::Checking(sent))
                 } else {
-                    // The number is another's. What was sent can land no more, or has no effect.
+                    // Another entry has the number. Ours can land no more, or has no effect.
                     self.ask(Phase::Looking)
                 }
             }

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::sealed_text;
+use stepwell_core::io::is_component;
 use stepwell_core::limits::{MAX_LEDGER_ENTRY_BYTES, MAX_NAME_BYTES};
 
 /// Tells an entry from all others. 128 random bits and a counter, in hexadecimal digits.
@@ -11,7 +12,7 @@ pub type Nonce = String;
 /// The prefix in the store that has the files of one save. It is never written again.
 pub type AttemptId = String;
 
-/// What a name of the root stands for.
+/// The manifest that a name of the root stands for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Named {
     /// The save that wrote it.
@@ -80,14 +81,11 @@ fn within(bytes: u64) -> Result<(), String> {
     Ok(())
 }
 
-/// True for one component of a path.
 fn is_plain(name: &str) -> bool {
-    !matches!(name, "" | "." | "..")
-        && name.len() as u64 <= MAX_NAME_BYTES
-        && !name.contains(['/', '\\', '\0'])
+    is_component(name) && !name.contains('\\') && name.len() as u64 <= MAX_NAME_BYTES
 }
 
-/// What an entry changes.
+/// A change of the root, as one entry.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Change {
     /// The root belongs to this session from now on.
@@ -106,7 +104,7 @@ pub enum Change {
     GiveUp(AttemptId),
 }
 
-/// What a change does to an entry.
+/// The effect of a change on an entry.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Effect {
     /// The entry has it.

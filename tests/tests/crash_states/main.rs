@@ -33,19 +33,19 @@ fn is_leftover(name: &str) -> bool {
     name.starts_with(".tmp-") || name.starts_with(".trash-")
 }
 
-/// Bounds are ten times as wide with `STEPWELL_LONG`.
-fn wider() -> usize {
-    if std::env::var_os("STEPWELL_LONG").is_some() { 10 } else { 1 }
+/// Returns the first bound, or the second one with `STEPWELL_LONG`.
+fn bound(short: usize, long: usize) -> usize {
+    if std::env::var_os("STEPWELL_LONG").is_some() { long } else { short }
 }
 
 fn crash(profile: Profile) -> Crash {
-    let (cap, nested_cap) = (700 * wider(), 60 * wider() as u64);
+    let (cap, nested_cap) = (bound(700, 10_000), bound(60, 600) as u64);
     Crash { unread: Some(is_leftover), cap, nested_cap, ..Crash::default().profile(profile) }
 }
 
 /// For sweeps, which explore a hundred histories that differ in one operation.
 fn quick() -> Crash {
-    Crash { cap: 50 * wider(), ..crash(Profile::PosixMinimal) }
+    Crash { cap: bound(50, 1000), ..crash(Profile::PosixMinimal) }
 }
 
 fn keeping(retention: Retention) -> Options {

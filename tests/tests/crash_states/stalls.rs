@@ -17,7 +17,7 @@ use stepwell_tests::steps::run::{Run, close, options};
 use stepwell_tests::steps::{ROOT, world};
 
 use super::kills::trust;
-use super::{quick, wider};
+use super::{bound, quick};
 
 /// The most time of a call beyond its deadlines on a busy machine. A slower call hangs.
 const FOR_EVER: Duration = Duration::from_secs(120);
@@ -104,7 +104,7 @@ fn survives_hangs(when: Moment, after: After, slots: usize, steps: &'static [u64
     let image = Run::with_steps([1, 2]).unwrap().disk.image();
     let mut explorer = Explorer::new(quick());
     let mut checker = Checker::new(options());
-    let stride = if wider() > 1 { 1 } else { 7 };
+    let stride = bound(7, 1) as u64;
     let (mut number, mut hung, mut takeovers) = (0, 0, 0);
     let mut patience = Duration::from_millis(50);
     loop {
