@@ -38,7 +38,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"Best|(coordinators\.)?Coordinator|DeviceMesh|Events|Files|Globs|MapLike|OnEvent|Optimizer"
-        r"|Path|ProcessGroup|Progress|Target|Unsupported|_[A-Z]\w*",
+        r"|Location|Path|ProcessGroup|Progress|Survives|Target|Unsupported|_[A-Z]\w*",
     ),
     ("py:.*", r"stepwell\.(\w+\.)*(_\w*|[A-Z])"),
     ("py:.*", r"stepwell\._types\.Array|stepwell\.coordinators\.Board"),

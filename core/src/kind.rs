@@ -63,6 +63,8 @@ kinds! {
     Timeout = "timeout",
     /// Another process holds the root or the step.
     Locked = "locked",
+    /// A tier will not get a step.
+    NotCarried = "not_carried",
     /// The file system has no locks.
     NoLocks = "no_locks",
     /// An object's own loading function failed. Only the front end raises it.

@@ -43,6 +43,7 @@ pub mod load;
 pub mod provider;
 pub mod read_plan;
 pub mod region;
+pub mod remote;
 pub mod save;
 pub mod staging;
 pub mod sync;

@@ -29,7 +29,7 @@ pub const MAX_METADATA_BYTES: u64 = 4 << 20;
 /// Bytes of one trace: the digests of one rank's leaves at one step.
 pub const MAX_TRACE_BYTES: u64 = 256 << 20;
 /// Bytes of an entry of the ledger of a root in an object store.
-pub const MAX_LEDGER_ENTRY_BYTES: u64 = 1 << 20;
+pub const MAX_LEDGER_ENTRY_BYTES: u64 = 16 << 20;
 /// Entries of a manifest's file list.
 pub const MAX_FILES: u64 = 4_000_000;
 /// Bytes of a data file.

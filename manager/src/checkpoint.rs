@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::format::manifest::Manifest;
-use stepwell_core::io::Dir;
-use stepwell_core::load::{self, FileSet, LoadOptions, VerifyProgress, VerifyReport};
+use stepwell_core::io::{Dir, File};
+use stepwell_core::load::{self, FileSet, LoadOptions, StoredFile, VerifyProgress, VerifyReport};
 
-use crate::directory_layout::{self, MANIFEST};
-use crate::discovery::damage_by;
+use crate::control::is_single;
+use crate::directory_layout::{self, MANIFEST, SINGLE};
+use crate::discovery::damage;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::lease::{self, Lease};
@@ -41,6 +42,13 @@ impl Checkpoint {
     /// Opens a checkpoint by the path of its directory.
     pub fn open(path: &Path, environment: &Environment) -> Result<Self> {
         let gone = || Error::StepNotFound { step: None, root: path.to_owned(), latest: None };
+        let load_options = Options::default().load_options(&*environment.disk, false);
+        if environment.disk.keeps_ledgers()
+            && let Ok(root) = environment.disk.open_dir(path)
+            && is_single(&*root)?
+        {
+            return Self::lease(&root, SINGLE, environment, LEASE_TIMEOUT, load_options)?.ok_or_else(gone);
+        }
         let name = path.file_name().and_then(|name| name.to_str());
         let (parent, name) = match (path.parent(), name) {
             (Some(parent), Some(name)) if parent.as_os_str().is_empty() => (Path::new("."), name),
@@ -58,7 +66,6 @@ impl Checkpoint {
             Err(error) if error.is_not_found() => return Err(gone()),
             Err(error) => return Err(error.into()),
         };
-        let load_options = Options::default().load_options(false);
         Self::lease(&parent, name, environment, LEASE_TIMEOUT, load_options)?.ok_or_else(gone)
     }
 
@@ -92,7 +99,7 @@ impl Checkpoint {
 
     /// Opens a checkpoint that still has a temporary name, below `parent`.
     pub(crate) fn open_in(parent: &Arc<dyn Dir>, name: &str, environment: &Environment) -> Result<Self> {
-        let load_options = Options::default().load_options(false);
+        let load_options = Options::default().load_options(&*environment.disk, false);
         Self::lease(parent, name, environment, LEASE_TIMEOUT, load_options)?
             .ok_or_else(|| Error::StepNotFound { step: None, root: parent.path().join(name), latest: None })
     }
@@ -116,7 +123,18 @@ impl Checkpoint {
     /// A foreign copy in progress may have its manifest before the rest.
     pub fn damage(&self) -> Result<Option<String>> {
         self.check_process()?;
-        Ok(damage_by(&self.manifest, |path| self.dir().stat(path))?)
+        Ok(damage(self.dir(), "", &self.manifest)?)
+    }
+
+    /// Checks the index, and the header and footer of every file.
+    pub(crate) fn check_records(&self) -> Result<()> {
+        self.index()?;
+        Ok(self.files().check_records()?)
+    }
+
+    /// Opens a file of the manifest. Its blocks are checked while it is read.
+    pub(crate) fn stored_file(&self, path: &str) -> Result<Arc<dyn File>> {
+        Ok(StoredFile::of(self.files(), path)?)
     }
 
     /// Reads and checks every byte, and reports all damage. `progress` may return false to stop it.

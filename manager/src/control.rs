@@ -6,11 +6,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::Others;
-use stepwell_core::io::{Dir, Lock, LockKind};
+use stepwell_core::io::{Dir, Lock, LockKind, Owner};
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
-use crate::commit::aside::replace_file;
-use crate::directory_layout::{CONTROL, EPOCH, LOCK, MANIFEST, METRICS, ROOT_JSON, control};
+use crate::directory_layout::{CONTROL, EPOCH, LOCK, MANIFEST, METRICS, ROOT_JSON, SINGLE, control};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::step_name::StepName;
@@ -75,10 +74,15 @@ pub fn path_kind(environment: &Environment, path: &Path) -> Result<PathKind> {
         Err(error) if error.is_not_found() || error.is_no_directory() => return Ok(PathKind::Absent),
         Err(error) => return Err(error.into()),
     };
-    if directory.stat(MANIFEST)?.is_some() {
+    if is_single(&*directory)? || directory.stat(MANIFEST)?.is_some() {
         return Ok(PathKind::Checkpoint);
     }
     Ok(if directory.stat(CONTROL)?.is_some() { PathKind::Root } else { PathKind::Directory })
+}
+
+/// True for the root in an object store that holds a single checkpoint.
+pub(crate) fn is_single(directory: &dyn Dir) -> stepwell_core::Result<bool> {
+    Ok(directory.fence().is_some() && directory.stat(SINGLE)?.is_some())
 }
 
 /// Reads `root.json`. `None` if it does not exist, as in a root that was copied step by step.
@@ -164,7 +168,10 @@ pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
                 let owner = read_epoch(root).ok().flatten().map(|epoch| epoch.owner);
                 return Err(Error::Locked { root: root.path().to_owned(), owner });
             }
-            Err(error) if error.is_without_locks() && take_over => return Ok(None),
+            // A fence is exact, so that no user has to allow what it does.
+            Err(error) if error.is_without_locks() && (take_over || root.fence().is_some()) => {
+                return Ok(None);
+            }
             Err(error) if error.is_without_locks() => {
                 let root = root.path().to_owned();
                 return Err(Error::NoLocks { root, answer: error.to_string() });
@@ -174,8 +181,12 @@ pub fn lock(root: &dyn Dir, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
     }
 }
 
-/// Reads the current writer from the epoch file.
+/// Reads the current writer from the epoch file, or asks the fence.
 pub fn read_epoch(root: &dyn Dir) -> stepwell_core::Result<Option<Epoch>> {
+    if let Some(fence) = root.fence() {
+        let epoch = |Owner { epoch, session, owner }| Epoch { epoch, session, owner };
+        return Ok(fence.owner()?.map(epoch));
+    }
     match root.read_file(&control(EPOCH), MAX_EPOCH_BYTES) {
         // The file is replaced whole, so it is never torn. An invalid, edited one is ignored.
         Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
@@ -191,11 +202,13 @@ pub fn other_writer(root: &dyn Dir, session: &str) -> stepwell_core::Result<Opti
 }
 
 /// Becomes the current writer. Older writers see it before their next rename.
-pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<Epoch> {
+pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<()> {
+    if let Some(fence) = root.fence() {
+        return Ok(fence.take(session)?);
+    }
     let last = read_epoch(root)?.map_or(0, |epoch| epoch.epoch);
     let epoch = Epoch { epoch: last.saturating_add(1), session: session.to_owned(), owner: owner() };
-    write_json(root, EPOCH, &epoch)?;
-    Ok(epoch)
+    write_json(root, EPOCH, &epoch)
 }
 
 /// Describes this process, for messages.
@@ -203,11 +216,11 @@ pub(crate) fn owner() -> String {
     format!("process {} on {}", std::process::id(), stepwell_core::sys::host_name())
 }
 
-fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {
+pub(crate) fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {
     let mut bytes = serde_json::to_vec_pretty(value).map_err(|error| crate::error::unencodable(&error))?;
     bytes.push(b'\n');
     let control = root.open_dir(CONTROL)?;
-    replace_file(&*control, name, &format!(".{name}.new"), &bytes)?;
+    control.replace_file(name, &format!(".{name}.new"), &bytes)?;
     Ok(())
 }
 

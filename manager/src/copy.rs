@@ -24,6 +24,16 @@ use crate::{retention, singular};
 /// copy.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
+/// The check of a copy before it gets its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CopyCheck {
+    /// Every byte of the copy is read again.
+    Whole,
+    /// Every block is checked while it is read from the source. The headers, footers and indexes of
+    /// the copy are read. For a slow target, whose own checks cover the bytes on their way.
+    WhileReading,
+}
+
 /// The part of a checkpoint that a copy takes over. The default is all of it.
 #[derive(Clone, Debug, Default)]
 pub struct CopySelection {
@@ -69,58 +79,94 @@ pub fn to_path(
     environment: &Environment,
     progress: Progress<'_>,
 ) -> Result<()> {
-    let (parent, name) = singular::split(path)?;
-    let parent = environment.disk.create_dir_all(parent)?;
+    let session = environment.hex_id();
+    let (parent, name) = singular::own_destination(path, &session, environment)?;
     let label = directory_layout::label_of_path(&name);
-    into(source, part, &parent, &name, &label, environment, progress)
+    let place = CopyPlace { parent, name, label, trash: None };
+    into(source, part, CopyCheck::Whole, &place, environment, progress)
 }
 
-/// Copies an open checkpoint, or a part of it, to a free name of a directory.
+/// The place of a copy.
+pub(crate) struct CopyPlace {
+    /// The directory around it.
+    pub(crate) parent: Arc<dyn Dir>,
+    /// Its name there.
+    pub(crate) name: String,
+    /// A part of the name of its temporary.
+    pub(crate) label: String,
+    /// If it replaces a checkpoint: the trash name that this one gets.
+    pub(crate) trash: Option<String>,
+}
+
+/// Copies an open checkpoint, or a part of it.
 pub(crate) fn into(
     source: &Checkpoint,
     part: &CopySelection,
-    parent: &Arc<dyn Dir>,
-    name: &str,
-    label: &str,
+    check: CopyCheck,
+    place: &CopyPlace,
     environment: &Environment,
     progress: Progress<'_>,
 ) -> Result<()> {
+    into_checked(source, part, check, place, environment, progress, &|| Ok(()))
+}
+
+/// [`into`], with a last check before the copy gets its name.
+pub(crate) fn into_checked(
+    source: &Checkpoint,
+    part: &CopySelection,
+    check: CopyCheck,
+    place: &CopyPlace,
+    environment: &Environment,
+    progress: Progress<'_>,
+    last: &dyn Fn() -> Result<()>,
+) -> Result<()> {
     let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
-    publish(parent, name, label, environment, |dir, temporary| {
-        write(source, &manifest, dir, progress)?;
-        verify(parent, temporary, environment, source, progress)
+    let parent = &place.parent;
+    publish(place, environment, |dir, temporary| {
+        write(source, &manifest, check, dir, progress)?;
+        match check {
+            CopyCheck::Whole => verify(parent, temporary, environment, source, progress),
+            CopyCheck::WhileReading => Checkpoint::open_in(parent, temporary, environment)?.check_records(),
+        }?;
+        last()
     })
 }
 
-/// Writes a checkpoint into a temporary of a directory, and gives it a free name. `write` gets the
+/// Writes a checkpoint into a temporary of a directory, and gives it its name. `write` gets the
 /// temporary and its name, and makes all files of it durable.
 pub(crate) fn publish(
-    parent: &Arc<dyn Dir>,
-    name: &str,
-    label: &str,
+    place: &CopyPlace,
     environment: &Environment,
     write: impl FnOnce(&Arc<dyn Dir>, &str) -> Result<()>,
 ) -> Result<()> {
+    let CopyPlace { parent, name, label, trash } = place;
     let taken = || Error::PathExists { path: parent.path().join(name) };
-    if parent.stat(name)?.is_some() {
+    if trash.is_none() && parent.stat(name)?.is_some() {
         return Err(taken());
     }
     let temporary = directory_layout::temporary(label, &environment.hex_id(), 0);
     // Its held lease shows that its writer is alive, and becomes the lease of the checkpoint.
     let OwnedTemporary { dir, lease } = own_temporary(&**parent, &temporary, false)?;
-    let written =
-        write(&dir, &temporary).and_then(|()| match aside::publish_copy(&**parent, &temporary, name) {
+    let written = write(&dir, &temporary);
+    let is_written = written.is_ok();
+    let published = written.and_then(|()| match trash {
+        Some(trash) => Ok(aside::replace_by_copy(&**parent, &temporary, name, trash)?),
+        None => match aside::publish_copy(&**parent, &temporary, name) {
             Err(error) if error.already_exists() => Err(taken()),
             published => Ok(published?),
-        });
+        },
+    });
     drop(lease);
-    if written.is_err()
+    // A whole copy may have its name, although the answer was an error. The next writer finds out.
+    let is_ours = !is_written || matches!(published, Err(Error::PathExists { .. }));
+    if published.is_err()
+        && is_ours
         && let Err(error) = delete_tree(&**parent, &temporary)
         && !error.is_not_found()
     {
         tracing::warn!(%error, "a failed write left its temporary; the next save to this path removes it");
     }
-    written
+    published
 }
 
 /// Returns the bytes of a copy.
@@ -129,19 +175,27 @@ fn total(manifest: &Manifest) -> u64 {
 }
 
 /// Writes all files durably, the manifest last.
-fn write(source: &Checkpoint, manifest: &Manifest, dir: &Arc<dyn Dir>, progress: Progress<'_>) -> Result<()> {
-    let indexes = manifest.items.iter().map(|item| item.index.path.as_str());
-    let files = stored_files(&manifest.files).into_iter().map(|(path, _)| path);
-    let whole = total(manifest).saturating_mul(2);
+fn write(
+    source: &Checkpoint,
+    manifest: &Manifest,
+    check: CopyCheck,
+    dir: &Arc<dyn Dir>,
+    progress: Progress<'_>,
+) -> Result<()> {
+    let indexes = manifest.items.iter().map(|item| (item.index.path.as_str(), false));
+    let files =
+        stored_files(&manifest.files).into_iter().map(|(path, _)| (path, check == CopyCheck::WhileReading));
+    let passes = if check == CopyCheck::Whole { 2 } else { 1 };
+    let whole = total(manifest).saturating_mul(passes);
     let mut directories = BTreeSet::new();
     let mut done = 0_u64;
-    for path in indexes.chain(files) {
+    for (path, checked) in indexes.chain(files) {
         if let Some((above, _)) = path.rsplit_once('/')
             && directories.insert(above.to_owned())
         {
             dir.create_dir(above)?;
         }
-        let from = source.dir().open_file(path)?;
+        let from = if checked { source.stored_file(path)? } else { source.dir().open_file(path)? };
         dir.copy_file(path, &*from, &mut |bytes| {
             done = done.saturating_add(bytes);
             progress(done.min(whole), whole)

@@ -6,6 +6,8 @@ use crate::directory_layout::{EXPORT_RECORD, LEASE};
 
 /// The deepest nesting. Steps are less deep, and a deeper foreign tree is not deleted.
 const MAX_DEPTH: usize = 64;
+/// The objects that one request deletes.
+const DELETED_AT_ONCE: usize = 1000;
 
 /// Deletes a directory with its content. A missing one is ENOENT.
 pub fn delete_tree(parent: &dyn Dir, name: &str) -> stepwell_core::Result<()> {
@@ -35,6 +37,9 @@ fn delete_at(
             limit: MAX_DEPTH as u64,
         });
     }
+    if let Some(lengths) = parent.lengths(name)? {
+        return delete_objects(parent, name, &lengths.into_keys().collect::<Vec<_>>(), go_on);
+    }
     let dir = parent.open_dir(name)?;
     let mut entries = dir.entries()?;
     // The lock file goes last, so that the lock means something until the end. So does the record
@@ -57,6 +62,24 @@ fn delete_at(
             }
             ignore_missing(dir.remove_file(&entry.name))?;
         }
+    }
+    ignore_missing(parent.remove_dir(name))?;
+    Ok(true)
+}
+
+/// Deletes the files below a directory of a store, and then its name.
+fn delete_objects(
+    parent: &dyn Dir,
+    name: &str,
+    files: &[String],
+    go_on: &mut dyn FnMut() -> bool,
+) -> stepwell_core::Result<bool> {
+    for batch in files.chunks(DELETED_AT_ONCE) {
+        if !go_on() {
+            return Ok(false);
+        }
+        let paths: Vec<String> = batch.iter().map(|file| format!("{name}/{file}")).collect();
+        parent.remove_files(&paths)?;
     }
     ignore_missing(parent.remove_dir(name))?;
     Ok(true)

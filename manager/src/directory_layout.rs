@@ -9,6 +9,8 @@
 pub const MANIFEST: &str = "manifest.json";
 /// The temporary name of a thinned step's new manifest.
 pub const MANIFEST_NEW: &str = ".manifest.json.new";
+/// The name of a single checkpoint in an object store, in the root that its URL stands for.
+pub const SINGLE: &str = "checkpoint";
 /// The file of a step on which readers hold a shared lock.
 pub const LEASE: &str = ".lease";
 /// The file of an export that names its root and step. Written in Python.
@@ -25,6 +27,10 @@ pub const LOCK: &str = "lock";
 pub const EPOCH: &str = "epoch";
 /// The prefix of the heartbeat file of a writer without locks. The session follows it.
 pub const HEARTBEAT_PREFIX: &str = "beat-";
+/// The record of a rewind of several tiers, while it is carried out.
+pub const REWIND: &str = "rewind.json";
+/// The sessions that a near tier knows.
+pub const SESSIONS: &str = "sessions.json";
 /// The directory of later metrics, keyed by attempt.
 pub const METRICS: &str = "metrics";
 /// The directory of traces, keyed by attempt. Made with the first trace.

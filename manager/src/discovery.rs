@@ -41,6 +41,8 @@ const MAX_PASSES: usize = 32;
 
 /// A pass uses one thread for so many manifests.
 const MANIFESTS_PER_THREAD: usize = 256;
+/// Requests to a store that wait for an answer at once.
+pub(crate) const REQUESTS_AT_ONCE: usize = 32;
 
 /// The maximum age of a listing that a writer extends by its change log. The persister refreshes an
 /// older one after a commit.
@@ -185,18 +187,23 @@ impl Discovery {
     /// Lists the root until the result is certain.
     fn list_until_stable(&self, root: &dyn Dir, names: &StepName, by_entries: bool) -> Result<Arc<Listing>> {
         let mut passes = 0;
+        // A reader gets all names of a store from one entry of its ledger.
+        let is_exact = self.changes.is_none() && root.fence().is_some();
+        let changed = || if is_exact { Ok(0) } else { root.changed() };
         loop {
             passes += 1;
             let begun = self.changes.as_ref().map(|changes| changes.now());
-            let change_time = root.changed()?;
+            let change_time = changed()?;
             let Pass { listing, has_vanished, misses_step, has_new_step } =
                 self.pass(root, names, by_entries)?;
             // File systems have coarse timestamps, so an unchanged directory proves little about
             // the last milliseconds. A missing step proves more.
-            let is_unchanged = root.changed()? == change_time;
+            let is_unchanged = changed()? == change_time;
             let is_complete = !has_vanished && !misses_step;
             let is_repeated = passes > 1 && is_complete && !has_new_step;
-            let is_certain = if listing.steps.is_empty() {
+            let is_certain = if is_exact {
+                !has_vanished
+            } else if listing.steps.is_empty() {
                 is_repeated && is_unchanged
             } else {
                 is_repeated || (is_complete && is_unchanged)
@@ -259,7 +266,11 @@ impl Discovery {
             }
             (others, found < cache.known.len())
         };
-        let threads = cores().min(others.len() / MANIFESTS_PER_THREAD).max(1);
+        let threads = if root.fence().is_some() {
+            REQUESTS_AT_ONCE
+        } else {
+            cores().min(others.len() / MANIFESTS_PER_THREAD).max(1)
+        };
         let answers = each("stepwell-list", threads, &others, |&(entry, step)| {
             self.inspect(root, &entry.name, step, entry.kind)
         });
@@ -313,7 +324,14 @@ impl Discovery {
                 manifest.step
             ))),
             Ok(manifest) => Ok(NameInspection::Step(stat, Arc::new(manifest))),
-            Err(error) if error.is_gone() => Ok(NameInspection::Gone),
+            Err(error) if error.is_gone() => {
+                // A ledger may name a manifest that somebody has deleted: read it again.
+                let is_named = root.fence().is_some() && {
+                    root.changed()?;
+                    root.stat(&path)? == Some(stat)
+                };
+                Ok(if is_named { not_a_step(error.to_string()) } else { NameInspection::Gone })
+            }
             Err(error) if is_not_a_step(&error) => Ok(not_a_step(error.to_string())),
             Err(error) => Err(error.into()),
         }
@@ -441,22 +459,24 @@ pub fn read_manifest(parent: &dyn Dir, name: &str) -> stepwell_core::Result<Mani
 /// Returns the first file of a manifest that is missing or has another length. A disk error is not
 /// damage. A caller without the writer's lock must check [`is_current`] too: the step may have been
 /// retired or replaced since.
-pub fn damage(parent: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
-    damage_by(manifest, |path| parent.stat(&format!("{name}/{path}")))
-}
-
-/// [`damage`] with a function that finds the files.
-pub(crate) fn damage_by(
-    manifest: &Manifest,
-    stat: impl Fn(&str) -> stepwell_core::Result<Option<Stat>>,
-) -> stepwell_core::Result<Option<String>> {
+///
+/// An empty name is the directory itself.
+pub fn damage(dir: &dyn Dir, name: &str, manifest: &Manifest) -> stepwell_core::Result<Option<String>> {
+    let lengths = dir.lengths(name)?;
+    let stat = |path: &str| -> stepwell_core::Result<Option<(EntryKind, u64)>> {
+        Ok(match &lengths {
+            Some(lengths) => lengths.get(path).map(|&len| (EntryKind::File, len)),
+            None if name.is_empty() => dir.stat(path)?.map(|stat| (stat.kind, stat.len)),
+            None => dir.stat(&format!("{name}/{path}"))?.map(|stat| (stat.kind, stat.len)),
+        })
+    };
     let files = stored_files(&manifest.files).into_iter();
     let indexes = manifest.items.iter().map(|item| (item.index.path.as_str(), item.index.length));
     for (path, length) in files.chain(indexes) {
         match stat(path) {
-            Ok(Some(stat)) if stat.kind == EntryKind::File && stat.len == length => {}
-            Ok(Some(stat)) if stat.kind == EntryKind::File => {
-                return Ok(Some(format!("{path} has {} bytes, its manifest says {length}", stat.len)));
+            Ok(Some((EntryKind::File, len))) if len == length => {}
+            Ok(Some((EntryKind::File, len))) => {
+                return Ok(Some(format!("{path} has {len} bytes, its manifest says {length}")));
             }
             Ok(Some(_)) => return Ok(Some(format!("{path} is no regular file"))),
             Ok(None) => return Ok(Some(format!("{path} is missing"))),

@@ -154,6 +154,16 @@ pub enum Error {
         /// The holder, and the remedy.
         by: String,
     },
+    /// A tier will not get a step.
+    #[error("step {step} does not come to the tier `{tier}`: {why}")]
+    NotCarried {
+        /// The step.
+        step: u64,
+        /// The tier's name.
+        tier: String,
+        /// Why not.
+        why: String,
+    },
     /// The file system has no locks, and the caller did not ask to take the root over.
     #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one. Take the root over: this manager becomes the writer once no other one has sent a heartbeat for a while", root.display())]
     NoLocks {
@@ -348,6 +358,7 @@ impl Error {
             Self::Unreachable(_) => Kind::Unreachable,
             Self::Relayed(relayed) => return relayed.kind(),
             Self::Locked { .. } | Self::Held { .. } => Kind::Locked,
+            Self::NotCarried { .. } => Kind::NotCarried,
             Self::NoLocks { .. } => Kind::NoLocks,
             Self::DonatedBuffer { .. } => Kind::DonatedBuffer,
             Self::ForkedProcess(_) => Kind::ForkedProcess,

@@ -68,7 +68,8 @@ pub fn acquire(parent: &dyn Dir, name: &str, timeout: Duration) -> Result<Option
         match parent.stat(name)? {
             Some(stat) if stat.id == dir.id()? => {
                 // An invalid step has no lease either. Its opening reports the error.
-                if let Some(error) = refused
+                // In a store no step has a lease, which its documentation says.
+                if let Some(error) = refused.filter(|_| parent.fence().is_none())
                     && dir.stat(MANIFEST)?.is_some()
                 {
                     tracing::warn!(

@@ -15,7 +15,7 @@
 //! | [`Reader`], [`checkpoint`] | files opened for reading; one step, leased |
 //! | [`save`] | one save: its preparation, its run, its handle |
 //! | [`state`] [`options`] [`environment`] | the inputs |
-//! | [`save_policy`] [`retention`] [`step_name`] [`directory_layout`] | pure: the steps to save, the steps to keep, all names |
+//! | [`save_policy`] [`retention`] [`carry_queue`] [`step_name`] [`directory_layout`] | pure: the steps to save, to keep and to carry, all names |
 //! | [`commit`] | the commit machine and every rename |
 //! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`traces`] [`root`] | the consistency of a root |
 //! | [`ledger`] | commits in an object store |
@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod adopted_step;
+pub mod carry_queue;
 pub mod checkpoint;
 pub mod commit;
 mod control;
@@ -66,6 +67,7 @@ pub mod traces;
 pub mod writer_heartbeat;
 
 pub use adopted_step::AdoptedStep;
+pub use carry_queue::TierRule;
 pub use checkpoint::Checkpoint;
 pub use environment::{Clock, Environment, Rng};
 pub use error::{Advice, Error, Result};
@@ -74,7 +76,7 @@ pub use foreign::{
     read_foreign_ranges,
 };
 pub use foreign_reading::{ForeignFiles, ForeignReading};
-pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket};
+pub use manager::{Decision, Exists, Hold, Manager, Ready, SaveRequest, Ticket, TierPlace, TierReport};
 pub use ocdbt::ocdbt_entries;
 pub use options::{FilesPer, OnSaveError, Options, WritersPer};
 pub use reader::{ReadFailure, Reader};

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer};
 use stepwell_core::format::block;
+use stepwell_core::io::Disk;
 use stepwell_core::load::LoadOptions;
 use stepwell_core::staging::DEFAULT_SLOT_BYTES;
 use stepwell_core::sys::total_memory;
@@ -168,8 +169,8 @@ impl Options {
 
     /// Returns the options for reads. `shares`: other ranks read on this machine too. Then half of
     /// the buffers keep its disks as busy, and take half of the memory.
-    pub fn load_options(&self, shares: bool) -> LoadOptions {
-        let mut ours = LoadOptions::default();
+    pub fn load_options(&self, disk: &dyn Disk, shares: bool) -> LoadOptions {
+        let mut ours = if disk.is_remote() { LoadOptions::remote() } else { LoadOptions::default() };
         if shares {
             ours.budget_bytes /= 2;
         }

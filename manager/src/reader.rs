@@ -119,7 +119,7 @@ impl Reader {
         let known = |path: &Path| reading.known(path);
         let files = FileSet::foreign(Arc::clone(&dir), &index.files, memory, &known)?;
         reading.check_unchanged(&*environment.disk)?;
-        let load_options = Options::default().load_options(false);
+        let load_options = Options::default().load_options(&*environment.disk, false);
         let index = StoredIndex::in_memory(index);
         Ok(Self::new(dir, Origin::Foreign, index, files, environment, load_options))
     }
@@ -174,6 +174,11 @@ impl Reader {
             load_options,
             birth: Birth::now(),
         }
+    }
+
+    /// Its files.
+    pub(crate) fn files(&self) -> &Arc<FileSet> {
+        &self.files
     }
 
     /// Its open directory.
@@ -279,9 +284,9 @@ impl Reader {
                 copies.extend(read_plan::copies(&computations.index, &assembly.all_reads())?);
             }
         }
-        let of_tensors = load::plan(&self.files, &index, &copies);
+        let of_tensors = load::plan(&self.files, &index, &copies, self.load_options.limits);
         let of_objects = load::copies_of_objects(&self.files, self.outline(), objects)
-            .and_then(|copies| load::plan(&self.files, self.outline(), &copies));
+            .and_then(|copies| load::plan(&self.files, self.outline(), &copies, self.load_options.limits));
         let mut planned = of_tensors.map_err(|error| self.gone_or(error))?;
         planned.extend(of_objects.map_err(|error| self.gone_or(error))?);
         Ok(planned)

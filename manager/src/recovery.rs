@@ -45,7 +45,9 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
                 if owner != session && entry.kind == EntryKind::Dir =>
             {
                 let trash = directory_layout::trash(&label, environment.rng.next_u128());
-                let to = if directory_layout::is_step_label(&label) { &mut renames } else { &mut of_paths };
+                // A fence keeps out every other owner.
+                let is_dead = directory_layout::is_step_label(&label) || root.fence().is_some();
+                let to = if is_dead { &mut renames } else { &mut of_paths };
                 to.push((entry.name, trash));
             }
             _ => {}
@@ -110,10 +112,13 @@ pub(crate) fn retire_of_dead_owners(
 /// Finishes thinnings, and creates missing leases. A step that cannot be mended stays as it is,
 /// with a warning. Without locks, files that were thinned away within `grace` stay. This uses the
 /// clock of this process: a wrong one costs a reader its step, but no data.
+///
+/// A root in a store has no leases, and a manifest is replaced at once there.
 pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration) {
+    let is_store = root.fence().is_some();
     for found in listing.steps.values() {
         let mended = (|| -> stepwell_core::Result<()> {
-            if root.stat(&format!("{}/{LEASE}", found.name))?.is_none() {
+            if !is_store && root.stat(&format!("{}/{LEASE}", found.name))?.is_none() {
                 let step = root.open_dir(&found.name)?;
                 step.write_file(LEASE, &[])?;
                 step.sync()?;
@@ -121,7 +126,7 @@ pub fn mend(root: &dyn Dir, listing: &Listing, unix_ns: i64, grace: Duration) {
             // A crash may have stopped the first thinning of a step before its manifest had a
             // tombstone.
             let begun = || root.stat(&format!("{}/{MANIFEST_NEW}", found.name));
-            if !found.manifest.dropped.is_empty() || begun()?.is_some() {
+            if !found.manifest.dropped.is_empty() || (!is_store && begun()?.is_some()) {
                 finish_thinning(&root.open_dir(&found.name)?, found, unix_ns, grace)?;
             }
             Ok(())

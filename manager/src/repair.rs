@@ -96,7 +96,7 @@ pub fn repair(path: &Path, environment: &Environment, dry_run: bool) -> Result<V
             for (item, entry) in manifest.items.iter_mut().zip(entries) {
                 item.index = entry;
             }
-            aside::replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
+            step.replace_file(MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
         }
     }
     Ok(report)

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 use stepwell_core::io::change_log::{ChangeLog, RecordingDir};
-use stepwell_core::io::{Dir, Lock};
+use stepwell_core::io::{Dir, Disk, Lock};
 use stepwell_core::load::LoadOptions;
 
 pub use crate::control::{
@@ -21,6 +21,7 @@ pub use crate::control::{
 
 use crate::adopted_step;
 use crate::checkpoint::Checkpoint;
+use crate::control::is_single;
 use crate::directory_layout;
 use crate::discovery::{
     Discovery, Found, Listing, Quarantined, damage, is_current, is_not_a_step, read_manifest,
@@ -149,15 +150,23 @@ impl Root {
     /// Becomes the writer, and recovers the root from a crash.
     fn own(&mut self, options: &Options) -> Result<()> {
         let Self { dir: root, session, environment, .. } = self;
+        if is_single(&**root)? {
+            return Err(Error::Invalid(format!(
+                "{} is no root but a single checkpoint: pass another URL",
+                self.path.display()
+            )));
+        }
         make_control(&**root)?;
         let lock = lock(&**root, options.take_over)?;
         let is_locked = lock.is_some();
         let rights = self.rights.get_mut().unwrap_or_else(PoisonError::into_inner);
         rights.lock = lock;
         if !is_locked {
+            let place =
+                if root.fence().is_some() { "an object store" } else { "a file system without locks" };
             tracing::warn!(
-                root = %root.path().display(), grace_seconds = options.grace.as_secs_f64(),
-                "no locks on this file system: readers hold no leases. Files of a retired step are deleted after the grace period"
+                root = %root.path().display(), place, grace_seconds = options.grace.as_secs_f64(),
+                "no locks here: readers hold no leases. Files of a retired step are deleted after the grace period"
             );
             // Start the heartbeat before the check of others: two writers that start at once then
             // see each other.
@@ -232,6 +241,11 @@ impl Root {
         }
     }
 
+    /// Returns the disk that it is on.
+    pub(crate) fn disk(&self) -> &dyn Disk {
+        &*self.environment.disk
+    }
+
     /// True if a lock protects the writer's rights.
     pub(crate) fn is_locked(&self) -> bool {
         self.rights.lock().unwrap_or_else(PoisonError::into_inner).lock.is_some()
@@ -270,9 +284,9 @@ impl Root {
         }
     }
 
-    /// Returns the steps above this one that may not be durable, newest first.
-    pub(crate) fn uncertain_above(&self, step: u64) -> Vec<u64> {
-        self.findings().uncertain.range(step + 1..).rev().copied().collect()
+    /// Returns the steps from this one on that may not be durable, newest first.
+    pub(crate) fn uncertain_from(&self, first: u64) -> Vec<u64> {
+        self.findings().uncertain.range(first..).rev().copied().collect()
     }
 
     /// Syncs the root again for a step that may not be durable, as the next writer would. After a

@@ -12,7 +12,6 @@ use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::Dir;
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
-use crate::commit::aside::replace_file;
 use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{self, METRICS, OwnName, TRACES, control};
 use crate::discovery::{Listing, is_not_a_step, read_manifest};
@@ -26,7 +25,7 @@ const DIRS: [&str; 2] = [METRICS, TRACES];
 /// Writes a sidecar of a committed step into its directory.
 pub(crate) fn write(dir: &dyn Dir, attempt: &Attempt, bytes: &[u8], environment: &Environment) -> Result<()> {
     let name = format!("{}-{}-{}.json", attempt.session, attempt.counter, environment.hex_id());
-    replace_file(dir, &name, &format!(".{name}.new"), bytes)?;
+    dir.replace_file(&name, &format!(".{name}.new"), bytes)?;
     Ok(())
 }
 

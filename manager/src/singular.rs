@@ -18,8 +18,9 @@ use stepwell_core::staging::StagingPool;
 use stepwell_core::sys::spawn;
 
 use crate::commit::Existing;
+use crate::control::read_info;
 use crate::coordination::team::{RankHeartbeat, Team};
-use crate::directory_layout::{self, CONTROL, OwnName};
+use crate::directory_layout::{self, CONTROL, OwnName, SINGLE};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -73,7 +74,7 @@ impl PathTicket {
     /// checks, and all ranks get its answer.
     pub fn new(path: &Path, exists: Exists, options: &Options, environment: &Environment) -> Result<Self> {
         options.check()?;
-        let (parent, name) = split(path)?;
+        let (parent, name) = place(path, environment)?;
         let open = || {
             let disk = &environment.disk;
             if options.create { disk.create_dir_all(parent) } else { disk.open_dir(parent) }
@@ -87,10 +88,17 @@ impl PathTicket {
             let what = path.display().to_string();
             Team::meet(coordinator, &what, agreed, options.stall_timeout, || Ok(environment.hex_id()))?
         };
+        let mut owned = None;
         let existing = team
-            .ask("save", || existing(path, &*open()?, &name, exists))
+            .ask("save", || {
+                let parent = open()?;
+                let existing = existing(path, &*parent, &name, exists)?;
+                own(path, &*parent, team.session(), environment)?;
+                owned = Some(parent);
+                Ok(existing)
+            })
             .inspect_err(|_| leave(&team, options.stall_timeout))?;
-        let parent = open().inspect_err(|error| {
+        let parent = owned.map_or_else(open, Ok).inspect_err(|error| {
             if !team.is_alone() {
                 participation::abstain_from_exchange(&team, &error.to_string());
                 leave(&team, options.stall_timeout);
@@ -281,10 +289,15 @@ impl Ending {
         let Self { parent, team, environment, stall_timeout, heartbeat, path } = self;
         let deleter = Arc::new(deleter(&parent, &environment));
         // A panic outside of the save must not leave it without an outcome.
-        let found = guarded("the removal of leftovers", || {
-            if team.leads() { leftovers(&*parent, &job.plan.target, &environment) } else { Ok(Vec::new()) }
+        let found = guarded("the removal of leftovers", || -> Result<Vec<String>> {
+            match parent.fence() {
+                _ if !team.leads() => Ok(Vec::new()),
+                None => Ok(leftovers(&*parent, &job.plan.target, &environment)?),
+                // No other session can commit.
+                Some(_) => Ok(recovery::sweep(&*parent, team.session(), &environment)?.trash),
+            }
         });
-        match found.and_then(|trash| trash) {
+        match found.map_err(Error::from).and_then(|trash| trash) {
             Ok(trash) => deleter.enqueue(trash),
             Err(error) => {
                 tracing::warn!(%error, "removing leftovers of a killed save failed");
@@ -358,6 +371,44 @@ fn leftovers(parent: &dyn Dir, name: &str, environment: &Environment) -> stepwel
     }
     trash.extend(retired.into_iter().map(|(_, trash)| trash));
     Ok(trash)
+}
+
+/// Returns the directory for a checkpoint at a path, and its name there. In an object store, takes
+/// that directory for a session.
+pub(crate) fn own_destination(
+    path: &Path,
+    session: &str,
+    environment: &Environment,
+) -> Result<(Arc<dyn Dir>, String)> {
+    let (parent, name) = place(path, environment)?;
+    let parent = environment.disk.create_dir_all(parent)?;
+    own(path, &*parent, session, environment)?;
+    Ok((parent, name))
+}
+
+/// Returns the path of the directory that has a checkpoint, and its name there.
+fn place<'a>(path: &'a Path, environment: &Environment) -> Result<(&'a Path, String)> {
+    if environment.disk.keeps_ledgers() { Ok((path, SINGLE.to_owned())) } else { split(path) }
+}
+
+/// Takes the directory of a single checkpoint for a session, in an object store. Refuses a root of
+/// a run, and a path in one.
+fn own(path: &Path, parent: &dyn Dir, session: &str, environment: &Environment) -> Result<()> {
+    let Some(fence) = parent.fence() else { return Ok(()) };
+    let above = path.parent().and_then(|above| environment.disk.open_dir(above).ok());
+    if above.is_some_and(|above| above.fence().is_some()) {
+        return Err(Error::Invalid(format!(
+            "{} is in a root or a checkpoint. Pass another URL",
+            path.display()
+        )));
+    }
+    if read_info(parent)?.is_some() {
+        return Err(Error::Invalid(format!(
+            "{} is the root of a run. Save to it through a manager, or pass another URL",
+            path.display()
+        )));
+    }
+    Ok(fence.take(session)?)
 }
 
 pub(crate) fn split(path: &Path) -> Result<(&Path, String)> {

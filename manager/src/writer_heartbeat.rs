@@ -14,7 +14,6 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use stepwell_core::io::Dir;
 
-use crate::commit::aside::replace_file;
 use crate::control::owner;
 use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{CONTROL, HEARTBEAT_PREFIX};
@@ -87,7 +86,7 @@ pub fn wait_for_silence(root: &dyn Dir, session: &str, clock: &dyn Clock, silenc
     }
     let slowest = seen.values().flatten().map(|heartbeat| Duration::from_millis(heartbeat.every_ms)).max();
     let silence = silence.max(slowest.unwrap_or_default().saturating_mul(MISSED_HEARTBEATS));
-    tracing::info!(
+    tracing::warn!(
         root = %root.path().display(), seconds = silence.as_secs_f64(),
         "an earlier writer of this root did not close it: watching its heartbeat"
     );
@@ -145,6 +144,6 @@ fn write(root: &dyn Dir, session: &str, count: u64, every: Duration) -> Result<(
     let bytes = serde_json::to_vec(&heartbeat).map_err(|error| crate::error::unencodable(&error))?;
     let control = root.open_dir(CONTROL)?;
     let name = name(session);
-    replace_file(&*control, &name, &format!(".{name}.new"), &bytes)?;
+    control.replace_file(&name, &format!(".{name}.new"), &bytes)?;
     Ok(())
 }

@@ -28,6 +28,7 @@ use crate::errors::{closed, invalid, raise, raise_manager};
 use crate::foreign::{Reading, entered};
 use crate::hooks::hooks;
 use crate::ingest::{HeldBuffer, streams_of, target_of};
+use crate::location::{self, Location};
 use crate::options;
 use crate::values::to_python;
 use crate::wait;
@@ -274,7 +275,7 @@ impl Checkpoint {
         let reading = entered();
         let known = Arc::clone(&reading);
         let opened = wait::on_thread(py, move || {
-            let environment = options::environment(&directory, engine, Purpose::Read)?;
+            let environment = location::of_path(&directory, engine, Purpose::Read)?;
             Reader::foreign(&directory, index, memory, &known, &environment)
         })?
         .map_err(|error| raise_manager(py, &error))?;
@@ -548,14 +549,14 @@ impl Checkpoint {
     fn copy(
         &self,
         py: Python<'_>,
-        path: PathBuf,
+        path: Location,
         part: CopiedPart,
         progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let inner = self.get(py)?;
         telling(py, progress.as_ref(), move |seen| {
-            let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
-            copy::to_path(inner.step()?, &part_of(part), &path, &environment, seen)
+            let environment = path.environment(Engine::Auto, Purpose::Write)?;
+            copy::to_path(inner.step()?, &part_of(part), &path.path, &environment, seen)
         })
     }
 

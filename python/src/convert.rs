@@ -25,6 +25,7 @@ use crate::board::Agreeing;
 use crate::checkpoint::{Checkpoint, Opened, telling};
 use crate::errors::{invalid, raise_manager};
 use crate::hooks::dtype_named;
+use crate::location::{self, Location};
 use crate::manager::{Manager, call};
 use crate::options;
 use crate::wait;
@@ -271,7 +272,8 @@ impl Sharing {
         let ranks = ranks.map(Agreeing::ranks);
         let shared = call(py, move || {
             let options = Options { stall_timeout: Duration::from_secs(stall_seconds), ..Options::default() };
-            let environment = options::environment_of(&path, Engine::Auto, &options, ranks)?;
+            let environment =
+                options::environment_of(&Location::on_disk(path.clone()), Engine::Auto, &options, ranks)?;
             Shared::meet(&path, &environment, options.stall_timeout)
         })?;
         Ok(Self::new_from(shared))
@@ -334,7 +336,7 @@ fn kind_of(is_directory: bool) -> OutputKind {
 }
 
 fn environment_of(path: &Path) -> Result<Environment, Error> {
-    options::environment(path, Engine::Auto, Purpose::Write)
+    location::of_path(path, Engine::Auto, Purpose::Write)
 }
 
 /// Removes what an interrupted conversion of an owner to a path has left.

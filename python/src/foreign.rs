@@ -20,8 +20,8 @@ use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::{Archive, ForeignFiles, ForeignReading, StreamPlace};
 
 use crate::errors::{raise, raise_manager};
+use crate::location;
 use crate::manager::call;
-use crate::options;
 
 /// `(name, dtype, shape, offset in the file, bytes)`.
 type TensorRow = (String, String, Vec<u64>, u64, u64);
@@ -90,7 +90,7 @@ pub fn read<T: Send + 'static>(
 ) -> PyResult<T> {
     let reading = entered();
     call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Read)?;
+        let environment = location::of_path(&path, Engine::Auto, Purpose::Read)?;
         work(&path, &ForeignFiles::new(environment.disk, reading))
     })
 }

@@ -16,6 +16,7 @@
 //! | [`state`] [`snapshot`] | a flattened state; the request of a save |
 //! | [`trace`] | digests of a state; the traces of a root |
 //! | [`board`] | a coordinator that Python provides |
+//! | [`location`] [`credentials`] | paths and URLs; credentials that a function of the user gives |
 //! | [`events`] [`log`] [`wait`] | tasks of the notifier thread; the engine's log; waits that handle signals |
 #![expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over by value")]
 use pyo3::prelude::*;
@@ -25,12 +26,15 @@ mod arrays;
 mod board;
 mod checkpoint;
 mod convert;
+#[cfg(feature = "remote")]
+mod credentials;
 mod errors;
 mod events;
 mod flatten;
 mod foreign;
 mod hooks;
 mod ingest;
+mod location;
 mod log;
 mod manager;
 mod matching;
@@ -64,6 +68,9 @@ mod _core {
         Conversion, Sharing, StoredReads, StoredTensor, compare_tensors, discard_conversion,
         leftover_conversions, removal_of, remove_conversion, remove_output_file, write_record,
     };
+    #[cfg(feature = "remote")]
+    #[pymodule_export]
+    use crate::credentials::Credentials;
     #[pymodule_export]
     use crate::events::Events;
     #[pymodule_export]
@@ -72,7 +79,9 @@ mod _core {
         read_foreign_ranges, safetensors_header, safetensors_header_length, zip_archives,
     };
     #[pymodule_export]
-    use crate::manager::{Held, Manager, Ticket, saves_until_full};
+    use crate::manager::{
+        Held, Manager, Ticket, saves_until_full, tier_states, tiers_of, wait_carried, wait_until_carried,
+    };
     #[pymodule_export]
     use crate::matching::{first_globs, flat_pieces, match_state, renamed};
     #[pymodule_export]
@@ -84,7 +93,7 @@ mod _core {
     #[pymodule_export]
     use crate::singular::{
         PathTicket, add_metrics, cuda, engine_choice, file_system, forget_damaged, keep_staging_memory,
-        open_path, remove_guest, repair,
+        open_path, path_kind, probe_store, remove_guest, repair, stored_names, supported_calls,
     };
     #[pymodule_export]
     use crate::state::{State, covers, flatten, is_plain, shared_memory};

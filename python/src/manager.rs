@@ -2,10 +2,12 @@
 //! signal handlers run meanwhile.
 
 mod closing;
+mod opening;
 mod ticket;
+mod tiers;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,7 @@ use crate::convert::Sharing;
 use crate::errors::{build, raise, raise_manager};
 use crate::events::Events;
 use crate::ingest::streams_of;
+use crate::location::Location;
 use crate::options;
 use crate::save_handle::SaveHandle;
 use crate::snapshot::{OnDevices, Snapshot, request};
@@ -32,8 +35,10 @@ use crate::trace::{self, DigestRow, TraceRow};
 use crate::wait;
 
 use self::closing::Closing;
+use self::tiers::{TierArgument, WantedTier};
 
 pub use self::ticket::Ticket;
+pub use self::tiers::{tier_states, tiers_of, wait_carried, wait_until_carried};
 
 type Error = stepwell_manager::Error;
 
@@ -95,15 +100,27 @@ pub(crate) fn json(text: &str) -> PyResult<serde_json::Value> {
 #[pymethods]
 impl Manager {
     #[new]
-    #[pyo3(signature = (root, options, ranks = None))]
-    fn new(py: Python<'_>, root: PathBuf, options: &str, ranks: Option<Agreeing<'_>>) -> PyResult<Self> {
+    #[pyo3(signature = (root, options, ranks = None, tiers = None))]
+    fn new(
+        py: Python<'_>,
+        root: Location,
+        options: &str,
+        ranks: Option<Agreeing<'_>>,
+        tiers: Option<Vec<TierArgument>>,
+    ) -> PyResult<Self> {
+        let further = tiers.unwrap_or_default().into_iter();
+        let further = further.map(|tier| WantedTier::new(py, tier)).collect::<PyResult<Vec<_>>>()?;
         let (options, engine) = options::parse(py, options)?;
         let stall_timeout = options.stall_timeout;
         let ranks = ranks.map(Agreeing::ranks);
-        let inner = call(py, move || {
+        let path = root.path.clone();
+        let open = move || {
             let environment = options::environment_of(&root, engine, &options, ranks)?;
-            Engined::open(&root, options, environment)
-        })?;
+            let further = further.into_iter().map(WantedTier::place).collect::<Result<Vec<_>, _>>()?;
+            Engined::open_with_tiers(&root.path, options, environment, &further)
+        };
+        let inner =
+            opening::on_thread(py, &path, stall_timeout, open)?.map_err(|error| raise_manager(py, &error))?;
         Ok(Self {
             inner: Arc::new(inner),
             stall_timeout,
@@ -275,6 +292,15 @@ impl Manager {
 
     fn all_steps(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         self.query(py, Engined::all_steps)
+    }
+
+    /// Returns session and number of the save that a step is of. `None` if there is no such step.
+    fn attempt(&self, py: Python<'_>, step: u64) -> PyResult<Option<(String, u64)>> {
+        self.query(py, move |inner| match inner.manifest(Some(step)) {
+            Ok(manifest) => Ok(Some((manifest.attempt.session.clone(), manifest.attempt.counter))),
+            Err(Error::StepNotFound { .. }) => Ok(None),
+            Err(error) => Err(error),
+        })
     }
 
     fn next_step(&self, py: Python<'_>) -> PyResult<u64> {
@@ -506,7 +532,9 @@ impl Manager {
             if self.inner.ranks().1 > 1 { self.stall_timeout.saturating_mul(2) } else { self.stall_timeout };
         let mut timer = StallTimer::new(stall_timeout);
         let timed_out = || {
-            let waited_for = self.pending_saves().unwrap_or_else(|| "the close of the manager".to_owned());
+            let due = Some(self.inner.due_in_tiers()).filter(|due| !due.is_empty());
+            let waited_for =
+                self.pending_saves().or(due).unwrap_or_else(|| "the close of the manager".to_owned());
             Error::Timeout { waited_for, waited: begun.elapsed() }
         };
         let answer = wait::poll(py, limit, |interval| {
@@ -568,7 +596,8 @@ impl Manager {
     fn count_progress(&self) -> (usize, u64) {
         let mut saves = self.saves.lock().unwrap_or_else(PoisonError::into_inner);
         saves.retain(|save| !save.is_done());
-        (saves.len(), saves.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.progress_counter())))
+        let carried = self.inner.carry_progress();
+        (saves.len(), saves.iter().fold(carried, |sum, save| sum.wrapping_add(save.progress_counter())))
     }
 
     /// Describes the saves that `close` waits for.

@@ -1,12 +1,11 @@
 //! Decodes the package's options from JSON.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
 use serde::Deserialize;
 
-use stepwell_core::io::{Engine, Purpose, shared_disk};
+use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::coordination::Coordinator;
 use stepwell_manager::coordination::shared_directory::SharedDirectory;
 use stepwell_manager::directory_layout::CONTROL;
@@ -14,6 +13,7 @@ use stepwell_manager::{Environment, Options};
 
 use crate::board::Ranks;
 use crate::errors::invalid;
+use crate::location::{self, Location};
 
 /// The JSON of `stepwell._options.to_json`. Unknown names and wrong types are errors, never
 /// defaults.
@@ -36,32 +36,30 @@ pub fn engine(py: Python<'_>, name: &str) -> PyResult<Engine> {
     name.parse().map_err(|error| invalid(py, &format!("{error}")))
 }
 
-/// Returns the real environment of a single process for `path`.
-pub fn environment(
-    path: &Path,
-    engine: Engine,
-    purpose: Purpose,
-) -> Result<Environment, stepwell_manager::Error> {
-    Ok(Environment::single_process(shared_disk(path, engine, purpose)?))
-}
-
 /// Returns the real environment of one of several processes. Without another coordinator, they meet
 /// in the root.
 pub fn environment_of(
-    path: &Path,
+    location: &Location,
     engine: Engine,
     options: &Options,
     ranks: Option<Ranks>,
 ) -> Result<Environment, stepwell_manager::Error> {
     let purpose = if options.read_only { Purpose::Read } else { Purpose::Write };
-    let environment = environment(path, engine, purpose)?;
+    let environment = location.environment(engine, purpose)?;
     let coordinator: Arc<dyn Coordinator> = match ranks {
         None => return Ok(environment),
         Some(Ranks::Board(board)) => Arc::new(board),
         Some(Ranks::Directory(membership, directory)) => {
             membership.check()?;
-            let directory = directory.unwrap_or_else(|| path.join(CONTROL));
-            let parent = environment.disk.create_dir_all(&directory)?;
+            if directory.is_none() && location.is_store() {
+                return Err(stepwell_manager::Error::Invalid(format!(
+                    "the ranks of a SharedDirectory meet on a file system, and {} is an object store: pass path=, or another coordinator",
+                    location.path.display()
+                )));
+            }
+            let directory = directory.unwrap_or_else(|| location.path.join(CONTROL));
+            // The root may be in a store, and the directory on a disk.
+            let parent = location::of_path(&directory, engine, purpose)?.disk.create_dir_all(&directory)?;
             Arc::new(SharedDirectory::meet(&parent, membership, &*environment.rng, options.stall_timeout)?)
         }
     };

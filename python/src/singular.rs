@@ -18,6 +18,7 @@ use crate::board::Agreeing;
 use crate::checkpoint::Checkpoint;
 use crate::errors::raise_manager;
 use crate::events::Events;
+use crate::location::{FindingRow, Location};
 use crate::manager::{call, exists_named, json};
 use crate::options;
 use crate::save_handle::SaveHandle;
@@ -48,7 +49,7 @@ impl PathTicket {
     #[pyo3(signature = (path, exists, options, ranks = None))]
     fn new(
         py: Python<'_>,
-        path: PathBuf,
+        path: Location,
         exists: &str,
         options: &str,
         ranks: Option<Agreeing<'_>>,
@@ -56,13 +57,13 @@ impl PathTicket {
         let (options, engine) = options::parse(py, options)?;
         let exists = exists_named(exists)?;
         let ranks = ranks.map(Agreeing::ranks);
-        let at = path.clone();
+        let shown = path.path.clone();
         let ticket = call(py, move || {
-            let environment = options::environment_of(&at, engine, &options, ranks)?;
-            singular::PathTicket::new(&at, exists, &options, &environment)
+            let environment = options::environment_of(&path, engine, &options, ranks)?;
+            singular::PathTicket::new(&path.path, exists, &options, &environment)
         })?;
         let cause = ticket.cause();
-        Ok(Self { path, unused: Mutex::new(Some(ticket)), cause })
+        Ok(Self { path: shown, unused: Mutex::new(Some(ticket)), cause })
     }
 
     /// Saves a flattened state. Returns when it is captured. A copy of a step has its number.
@@ -116,14 +117,52 @@ impl PathTicket {
     }
 }
 
+/// Returns the kind of a location: absent, checkpoint, root or directory.
+#[pyfunction]
+pub fn path_kind(py: Python<'_>, path: Location) -> PyResult<&'static str> {
+    let kind = call(py, move || {
+        let environment = path.environment(Engine::Auto, Purpose::Read)?;
+        root::path_kind(&environment, &path.path)
+    })?;
+    Ok(match kind {
+        PathKind::Absent => "absent",
+        PathKind::Checkpoint => "checkpoint",
+        PathKind::Root => "root",
+        PathKind::Directory => "directory",
+    })
+}
+
+/// Returns the directories of a root in a store, with the bytes of their files. For a disk, the
+/// command line looks itself.
+#[pyfunction]
+pub fn stored_names(py: Python<'_>, root: Location) -> PyResult<Vec<(String, u64)>> {
+    call(py, move || {
+        let environment = root.environment(Engine::Auto, Purpose::Read)?;
+        let directory = environment.disk.open_dir(&root.path)?;
+        let names = directory.entries()?.into_iter().map(|entry| entry.name);
+        let with_bytes = |name: String| {
+            let lengths = directory.lengths(&name)?.unwrap_or_default();
+            Ok((name, lengths.values().sum()))
+        };
+        names.map(with_bytes).collect()
+    })
+}
+
+/// Tries the store of a URL that nothing else uses, and removes all objects below it.
+#[pyfunction]
+pub fn probe_store(py: Python<'_>, url: Location) -> PyResult<Vec<FindingRow>> {
+    call(py, move || url.probe())
+}
+
 /// Opens the checkpoint at the path, or the newest step (or `step`) of the root there.
 #[pyfunction]
 #[pyo3(signature = (path, step = None, engine = "auto"))]
-pub fn open_path(py: Python<'_>, path: PathBuf, step: Option<u64>, engine: &str) -> PyResult<Checkpoint> {
+pub fn open_path(py: Python<'_>, path: Location, step: Option<u64>, engine: &str) -> PyResult<Checkpoint> {
     let engine = options::engine(py, engine)?;
     Checkpoint::open(py, move || {
+        let environment = path.environment(engine, Purpose::Read)?;
+        let path = path.path;
         let gone = || Error::StepNotFound { step, root: path.clone(), latest: None };
-        let environment = options::environment(&path, engine, Purpose::Read)?;
         let is_root = match root::path_kind(&environment, &path)? {
             PathKind::Absent => return Err(gone()),
             PathKind::Checkpoint => false,
@@ -153,9 +192,10 @@ pub fn keep_staging_memory() {
 
 /// Adds metrics to a committed step of a root, from outside its writer.
 #[pyfunction]
-pub fn add_metrics(py: Python<'_>, root: PathBuf, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
+pub fn add_metrics(py: Python<'_>, root: Location, step: u64, values: BTreeMap<String, f64>) -> PyResult<()> {
     call(py, move || {
-        let environment = options::environment(&root, Engine::Auto, Purpose::Write)?;
+        let environment = root.environment(Engine::Auto, Purpose::Write)?;
+        let root = root.path;
         if root::path_kind(&environment, &root)? == PathKind::Absent {
             return Err(Error::StepNotFound { step: Some(step), root, latest: None });
         }
@@ -171,30 +211,30 @@ type RepairedItem = (String, String, Option<String>, u64, bool);
 
 /// Rebuilds the damaged indexes of a step's directory.
 #[pyfunction]
-pub fn repair(py: Python<'_>, path: PathBuf, dry_run: bool) -> PyResult<Vec<RepairedItem>> {
+pub fn repair(py: Python<'_>, path: Location, dry_run: bool) -> PyResult<Vec<RepairedItem>> {
     let found = call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
-        stepwell_manager::repair::repair(&path, &environment, dry_run)
+        let environment = path.environment(Engine::Auto, Purpose::Write)?;
+        stepwell_manager::repair::repair(&path.path, &environment, dry_run)
     })?;
     Ok(found.into_iter().map(|one| (one.item, one.path, one.damage, one.leaves, one.recorded)).collect())
 }
 
 /// Removes the damaged indexes that `repair` has kept, after the step was verified.
 #[pyfunction]
-pub fn forget_damaged(py: Python<'_>, path: PathBuf) -> PyResult<()> {
+pub fn forget_damaged(py: Python<'_>, path: Location) -> PyResult<()> {
     call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
-        stepwell_manager::repair::forget_damaged(&path, &environment)
+        let environment = path.environment(Engine::Auto, Purpose::Write)?;
+        stepwell_manager::repair::forget_damaged(&path.path, &environment)
     })
 }
 
 /// Deletes a checkpoint whose directory another library names. Returns false if readers hold it.
 /// Its name is free then, and the next call for a checkpoint beside it deletes its files.
 #[pyfunction]
-pub fn remove_guest(py: Python<'_>, path: PathBuf) -> PyResult<bool> {
+pub fn remove_guest(py: Python<'_>, path: Location) -> PyResult<bool> {
     call(py, move || {
-        let environment = options::environment(&path, Engine::Auto, Purpose::Write)?;
-        stepwell_manager::guest::remove(&path, &environment)
+        let environment = path.environment(Engine::Auto, Purpose::Write)?;
+        stepwell_manager::guest::remove(&path.path, &environment)
     })
 }
 
@@ -203,11 +243,11 @@ pub fn remove_guest(py: Python<'_>, path: PathBuf) -> PyResult<bool> {
 #[pyo3(signature = (path, engine = "auto"))]
 pub fn engine_choice(
     py: Python<'_>,
-    path: PathBuf,
+    path: Location,
     engine: &str,
 ) -> PyResult<(&'static str, bool, usize, bool, Vec<String>)> {
     let engine = options::engine(py, engine)?;
-    let environment = call(py, move || options::environment(&path, engine, Purpose::Write))?;
+    let environment = call(py, move || path.environment(engine, Purpose::Write))?;
     let choice = environment.disk.choice();
     Ok((choice.engine, choice.direct, choice.alignment, choice.registered, choice.reasons.clone()))
 }
@@ -215,14 +255,20 @@ pub fn engine_choice(
 /// A call of a file system, and the answer of the system if it is not supported.
 type CallRow = (&'static str, Option<String>);
 
-/// Returns the type of a path's file system, and the calls that it supports, tried in an empty
-/// directory: each with its name and `None`, or the answer of the system.
+/// Returns the type of a path's file system, if the system says it.
 #[pyfunction]
-pub fn file_system(py: Python<'_>, path: PathBuf) -> PyResult<(Option<String>, Vec<CallRow>)> {
-    let (kind, calls) = call(py, move || Ok((io::file_system(&path)?, io::supported_calls(&path)?)))?;
+pub fn file_system(py: Python<'_>, path: PathBuf) -> PyResult<Option<String>> {
+    call(py, move || Ok(io::file_system(&path)?))
+}
+
+/// Returns the calls that a path's file system supports, tried in an empty directory: each with its
+/// name and `None`, or the answer of the system.
+#[pyfunction]
+pub fn supported_calls(py: Python<'_>, path: PathBuf) -> PyResult<Vec<CallRow>> {
+    let calls = call(py, move || Ok(io::supported_calls(&path)?))?;
     let answer =
         |(name, answer): (_, std::io::Result<()>)| (name, answer.err().map(|error| error.to_string()));
-    Ok((kind, calls.into_iter().map(answer).collect()))
+    Ok(calls.into_iter().map(answer).collect())
 }
 
 /// Returns the CUDA driver's version and the names of its devices, and `None`; or the reason why no

@@ -1,7 +1,6 @@
 //! Digests of the leaves of a state, and the traces of a root, as Python sees them.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -11,8 +10,8 @@ use stepwell_manager::traces::{self, StoredTrace};
 use stepwell_manager::{Manager as Engined, root};
 
 use crate::events::Events;
+use crate::location::Location;
 use crate::manager::call;
-use crate::options;
 use crate::snapshot::{OnDevices, Snapshot, request};
 use crate::state::State;
 
@@ -59,10 +58,10 @@ pub fn rows(traces: Vec<StoredTrace>) -> Vec<TraceRow> {
 
 /// Returns all traces of a root.
 #[pyfunction]
-pub fn read_traces(py: Python<'_>, root: PathBuf) -> PyResult<Vec<TraceRow>> {
+pub fn read_traces(py: Python<'_>, root: Location) -> PyResult<Vec<TraceRow>> {
     let found = call(py, move || {
-        let environment = options::environment(&root, Engine::Auto, Purpose::Read)?;
-        traces::read(&*root::open(&environment, &root, false)?, None)
+        let environment = root.environment(Engine::Auto, Purpose::Read)?;
+        traces::read(&*root::open(&environment, &root.path, false)?, None)
     });
     found.map(rows)
 }

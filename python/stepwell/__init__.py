@@ -78,6 +78,8 @@ if _typing.TYPE_CHECKING:
     from ._state.registry import register
     from ._state.specs import AS_STORED, ArraySpec, ObjectSpec, PerRank, Replicated
     from ._steps import inspect
+    from ._store import Store
+    from ._tiers import Tier
     from ._trace.runs import compare_traces
 
 #: The modules of the other names. Each is imported when a name of it is first used, so that
@@ -93,6 +95,7 @@ _MODULES = {
     "_exports": "Export",
     "_opening": "metadata open restore restore_async verify watch",
     "_options": "Options StepName",
+    "_store": "Store",
     "_policies": "SavePolicy at_steps every_optimal every_seconds every_steps on_preemption when when_idle",
     "_repair": "repair",
     "_restore.report": "RestoreReport",
@@ -104,6 +107,7 @@ _MODULES = {
     "_state.registry": "register",
     "_state.specs": "AS_STORED ArraySpec ObjectSpec PerRank Replicated",
     "_steps": "inspect",
+    "_tiers": "Tier",
     "_trace.runs": "compare_traces",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -169,6 +173,8 @@ __all__ = [
     "StepNotFound",
     "StepwellError",
     "StorageError",
+    "Store",
+    "Tier",
     "UnsupportedLeaf",
     "__version__",
     "add_metrics",

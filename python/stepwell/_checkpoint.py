@@ -30,7 +30,7 @@ from . import _lifecycle as lifecycle
 from ._checks import flag, meant, progress_callback
 from ._choice import choice_of, copied_part
 from ._contents import StoredNode, nodes
-from ._locations import Path, absolute, check_destination
+from ._locations import Location, Path, check_destination, location
 from ._manifest import Manifest
 from ._paths import Component, printable, split
 from ._public import public
@@ -369,6 +369,12 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
             )
         return core
 
+    def _attempt(self) -> tuple[str, int]:
+        """The save that this step is of: session and number."""
+        step = self._open() if self._adopted_step is None else self._adopted_step
+        session, counter = json.loads(step.manifest())["attempt"].values()
+        return str(session), int(counter)
+
     def _tree(self) -> Structure:
         if self._structure is None:
             self._structure = Structure(self._open().nodes)
@@ -682,7 +688,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
 
     def copy(
         self,
-        path: str | os.PathLike[str],
+        path: Location,
         *,
         include: Globs = None,
         exclude: Globs = None,
@@ -702,7 +708,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
                 (:meth:`CheckpointManager.metrics`), not to this checkpoint.
             progress: as in :meth:`verify`.
         """
-        where = absolute(path)
+        where = location(path)
         check_destination(where)
         self._copy(where, copied_part(include, exclude, metrics), progress)
         return where

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import subprocess
 from collections.abc import Iterator
@@ -12,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final
 
+from . import _core
 from ._checks import whole
 from ._doctor_probes import command
-from ._locations import Path, absolute
+from ._locations import Location, location
 from ._public import public
+from ._store import StoreUrl
 from ._timeouts import positive_seconds
-from .errors import StorageError
+from .errors import StepwellError, StorageError
 
 #: The probes in their order, each with its findings: name → (what depends on it, true if a promise
 #: does and not only speed).
@@ -44,6 +47,16 @@ _PROMISES: dict[str, dict[str, tuple[str, bool]]] = {
     "locks": {"locks": ("a second writer is refused", True)},
     "leases": {"leases": ("retention never deletes a step under its reader", True)},
     "visibility": {"visibility": ("other processes see new steps", True)},
+}
+#: The findings of a store.
+_OF_STORES: dict[str, tuple[str, bool]] = {
+    "create_once": ("a step is committed once, and one writer has the root", True),
+    "create_race": ("the same when several writers come at once", True),
+    "parts": ("large files are uploaded in parts", True),
+    "commit": ("a save commits, and reads back bit for bit", True),
+    "write_speed": ("a save of the probe, durable", False),
+    "read_speed": ("its verification", False),
+    "replace": ('a checkpoint is replaced (exists="replace")', True),
 }
 #: A directory is made, and removed, in this time.
 _KEEPER_SECONDS = 30.0
@@ -86,25 +99,31 @@ class DoctorReport:
 
 
 @public
-def doctor(path: Path, *, timeout: float = 30.0, nbytes: int = 32 << 20) -> DoctorReport:
-    """Tries a directory's file system, and returns which promises of stepwell hold there.
+def doctor(path: Location, *, timeout: float = 30.0, nbytes: int = 32 << 20) -> DoctorReport:
+    """Tries a directory's file system, or an object store, and returns which promises of stepwell
+    hold there.
 
     The probes are small saves, restores, locks and leases of stepwell itself, in a temporary
     directory below ``path``. They run in processes of their own on this machine. The directory is
     removed when this returns, and also when a probe or this process is killed.
 
+    A store is tried by this process, below a name of its own that it removes at the end. A race
+    that goes well proves nothing: it shows stores that ignore the condition of a create.
+
     Args:
-        path: an existing directory, such as that of your runs.
+        path: an existing directory, such as that of your runs, or the URL of a root.
         timeout: the deadline of each probe, in seconds. A probe that has not ended is killed, and
-            its findings are ``"unknown"``.
+            its findings are ``"unknown"``. Requests to a store have deadlines of their own.
         nbytes: the size of the checkpoint that is written and read.
 
     Raises:
         StorageError: no directory can be made there, or no process can be started.
     """
-    where = absolute(path)
+    where = location(path)
     limit = positive_seconds(timeout, "timeout")
     size = whole(nbytes, "nbytes", 1, 2**40)
+    if isinstance(where, StoreUrl):
+        return DoctorReport(where, tuple(_findings({"found": _of_store(where, size)}, _OF_STORES)))
     with _directory(where) as (directory, lifeline):
         findings = [
             one
@@ -114,6 +133,21 @@ def doctor(path: Path, *, timeout: float = 30.0, nbytes: int = 32 << 20) -> Doct
             )
         ]
     return DoctorReport(where, tuple(findings))
+
+
+def _of_store(url: StoreUrl, nbytes: int) -> dict[str, object]:
+    """The findings of a store by their names: answer and detail."""
+    from ._doctor_probes import commit_at
+
+    place = url.below(f".probe-{secrets.token_hex(8)}")
+    found: dict[str, object] = {}
+    try:
+        found |= commit_at(place.below("one"), nbytes)
+    except StepwellError as error:
+        found["commit"] = (None, str(error))
+    finally:
+        rows = _core.probe_store(place)
+    return found | {name: (holds, detail) for name, holds, detail in rows}
 
 
 def _findings(answer: dict[str, object], promises: dict[str, tuple[str, bool]]) -> list[Finding]:

@@ -44,7 +44,8 @@ _REMOVE_SECONDS = 5.0
 
 def calls(directory: str) -> Found:
     """The type of the file system, its calls, and the engine."""
-    kind, answers = _core.file_system(_made(directory, "calls"))
+    made = _made(directory, "calls")
+    kind, answers = _core.file_system(made), _core.supported_calls(made)
     engine, direct, alignment, _, reasons = _core.engine_choice(directory)
     found = {name: (answer is None, answer or "works") for name, answer in answers}
     aligned = f"works, alignment {alignment}" if direct else " ".join(reasons)
@@ -71,10 +72,14 @@ def space(directory: str) -> Found:
 
 def commit(directory: str, nbytes: int) -> Found:
     """A checkpoint, its speed, and its replacement."""
+    return commit_at(os.path.join(directory, "checkpoint"), nbytes)
+
+
+def commit_at(path: str, nbytes: int) -> Found:
+    """The same at a path, or at a URL."""
     import numpy as np
 
     state = {"probe": np.frombuffer(os.urandom(nbytes), np.uint8)}
-    path = os.path.join(directory, "checkpoint")
     begun = time.perf_counter()
     save(path, state, coordinator=None)
     written = time.perf_counter()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import _core
-from ._locations import Path, absolute
+from ._locations import Location, location
 from ._public import public
 
 
 @public
-def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, Any]:  # of all types
+def engine_info(path: Location | None = None, *, cuda: bool = False) -> dict[str, Any]:  # mixed
     """Returns the I/O engine for ``path`` (default: the working directory), the reasons for it, and
     versions. With ``cuda``, the entry ``"cuda"`` has the CUDA driver and its devices, or the reason
     why there are none. This initialises CUDA in this process, and its forked children cannot use
@@ -21,7 +21,7 @@ def engine_info(path: Path | None = None, *, cuda: bool = False) -> dict[str, An
     import numpy as np
 
     engine, direct, alignment, registered, reasons = _core.engine_choice(
-        absolute("." if path is None else path)
+        location("." if path is None else path)
     )
     found = {
         "engine": engine,

@@ -14,10 +14,14 @@ from contextlib import contextmanager
 from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
+from . import _core
 from ._checks import shown
+from ._store import SCHEMES, Store, StoreUrl, is_store_url, url_of
 from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError, from_system
 
 Path: TypeAlias = str | os.PathLike[str]
+#: A path, or a place in an object store.
+Location: TypeAlias = Path | Store
 
 #: The commit record of a checkpoint.
 MANIFEST = "manifest.json"
@@ -32,7 +36,7 @@ _LOOKED_AT = 64
 #: A URL: ``scheme://``, also with one slash, as ``pathlib`` makes it of two, or none.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//|/?)")
 #: Schemes that are recognised with one slash, or none.
-_SCHEMES = frozenset(
+_WITHOUT_SLASHES = frozenset(
     [
         "abfs",
         "abfss",
@@ -56,8 +60,10 @@ _SCHEMES = frozenset(
 )
 
 
-def absolute(path: Path, what: str = "the path") -> str:
+def absolute(path: Location, what: str = "the path") -> str:
     """Returns an absolute path, ``~`` expanded. Accepts ``file://`` URLs, and refuses others."""
+    if isinstance(path, Store):
+        path = path.url
     try:
         given = os.fspath(path)
     except TypeError as error:
@@ -68,25 +74,53 @@ def absolute(path: Path, what: str = "the path") -> str:
     if "\0" in given:
         raise MisuseError(f"{what} holds a null byte: {given!r:.80}")
     found = _URL.match(given)
-    if found is not None and (found[2] == "//" or found[1].lower() in _SCHEMES):
+    if found is not None and (found[2] == "//" or found[1].lower() in _WITHOUT_SLASHES):
         given = _from_url(given, found[1].lower(), what)
     return os.path.abspath(os.path.expanduser(given))
 
 
-def readable(path: Path, what: str = "the path") -> str:
+def location(path: Location, what: str = "the path") -> str:
+    """Returns an absolute path, or the URL of an object store (:class:`StoreUrl`)."""
+    if isinstance(path, StoreUrl):
+        return path
+    return url_of(path, what) if isinstance(path, Store) or is_store_url(path) else absolute(path, what)
+
+
+def is_store(where: str) -> bool:
+    """True for a location in an object store."""
+    return isinstance(where, StoreUrl)
+
+
+def is_root(where: str) -> bool:
+    """True for a location with a root of stepwell."""
+    return _core.path_kind(where) == "root" if is_store(where) else _is_root(where)
+
+
+def is_checkpoint(where: str) -> bool:
+    """True for a location with a checkpoint of stepwell."""
+    if is_store(where):
+        return _core.path_kind(where) == "checkpoint"
+    return os.path.isfile(os.path.join(where, MANIFEST))
+
+
+def readable(path: Location, what: str = "the path") -> str:
     """Returns the absolute path of something to read. A symlink to a directory is followed. One to
     a file has its own name, and the other files of its model beside it, as in a hub's cache."""
-    found = absolute(path, what)
-    return os.path.realpath(found) if os.path.islink(found) and os.path.isdir(found) else found
+    found = location(path, what)
+    is_link = not is_store(found) and os.path.islink(found)
+    return os.path.realpath(found) if is_link and os.path.isdir(found) else found
 
 
 def _from_url(url: str, scheme: str, what: str) -> str:
     """Returns the path of a ``file://`` URL. Refuses other schemes."""
     if scheme != "file":
-        raise MisuseError(
-            f"{what} is a URL ({url!r:.120}), and object stores are not supported yet: pass a directory of a "
-            "disk or a shared file system, and copy committed steps to the store from there"
+        advice = (
+            "Pass it as a str with ://, since pathlib takes a slash away"
+            if scheme in SCHEMES and "://" not in url
+            else "A path is wanted here. Roots and checkpoints may also be in object stores, "
+            f"at {', '.join(f'{one}://' for one in SCHEMES)}"
         )
+        raise MisuseError(f"{what} is a URL ({url!r:.120}). {advice}")
     parts = urlsplit(url)
     if not parts.path.startswith("/"):
         raise MisuseError(
@@ -98,8 +132,10 @@ def _from_url(url: str, scheme: str, what: str) -> str:
 
 
 def is_directory(path: str) -> bool:
-    """True if a directory is there. A disk that does not answer is an error, and no "nothing
-    there": see :class:`~stepwell.StorageError`."""
+    """True if a directory is there, or something below a URL. A disk that does not answer is an
+    error, and no "nothing there": see :class:`~stepwell.StorageError`."""
+    if is_store(path):
+        return _core.path_kind(path) != "absent"
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -125,7 +161,9 @@ def check_root(root: str) -> None:
 
 
 def check_destination(path: str) -> None:
-    """Refuses to save a single checkpoint where something else is."""
+    """Refuses to save a single checkpoint where something else is. The engine checks a store."""
+    if is_store(path):
+        return
     if os.path.islink(path):
         raise MisuseError(
             f"{path} is a symlink, and a save would replace the link; pass {os.path.realpath(path)}"
@@ -151,6 +189,10 @@ def check_destination(path: str) -> None:
 
 def check_watched(root: str) -> None:
     """Refuses to wait for steps where none can come. A root that is not there yet may come."""
+    if is_store(root):
+        if is_checkpoint(root):
+            raise MisuseError(f"{root} is a checkpoint, and no root in which steps could come")
+        return
     if os.path.isfile(os.path.join(root, MANIFEST)) or (os.path.lexists(root) and not os.path.isdir(root)):
         raise MisuseError(f"{root} is no root, in which steps could come; pass the directory of the run")
     if inside := container_of(root):
@@ -160,6 +202,9 @@ def check_watched(root: str) -> None:
 @contextmanager
 def explaining(path: str) -> Iterator[None]:
     """Adds an explanation of the path to the error that no step exists."""
+    if is_store(path):
+        yield
+        return
     try:
         yield
     except (StepNotFound, FormatError, StorageError) as error:

@@ -32,7 +32,7 @@ from ._checks import (
 from ._choice import Unsupported, copied_part, log_dropped, saved_choice
 from ._ending import Ending, end_earlier
 from ._holds import Hold, Rewound
-from ._locations import Path, absolute, check_root, explaining
+from ._locations import Location, Path, check_root, explaining, is_store, location
 from ._opening import check_not_foreign
 from ._options import Options, StepName, to_json
 from ._policies import SavePolicy, as_policy
@@ -43,9 +43,10 @@ from ._restore import template
 from ._restore.options import Globs
 from ._retention import Retention, as_retention
 from ._save_costs import SaveCosts
-from ._save_result import Save
+from ._save_result import Save, TierWaits
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
+from ._store import StoreUrl
 from ._timeouts import seconds, stall_seconds
 from ._types import Metrics
 from .errors import ClosedError, MisuseError
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from ._exports import Export
+    from ._tiers import Tier, Tiers, TierStatus
     from ._trace.tracer import Tracer
     from .torch import TrainState
 
@@ -82,6 +84,27 @@ def _checked(exports: Sequence[Export], root: str, read_only: object) -> Sequenc
     if read_only is True:
         raise MisuseError("exports= is for the manager that saves, and read_only=True. Leave one out")
     return checked(exports, root)
+
+
+def _placed(
+    root: Location | None, retention: Retention | int | None, tiers: Sequence[Tier]
+) -> tuple[str, Retention | int | None, Tiers | None]:
+    """Returns the root that saves go to, its retention, and the tiers if there are several."""
+    if isinstance(tiers, (str, bytes)) or not isinstance(tiers, Sequence):
+        raise MisuseError(f"tiers= is a list of sw.Tier(…), not {shown(tiers)}")
+    if not tiers:
+        if root is None:
+            raise MisuseError("a manager needs a root, or tiers=")
+        return location(root, "the root"), retention, None
+    if root is not None or retention is not None:
+        given = "root" if root is not None else "retention="
+        raise MisuseError(
+            f"with tiers=, each Tier has a location and a retention= of its own; leave {given} out"
+        )
+    from ._tiers import Tiers
+
+    found = Tiers(tiers)
+    return found.roots[0], found.all[0].retention, found
 
 
 @public
@@ -122,6 +145,8 @@ class CheckpointManager(Reading):
         on_resume_difference: ``"warn"``: a step that differs is a warning
             (:class:`~stepwell.errors.ResumeDiffers`). ``"raise"``: it raises.
         exports: exports of committed steps for other libraries, in the background.
+        tiers: several places for the steps, in place of a root: a fast one that saves go to, and
+            slower, safer ones that get copies (:class:`stepwell.Tier`).
         options: rarely needed options.
 
     Raises:
@@ -135,7 +160,7 @@ class CheckpointManager(Reading):
     @other_words("CheckpointManager", MANAGER_WORDS)
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: Location | None = None,
         *,
         save_policy: SavePolicy | int | None = None,
         retention: Retention | int | None = None,
@@ -149,6 +174,7 @@ class CheckpointManager(Reading):
         prove_resume: int = 0,
         on_resume_difference: Literal["warn", "raise"] = "warn",
         exports: Sequence[Export] = (),
+        tiers: Sequence[Tier] = (),
         options: Options | None = None,
     ) -> None:
         self._core: _core.Manager | None = None
@@ -167,6 +193,7 @@ class CheckpointManager(Reading):
         options = Options() if options is None else instance(options, Options, "options", "sw.Options(…)")
         if step_name is not None:
             instance(step_name, StepName, "step_name", "sw.StepName(…)")
+        root, retention, self._tiers = _placed(root, retention, tiers)
         rules = as_retention(retention)
         self._coordinator = coordinators.find(coordinator, read_only is True)
         if on_event is not None and not callable(on_event):
@@ -177,24 +204,27 @@ class CheckpointManager(Reading):
             raise MisuseError(
                 "on_preemption() listens to signals: make the manager on the main thread, or pass signals=()"
             )
-        self._root = absolute(root, "the root")
+        self._root = root
         self._read_only = flag(read_only, "read_only")
         self._told_read_only = False
         traced_steps = whole(prove_resume, "prove_resume", 0, MAX_TRACED_STEPS)
         one_of(on_resume_difference, "on_resume_difference", ("warn", "raise"))
-        check_root(self._root)
-        if not self._read_only:
-            check_not_foreign(self._root)
+        if not is_store(self._root):
+            check_root(self._root)
+            if not self._read_only:
+                check_not_foreign(self._root)
         exports = _checked(exports, self._root, read_only)
         text = to_json(
             options, self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
         )
+        further = [] if self._tiers is None else self._tiers.further(options, step_name, self._read_only)
+        lifecycle.notifier.start()  # for log lines of the engine
         ranks, service = coordinators.connected(self._coordinator)
         if not self._read_only:
             end_earlier(self._root)
         try:
             with explaining(self._root):
-                self._core = core = _core.Manager(self._root, text, ranks)
+                self._core = core = _core.Manager(self._root, text, ranks, further)
         except BaseException:
             if service is not None:
                 service.close()
@@ -319,7 +349,7 @@ class CheckpointManager(Reading):
                 if isinstance(ticket, _core.SaveHandle):
                     # It shares the result of the pending save: its waiter returns when the step is
                     # durable.
-                    return Save(step, ticket)
+                    return Save(step, ticket, tiers=self._waiting())
                 if snapshot == "lazy" and self._updates.is_running:
                     snapshot = "auto"
                 with as_rank(core.ranks()):
@@ -339,7 +369,7 @@ class CheckpointManager(Reading):
                     if self._ending.exporter is not None:
                         self._ending.exporter.add_failed(step)
                 raise
-            save = Save(step, handle)
+            save = Save(step, handle, tiers=self._waiting())
             self._saves[:] = [*(one for one in self._saves if not one.done()), save]
             self._costs.saved(begun)
             log_dropped(self._root, [one for one in handle.unsupported if one[0] not in self._dropped])
@@ -488,6 +518,10 @@ class CheckpointManager(Reading):
         latest = core.latest_step()  # which all processes ask for
         return self._policy.answers(step, latest, self._costs) if core.ranks()[0] == 0 else {}
 
+    def _waiting(self) -> TierWaits | None:
+        """What a save needs to wait for its tiers."""
+        return None if self._tiers is None else TierWaits(self._tiers, self._open())
+
     # ---- steps ----
 
     def pending(self) -> list[Save]:
@@ -531,7 +565,10 @@ class CheckpointManager(Reading):
         if checkpoint.adopted is None:
             core.add(checkpoint._of_ours(), part, progress)
         else:
-            checkpoint._copy(os.path.join(self._root, core.free_name(checkpoint.step)), part, progress)
+            name = core.free_name(checkpoint.step)
+            root = self._root
+            place = root.below(name) if isinstance(root, StoreUrl) else os.path.join(root, name)
+            checkpoint._copy(place, part, progress)
 
     def adopt(
         self,
@@ -626,6 +663,25 @@ class CheckpointManager(Reading):
         limit = seconds(timeout)
         if self._ending.exporter is not None:
             self._ending.wait_for_exports(self._ending.exporter.wait, limit)
+
+    def tiers(self) -> list[TierStatus]:
+        """Returns the state of each tier, nearest first: its steps, and what is on its way there
+        (:class:`stepwell.results.TierStatus`). Empty without ``tiers=``."""
+        core = self._open()
+        return [] if self._tiers is None else self._tiers.status(core)
+
+    def wait_until_carried(self, timeout: float | None = None) -> None:
+        """Waits until no step is on its way to a tier. Call it on rank 0.
+
+        Raises:
+            TimeoutError: ``timeout`` seconds have passed.
+            StalledError: without a timeout: nothing has arrived for ``Options.stall_timeout``.
+        """
+        core, limit = self._open(), seconds(timeout)
+        if self._tiers is not None and not _core.wait_until_carried(core, limit):
+            raise TimeoutError(
+                f"waited {limit:.1f} s for the tiers of {self._root}; their steps are still on the way"
+            )
 
     def check_for_errors(self) -> None:
         """Raises a failure of a background save that nobody has seen."""

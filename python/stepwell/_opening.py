@@ -15,7 +15,18 @@ from . import _watcher as watching
 from ._adopted_step import of_step
 from ._checkpoint import Checkpoint, Metadata, VerifyReport
 from ._checks import flag, given_step, one_of, step_number
-from ._locations import CONTROL, MANIFEST, Path, absolute, check_watched, explaining, is_directory, readable
+from ._locations import (
+    CONTROL,
+    MANIFEST,
+    Location,
+    check_watched,
+    explaining,
+    is_checkpoint,
+    is_directory,
+    is_store,
+    location,
+    readable,
+)
 from ._options import ENGINES, reader_json
 from ._public import public
 from ._restore.fallback import newest_intact
@@ -43,7 +54,7 @@ _T = TypeVar("_T")
 
 @public
 def open(
-    path: Path, step: int | None = None, *, map: MapLike | None = None, engine: str = "auto"
+    path: Location, step: int | None = None, *, map: MapLike | None = None, engine: str = "auto"
 ) -> Checkpoint:
     """Opens a checkpoint for reading: a singular one, a step's directory, or the newest step (or
     ``step``) of a root, also of another library. Arrays are read on request. Retention does not
@@ -79,7 +90,7 @@ def open_step(where: str, step: int | str | None, map: MapLike | None, engine: s
 
 
 @contextmanager
-def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> Iterator[Checkpoint]:
+def opened(source: Location | Checkpoint, step: int | None, map: MapLike | None) -> Iterator[Checkpoint]:
     """Opens a checkpoint. One that the caller has opened stays open."""
     if isinstance(source, Checkpoint):
         if step is not None:
@@ -92,9 +103,9 @@ def opened(source: Path | Checkpoint, step: int | None, map: MapLike | None) -> 
 
 
 def is_own(path: str) -> bool:
-    """True for a checkpoint or a root of stepwell."""
-    return is_directory(path) and any(
-        os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL)
+    """True for a checkpoint or a root of stepwell, and for every location in a store."""
+    return is_store(path) or (
+        is_directory(path) and any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL))
     )
 
 
@@ -128,7 +139,7 @@ def check_not_foreign(root: str) -> None:
 
 @overload
 def restore(
-    path: Path,
+    path: Location,
     step: int | None = None,
     *,
     into: _T,
@@ -138,7 +149,7 @@ def restore(
 ) -> _T: ...
 @overload
 def restore(
-    path: Path,
+    path: Location,
     step: int | None = None,
     *,
     into: _T,
@@ -148,7 +159,7 @@ def restore(
 ) -> tuple[_T, RestoreReport]: ...
 @overload
 def restore(
-    path: Path,
+    path: Location,
     step: int | None = None,
     *,
     fallback: bool = False,
@@ -158,7 +169,7 @@ def restore(
 @public
 @spelled_out
 def restore(
-    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+    path: Location, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
 ) -> object:
     """Restores the checkpoint at ``path``; see :meth:`CheckpointManager.restore`.
 
@@ -171,7 +182,7 @@ def restore(
     if not flag(fallback, "fallback"):
         return _restore(path, step, options)[0].answer(options)
     where = readable(path)
-    if step is not None or os.path.isfile(os.path.join(where, MANIFEST)):
+    if step is not None or is_checkpoint(where):
         raise MisuseError("fallback= looks for the newest intact step: pass a root, and no step")
     restored, passed = _restore_intact(where, lambda one: _restore(path, one, options))
     restored.report.passed_over = passed
@@ -214,7 +225,7 @@ def _restore_intact(
 
 @overload
 def restore_async(
-    path: Path,
+    path: Location,
     step: int | None = None,
     *,
     into: _T,
@@ -224,7 +235,7 @@ def restore_async(
 ) -> Restore[_T]: ...
 @overload
 def restore_async(
-    path: Path,
+    path: Location,
     step: int | None = None,
     *,
     into: _T,
@@ -234,7 +245,7 @@ def restore_async(
 ) -> Restore[tuple[_T, RestoreReport]]: ...
 @overload
 def restore_async(
-    path: Path,
+    path: Location,
     step: int | None = None,
     *,
     fallback: bool = False,
@@ -244,7 +255,7 @@ def restore_async(
 @public
 @spelled_out
 def restore_async(
-    path: Path, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
+    path: Location, step: int | None = None, *, fallback: bool = False, **options: Unpack[RestoreKeywords]
 ) -> Restore[Any]:  # as the overloads say
     """Starts :func:`restore` on another thread, and returns a future of its result
     (:class:`stepwell.results.Restore`): build or compile the model meanwhile. Nothing may use the
@@ -265,7 +276,7 @@ def restore_async(
     return Restore(f"the restore of {where}", lambda: call(where, number, fallback=flagged, **options))
 
 
-def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Restored, int]:
+def _restore(path: Location, step: int | None, options: RestoreKeywords) -> tuple[Restored, int]:
     """Restores one checkpoint, and returns its step too."""
     checked = RestoreOptions.of(options).reading_alone()
     if checked.fill:
@@ -280,7 +291,7 @@ def _restore(path: Path, step: int | None, options: RestoreKeywords) -> tuple[Re
 
 
 @public
-def metadata(path: Path, step: int | None = None) -> Metadata:
+def metadata(path: Location, step: int | None = None) -> Metadata:
     """Returns facts about the checkpoint at ``path``, as saved with it, without reading an array.
     Later metrics belong to a root: :meth:`CheckpointManager.metadata`."""
     with open(path, step) as checkpoint:
@@ -289,7 +300,7 @@ def metadata(path: Path, step: int | None = None) -> Metadata:
 
 @public
 def verify(
-    path: Path, step: int | None = None, *, progress: Callable[[int, int], object] | None = None
+    path: Location, step: int | None = None, *, progress: Callable[[int, int], object] | None = None
 ) -> VerifyReport:
     """Reads the whole checkpoint at ``path`` and compares every checksum. In a root, it reads the
     newest step (or ``step``), even if it is damaged. The report names the step."""
@@ -298,7 +309,7 @@ def verify(
 
 @public
 def watch(
-    root: Path,
+    root: Location,
     *,
     after: int | None = None,
     timeout: float | None = None,
@@ -316,7 +327,7 @@ def watch(
     a rewind leaves as the newest."""
     one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
-    where = absolute(root, "the root")
+    where = location(root, "the root")
     seen = None if after is None else step_number(after)
     check_watched(where)
     return watching.watch(where, open, seen, limit, pause, which)

@@ -72,8 +72,9 @@ class Options:
         create: create the root if it is missing.
         take_over: on a file system without locks, become the writer if the other writer has not
             renewed its heartbeat for ``silence``.
-        silence: the age at which a heartbeat counts as stopped. Used only without locks. A writer
-            renews its heartbeat six times in this time. Other writers wait at least half of it.
+        silence: the age at which a heartbeat counts as stopped. Used only without locks, and in
+            stores. A writer renews its heartbeat six times in this time. Other writers wait at
+            least half of it.
         grace: how long retention waits for a reader's lease before it removes a step from the
             listing. Without locks, readers hold no leases: the files of a removed step then stay
             for this time.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from . import _core
 from . import _lifecycle as lifecycle
 from ._public import public
 from ._timeouts import seconds
-from .errors import StalledError, StepwellError
+from .errors import MisuseError, StalledError, StepwellError
+
+if TYPE_CHECKING:
+    from ._tiers import Survives, Tiers
 
 
 @final
@@ -42,6 +46,22 @@ class SaveStats:
     total_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class TierWaits:
+    """The tiers of the manager of a save."""
+
+    tiers: Tiers
+    core: _core.Manager
+
+    def wait(self, step: int, name: str, limit: float | None) -> None:
+        """See ``Tiers``."""
+        self.tiers.wait(self.core, step, name, limit)
+
+    def durability(self, step: int) -> Survives:
+        """See ``Tiers``."""
+        return self.tiers.durability(self.core, step)
+
+
 @public
 @final
 class Save:
@@ -52,14 +72,21 @@ class Save:
     ``None``.
     """
 
-    __slots__ = ("__weakref__", "_handle", "_owner", "reason", "step")
+    __slots__ = ("__weakref__", "_handle", "_owner", "_tiers", "reason", "step")
 
-    def __init__(self, step: int, handle: _core.SaveHandle | None = None, reason: str | None = None) -> None:
+    def __init__(
+        self,
+        step: int,
+        handle: _core.SaveHandle | None = None,
+        reason: str | None = None,
+        tiers: TierWaits | None = None,
+    ) -> None:
         #: The step that was asked for.
         self.step = step
         #: Why nothing was saved, where nothing was.
         self.reason = reason
         self._handle = handle
+        self._tiers = tiers
         self._owner = lifecycle.Owner("save")
 
     def __bool__(self) -> bool:
@@ -82,16 +109,41 @@ class Save:
         self._owner.check()
         return self._handle is None or bool(self._handle.done())
 
-    def result(self, timeout: float | None = None) -> int | None:
-        """The step, once it is committed; ``None`` if the policy refused it. Raises what made it
-        fail; ``TimeoutError`` if ``timeout`` seconds have passed before, and without a timeout
-        :class:`~stepwell.errors.StalledError` when neither this save nor one before it has got on
-        for ``Options.stall_timeout`` (the save goes on in both cases)."""
+    def result(self, timeout: float | None = None, *, tier: str | None = None) -> int | None:
+        """The step, once it is committed; ``None`` if the policy refused it.
+
+        Args:
+            timeout: seconds to wait.
+            tier: the name of a tier that must have the step too. Default: only the first one.
+
+        Raises:
+            SaveFailed: what made it fail.
+            NotCarried: the tier will not get the step.
+            TimeoutError: ``timeout`` seconds have passed before. The save goes on.
+            StalledError: without a timeout: neither this save nor one before it has got on for
+                ``Options.stall_timeout``. The save goes on.
+        """
         self._owner.check()
         if self._handle is None:
             return None
-        self._handle.result(seconds(timeout))
+        limit = seconds(timeout)
+        if tier is not None and self._tiers is None:
+            raise MisuseError(f"the manager of this save has no tiers, so none is called {tier!r}")
+        begun = time.monotonic()
+        self._handle.result(limit)
+        if tier is not None and self._tiers is not None:
+            left = None if limit is None else max(0.0, limit - (time.monotonic() - begun))
+            self._tiers.wait(self.step, tier, left)
         return self.step
+
+    @property
+    def durability(self) -> Survives | None:
+        """The loss that the copies of the step outlive so far. One of ``"process"``, ``"node"`` (of
+        the machine) and ``"site"``. ``None`` before the commit, and without ``tiers=``."""
+        self._owner.check()
+        if self._tiers is None or not self._is_committed():
+            return None
+        return self._tiers.durability(self.step)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Returns its error, or ``None`` once it is committed."""

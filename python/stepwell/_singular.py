@@ -18,7 +18,7 @@ from ._checks import (
     step_number,
 )
 from ._choice import Unsupported, log_dropped, saved_choice
-from ._locations import Path, absolute, check_destination, explaining
+from ._locations import Location, check_destination, explaining, location
 from ._options import Options, to_json
 from ._policies import every_steps
 from ._public import public
@@ -94,7 +94,7 @@ def keep(
 @public
 @other_words("save_async", SAVE_WORDS)
 def save_async(
-    path: Path,
+    path: Location,
     state: object,
     *,
     metrics: Metrics | None = None,
@@ -119,7 +119,7 @@ def save_async(
     one_of(exists, "exists", ("error", "replace"))
     options = Options() if options is None else options
     instance(options, Options, "options", "sw.Options(…)")
-    where = absolute(path)
+    where = location(path)
     check_destination(where)
     text = to_json(options, every_steps(1), keep_all(), None, "auto", 1, False, "raise")
     coordinators.check_meets_at_a_path(board, "a single checkpoint")
@@ -161,7 +161,7 @@ def _ticket(path: str, exists: str, options: str, ranks: coordinators.Meeting | 
 @public
 @other_words("save", SAVE_WORDS)
 def save(
-    path: Path,
+    path: Location,
     state: object,
     *,
     metrics: Metrics | None = None,
@@ -211,9 +211,9 @@ def save(
 
 
 @public
-def add_metrics(root: Path, step: int, metrics: Metrics) -> None:
+def add_metrics(root: Location, step: int, metrics: Metrics) -> None:
     """Adds metrics to a committed step of a root, for an evaluator in another process than the
     trainer."""
-    where = absolute(root, "the root")
+    where = location(root, "the root")
     with explaining(where):
         _core.add_metrics(where, step_number(step), real_numbers(metrics))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict, final
 
 from . import _core
-from ._locations import Path, absolute, explaining
+from ._locations import Location, explaining, location
 from ._manifest import ManifestAdopted
 from ._options import reader_json
 from ._public import public
@@ -133,10 +133,10 @@ def damaged(report: str, root: str) -> list[tuple[int, str]]:
 
 
 @public
-def inspect(root: Path) -> list[StepInfo]:
+def inspect(root: Location) -> list[StepInfo]:
     """Returns facts about every directory of a root with a step's name, whole, damaged, or not a
     step, in order. Imports no framework and no numpy."""
-    path = absolute(root, "the root")
+    path = location(root, "the root")
     with explaining(path):
         core = _core.Manager(path, reader_json())
     try:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ._checkpoint import Checkpoint, Damage, VerifyReport
-from ._locations import MANIFEST, is_directory
+from ._locations import MANIFEST, is_checkpoint, is_directory
 from ._paths import printable
 from ._steps import inspect
 from .errors import CorruptCheckpoint, StepGone, StepNotFound, StepwellError, StorageError
@@ -31,7 +31,7 @@ def verify(
 ) -> VerifyReport:
     """The report of one checkpoint, or of a step of a root. ``opened`` opens one by path and
     step."""
-    if not is_directory(path) or os.path.isfile(os.path.join(path, MANIFEST)):
+    if is_checkpoint(path) or not is_directory(path):
         return _one(path, step, path, opened, progress)
     for _ in range(_ATTEMPTS - 1):
         try:

@@ -7,20 +7,16 @@ what is not whole yet is passed over, said once, and looked at again at every la
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Container, Iterator
-from typing import TypeAlias
 
 from . import _core
 from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
-from ._locations import MANIFEST, is_directory
+from ._locations import is_directory
 from ._options import reader_json
 from ._timeouts import NO_DEADLINE
 from .errors import CorruptCheckpoint, FormatError, StepGone, StepNotFound
-
-_Identity: TypeAlias = tuple[int, int] | None
 
 #: The level of a warning in ``logging``, which is imported only where something is said.
 _WARNING = 30
@@ -67,9 +63,8 @@ class _Steps:
         self._after = after
         #: The steps that the caller has seen before: never yielded, also after a rewind.
         self._first = after
-        #: The steps that were given, or were too old to be: where their manifests are, and which
-        #: files those were.
-        self._seen: dict[int, tuple[str, _Identity]] = {}
+        #: The attempts of the steps that were given, or were too old to be.
+        self._seen: dict[int, tuple[str, int]] = {}
         #: The last of them; after a rewind, the newest that still stands.
         self._last: int | None = None
         #: Of those that were given: the highest number, and when the newest was committed.
@@ -110,7 +105,7 @@ class _Steps:
     def _listed(self, too: Container[int] = ()) -> list[int]:
         steps = self._there()
         if self._was_rewound(steps):
-            same = [step for step, (manifest, which) in self._seen.items() if _identity(manifest) == which]
+            same = [step for step, attempt in self._seen.items() if self._attempt(step) == attempt]
             self._after = max([*same, *([] if self._first is None else [self._first])], default=None)
             self._last = max(same, default=None)
         return [step for step in steps if self._after is None or step > self._after or step in too]
@@ -140,8 +135,12 @@ class _Steps:
         """True if the numbers from the last step on are those of other steps now, or will be."""
         if self._last is None or not listed:
             return False
-        manifest, which = self._seen[self._last]
-        return max(listed) < self._last or (self._last in listed and _identity(manifest) != which)
+        attempt = self._seen[self._last]
+        return max(listed) < self._last or (self._last in listed and self._attempt(self._last) != attempt)
+
+    def _attempt(self, step: int) -> tuple[str, int] | None:
+        """The save that a step is of. It differs after a rewind or a replacement."""
+        return None if self._reader is None else self._reader.attempt(step)
 
     def _is_old(self, step: int, checkpoint: Checkpoint) -> bool:
         """True if it is what is left of the steps before a rewind (or a deletion): older than what
@@ -150,8 +149,7 @@ class _Steps:
         return step <= self._highest and committed <= self._newest_commit
 
     def _note(self, step: int, checkpoint: Checkpoint) -> None:
-        manifest = os.path.join(checkpoint.path, MANIFEST)
-        self._seen[step] = (manifest, _identity(manifest))
+        self._seen[step] = checkpoint._attempt()
         self._last = step
 
     def _give(self, step: int, checkpoint: Checkpoint) -> Checkpoint:
@@ -189,12 +187,3 @@ class _Steps:
                 "stepwell",
                 f"watching {self._root}: step {step} is not whole and passed over until it is: {damage}",
             )
-
-
-def _identity(file: str) -> _Identity:
-    """Returns the file's identity: each attempt of a step has another one."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns

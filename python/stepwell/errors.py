@@ -104,6 +104,13 @@ class SaveFailed(StepwellError, OSError):
     kind = "save_failed"
 
 
+class NotCarried(StepwellError):
+    """A tier will not get this step: a newer one took its place, the tier does not take it, it is
+    damaged in the first tier, or it was removed."""
+
+    kind = "not_carried"
+
+
 class TornSnapshot(SaveFailed):
     """With ``Options(detect_torn=True)``: a leaf was changed after
     :meth:`~stepwell.CheckpointManager.save` was called and before it was captured. ``leaf`` says

@@ -35,6 +35,7 @@ from ._run_measurements import RunMeasurements
 from ._save_result import Save, SaveStats
 from ._state.registry import StoredEnum
 from ._steps import AdoptedFiles, ItemInfo, StepInfo
+from ._tiers import TierStatus
 from ._trace.compare import LeafDifference, ReplicaDifference
 from ._trace.runs import Drift, Parting, TracedRun, TraceReport
 from ._trace.tracer import TraceDifference
@@ -88,6 +89,7 @@ __all__ = [
     "StoredEnum",
     "StoredNode",
     "Subtree",
+    "TierStatus",
     "TraceDifference",
     "TraceReport",
     "TracedRun",

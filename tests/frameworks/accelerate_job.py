@@ -13,6 +13,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 STEPS = 12
+DEVICE = os.environ.get("STEPWELL_TRAIN_ON", "cpu")
 
 
 class Average:
@@ -42,7 +43,7 @@ class Run:
         configuration = ProjectConfiguration(
             str(project), automatic_checkpoint_naming=True, total_limit=total_limit
         )
-        self.accelerator = Accelerator(cpu=True, project_config=configuration)
+        self.accelerator = Accelerator(cpu=DEVICE == "cpu", project_config=configuration)
         if is_sharded:
             # accelerate offers FSDP2 on accelerators only. Its code runs on CPUs too.
             PartialState._shared_state["distributed_type"] = DistributedType.FSDP
@@ -73,7 +74,7 @@ class Run:
         """The losses by step. A kill comes right after a save has begun."""
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         while self.step < steps:
-            batches = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(self.step))
+            batches = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(self.step)).to(DEVICE)
             loss = self.model(batches[rank] if world > 1 else batches.flatten(0, 1)).square().mean()
             self.accelerator.backward(loss)
             self.optimizer.step()

@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
+DEVICE = os.environ.get("STEPWELL_TRAIN_ON", "cpu")
+
 
 class Model(lightning.LightningModule):
     """Records the loss of each step."""
@@ -71,7 +73,7 @@ def trainer(output: Path, plugins: list[Any], *callbacks: Callback, **options: A
         every_n_epochs=1,
     )
     return lightning.Trainer(
-        accelerator="cpu",
+        accelerator=DEVICE,
         max_epochs=options.pop("max_epochs", 3),
         default_root_dir=output,
         logger=False,

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+from longer import longer
+
 BENCH = Path(__file__).resolve().parents[1] / "gpu" / "bench.py"
 
 
@@ -19,6 +23,7 @@ def test_it_is_skipped_without_a_device() -> None:
     assert done.stdout == "skipped: no CUDA device\n"
 
 
+@longer
 def test_a_rehearsal_goes_through_all_of_it(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, BENCH, "--rehearse", "--disk", tmp_path, "--json", figures]

@@ -276,6 +276,7 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
     assert state["step"] == 4
 
 
+@longer
 def test_the_other_package_of_lightning_takes_it(tmp_path: Path) -> None:
     script = """
 import sys

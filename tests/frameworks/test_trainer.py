@@ -197,7 +197,7 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert best is not None
     stored = sw.restore(os.path.join(best, "stepwell"), include="train/model/**", to="torch")
     for name, value in stored["train"]["model"].items():
-        assert torch.equal(one.model.state_dict()[name], value)
+        assert torch.equal(one.model.state_dict()[name].cpu(), value)
 
 
 def test_a_just_in_time_save_resumes(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 #: Random numbers of the model count too.
 DROPOUT = 0.1
+DEVICE = os.environ.get("STEPWELL_TRAIN_ON", "cpu")
 
 
 class Losses(TrainerCallback):
@@ -44,7 +45,7 @@ def trainer(output: Path, losses: Losses, seed: int = 3, **options: Any) -> Trai
     arguments = TrainingArguments(
         str(output),
         **{
-            "use_cpu": True,
+            "use_cpu": DEVICE == "cpu",
             "max_steps": 14,
             "save_steps": 4,
             "logging_steps": 1,

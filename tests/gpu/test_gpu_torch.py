@@ -345,3 +345,23 @@ def test_unguarded_changes_are_found_if_asked(root: Path) -> None:
         torch.cuda.synchronize()
         with pytest.raises(sw.errors.TornSnapshot, match="`b`"):
             save.result()
+
+
+def test_a_trace_of_the_device_equals_one_of_the_host(root: Path) -> None:
+    state = {"w": torch.randn(1 << 20, device="cuda"), "half": values_like(torch.bfloat16, 300, 70).T}
+    with sw.CheckpointManager(root, prove_resume=1) as mgr:
+        mgr.save(3, state).result()
+
+    def outcome(traced: object, to: object = None) -> tuple[str, str | None]:
+        events: list[object] = []
+        with sw.CheckpointManager(root, prove_resume=1, on_event=events.append) as mgr:
+            mgr.restore(into=to) if to else mgr.restore(to="torch")
+            mgr.trace(3, traced)
+        (event,) = (event for event in events if isinstance(event, sw.events.TraceEvent))
+        return event.outcome, event.leaf
+
+    assert outcome(sw.restore(root, to="torch")) == ("same", None)
+    assert outcome(state, to=state) == ("same", None)
+    state["w"].view(torch.uint8)[77] ^= 1
+    with pytest.warns(sw.errors.ResumeDiffers):
+        assert outcome(state) == ("differs", "w")

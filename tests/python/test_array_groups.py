@@ -179,7 +179,7 @@ def test_a_grouped_restore_equals_an_ungrouped_one(
             for place, kind in few:
                 kinds[place] = kind
             target = target_of(tree, iter(kinds), [])
-            if ties and loose:
+            if ties and loose and target:
                 target["tied"] = copy.copy(next(iter(target.values())))
             if loose:
                 target["step"] = 0

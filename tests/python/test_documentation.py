@@ -14,6 +14,7 @@ import pages
 import pytest
 import stepwell as sw
 from command_line import DOCUMENT
+from s3_server import s3_server
 
 #: Pages with examples for people who look for one: none of them may lose its last one.
 WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md", "docs/faq.md"} | {
@@ -58,7 +59,14 @@ def test_a_page_begins_with_an_example_that_runs(page: Path) -> None:
 )
 def test_the_examples_of_the_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    pages.run_page(page, tmp_path)
+    if "s3://" not in "".join(text for _, text in pages.examples(page)):
+        pages.run_page(page, tmp_path)
+        return
+    pytest.importorskip("moto")
+    with s3_server("bucket") as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        pages.run_page(page, tmp_path)
 
 
 def program(folder: Path) -> list[str]:

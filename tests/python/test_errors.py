@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parents[2]
 KINDS = {
     "cancelled", "closed", "coordination_timeout", "corrupt_checkpoint", "device", "donated_buffer",
     "durability_uncertain", "forked_process", "format", "internal", "invalid", "io", "load_failed", "locked",
-    "mismatch", "no_locks", "not_a_step", "rank_failed", "read_only", "resume_differs", "save_failed", "session_lost",
+    "mismatch", "no_locks", "not_a_step", "not_carried", "rank_failed", "read_only", "resume_differs", "save_failed", "session_lost",
     "step_exists", "step_gone",
     "step_not_found", "step_order", "timeout", "torn_snapshot", "unreachable", "unsupported_leaf",
 }  # fmt: skip

@@ -704,7 +704,7 @@ def test_exports_killed_at_random_moments_are_resumed(tmp_path: Path, root: Path
         attempts += 1
         assert attempts < 10 * least
         if attempts % 5 == 4:
-            assert trainer(4).wait(60) == 0
+            assert trainer(4).wait(180) == 0
             assert len([one for one in exported(tmp_path) if one.isdigit()]) <= 2
             assert all(one.isdigit() for one in exported(tmp_path)), exported(tmp_path)
             newest = max(int(one) for one in exported(tmp_path))

@@ -46,7 +46,7 @@ def test_every_public_name_is_there_and_listed() -> None:
     for name in sw.__all__:
         assert getattr(sw, name) is not None
     assert set(sw.__all__) - {"__version__"} <= set(dir(sw))
-    assert len(sw.__all__) <= 67
+    assert len(sw.__all__) <= 69
     assert not set(sw.__all__) & set(dir(builtins))
     with pytest.raises(AttributeError, match="no attribute 'restor'"):
         sw.restor  # noqa: B018

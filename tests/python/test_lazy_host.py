@@ -49,7 +49,7 @@ def test_an_update_waits_for_a_save_whose_call_was_interrupted(
     class Interrupted:
         """The engine has begun the save; what follows in Python is interrupted."""
 
-        def __init__(self, *_: Any) -> None:
+        def __init__(self, *_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
     state = large(1)

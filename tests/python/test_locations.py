@@ -17,7 +17,7 @@ import pytest
 import stepwell as sw
 from command_line import process
 
-URLS = ["s3://b/x", "gs://b/x", "S3://b/x", "az://c/x", "hdfs://n/x", "weird+thing://x"]
+URLS = ["hdfs://n/x", "weird+thing://x", "https://b/x"]
 
 
 def entry_points() -> dict[str, Callable[[Any], Any]]:
@@ -42,9 +42,40 @@ def test_a_url_is_refused_and_nothing_is_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for url in [*URLS, Path("s3://b/x"), "dbfs:/x", "s3:b/x", "GS:/b"]:
-        with pytest.raises(sw.MisuseError, match="object stores are not supported yet"):
+        with pytest.raises(sw.MisuseError, match="is a URL"):
             entry_points()[name](url)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://", "pass a bucket"),
+        ("S3://bucket", "pass a bucket"),
+        ("gs://bucket//run", "pass a bucket"),
+        ("az://bucket/../run", "pass a bucket"),
+        ("s3://key:secret@bucket/run", "has a user or a password"),
+        ("abfss://user:secret@account.dfs.core.windows.net/run", "has a user or a password"),
+    ],
+)
+def test_a_url_of_a_store_is_checked_without_a_request(url: str, message: str) -> None:
+    for call in (sw.CheckpointManager, sw.open, sw.Store):
+        with pytest.raises(sw.MisuseError, match=message):
+            call(url)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"profile": "a", "anonymous": True}, "takes one of"),
+        ({"credentials": {"token": "x"}}, "is a function"),
+        ({"part_bytes": 1}, "part_bytes"),
+        ({"checksum": "crc32c"}, "checksum"),
+    ],
+)
+def test_settings_of_a_store_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sw.MisuseError, match=message):
+        sw.Store("s3://bucket/run", **options)
 
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
@@ -76,9 +107,9 @@ def test_only_names_of_steps_are_refused_in_a_root(root: Path) -> None:
 
 
 def test_the_command_line_refuses_urls() -> None:
-    result = process("ls", "s3://b/x")
+    result = process("ls", "hdfs://b/x")
     assert result.returncode == 2, result.stderr
-    assert "object stores are not supported yet" in result.stderr
+    assert "is a URL" in result.stderr
 
 
 def test_keywords_of_other_libraries_name_ours(tmp_path: Path) -> None:

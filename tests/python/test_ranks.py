@@ -530,7 +530,7 @@ manager.close()
 def test_all_ranks_that_miss_the_first_save_are_named(tmp_path: Path, root: Path) -> None:
     script = """
 import pathlib
-manager = open_manager(settings={"stall_timeout": 1.0})
+manager = open_manager(settings={"stall_timeout": 5.0})
 over = pathlib.Path(sys.argv[5])
 if RANK == 0:
     try:

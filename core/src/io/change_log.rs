@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Dir, Entry, File, Lock, LockKind, Rename, Stat};
+use super::{Dir, Entry, File, Lock, LockKind, Rename, Stat, WriterFence};
 use crate::error::Result;
 
 /// The names that this process has changed in a directory since it was listed.
@@ -188,12 +188,24 @@ impl Dir for RecordingDir {
         self.dir.open_file(name)
     }
 
+    fn open_recorded(&self, name: &str, len: u64) -> Result<Arc<dyn File>> {
+        self.dir.open_recorded(name, len)
+    }
+
+    fn lengths(&self, name: &str) -> Result<Option<BTreeMap<String, u64>>> {
+        self.dir.lengths(name)
+    }
+
     fn read_file(&self, name: &str, limit: u64) -> Result<Vec<u8>> {
         self.dir.read_file(name, limit)
     }
 
     fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.change(&[name], || self.dir.write_file(name, bytes))
+    }
+
+    fn replace_file(&self, name: &str, new_name: &str, bytes: &[u8]) -> Result<()> {
+        self.change(&[name, new_name], || self.dir.replace_file(name, new_name, bytes))
     }
 
     fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
@@ -206,6 +218,11 @@ impl Dir for RecordingDir {
 
     fn remove_file(&self, name: &str) -> Result<()> {
         self.change(&[name], || self.dir.remove_file(name))
+    }
+
+    fn remove_files(&self, names: &[String]) -> Result<()> {
+        let touched: Vec<&str> = names.iter().map(String::as_str).collect();
+        self.change(&touched, || self.dir.remove_files(names))
     }
 
     fn remove_dir(&self, name: &str) -> Result<()> {
@@ -223,6 +240,10 @@ impl Dir for RecordingDir {
 
     fn free_bytes(&self) -> Result<u64> {
         self.dir.free_bytes()
+    }
+
+    fn fence(&self) -> Option<&dyn WriterFence> {
+        self.dir.fence()
     }
 }
 

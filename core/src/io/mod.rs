@@ -26,7 +26,9 @@ mod tests;
 mod threaded;
 mod transfer;
 mod uring;
+pub(crate) mod workers;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -136,6 +138,17 @@ pub trait Disk: Send + Sync {
     /// Opens a directory by path. Creates it and missing ancestors, and syncs the parent of each.
     fn create_dir_all(&self, path: &Path) -> Result<Arc<dyn Dir>>;
 
+    /// True if each request waits for a network. Reads are larger then, and more are in flight.
+    fn is_remote(&self) -> bool {
+        false
+    }
+
+    /// True if each root has a ledger, as in an object store. Nothing can be renamed beside a root
+    /// then.
+    fn keeps_ledgers(&self) -> bool {
+        false
+    }
+
     /// Returns a queue for at most `depth` reads and writes in flight. One thread uses a queue.
     fn queue(&self, depth: usize) -> Result<Box<dyn Queue>>;
 
@@ -212,12 +225,36 @@ pub trait Dir: Send + Sync {
     /// Opens a file for reading, for direct I/O if this engine uses it.
     fn open_file(&self, name: &str) -> Result<Arc<dyn File>>;
 
+    /// [`Dir::open_file`] of a file whose length is recorded elsewhere. A store need not be asked
+    /// for it then: a missing or short object is found when it is read.
+    fn open_recorded(&self, name: &str, _len: u64) -> Result<Arc<dyn File>> {
+        self.open_file(name)
+    }
+
+    /// The lengths of all files below a directory of this one, by their paths in it. An empty name
+    /// is this directory. `None` if that costs a call for each file, as on disks.
+    fn lengths(&self, _name: &str) -> Result<Option<BTreeMap<String, u64>>> {
+        Ok(None)
+    }
+
     /// Reads a whole small file. [`crate::Error::Limit`] if it is longer than `limit` bytes.
     fn read_file(&self, name: &str, limit: u64) -> Result<Vec<u8>>;
 
     /// Creates a small file (`O_EXCL`), writes and fsyncs it. Its entry is not durable before this
     /// directory's [`Dir::sync`].
     fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()>;
+
+    /// Replaces a small file, durably. Either the old or the new one exists at any time. `new_name`
+    /// is its name before it has replaced the other, where that is needed.
+    fn replace_file(&self, name: &str, new_name: &str, bytes: &[u8]) -> Result<()> {
+        match self.remove_file(new_name) {
+            Err(error) if !error.is_not_found() => return Err(error),
+            _ => {}
+        }
+        self.write_file(new_name, bytes)?;
+        self.rename(new_name, name, Rename::Replace)?;
+        self.sync()
+    }
 
     /// Creates a file (`O_EXCL`) with the content of another, and fsyncs it, as
     /// [`Dir::write_file`]. `copied` gets the bytes of each piece; `false` stops the copy (EINTR).
@@ -233,6 +270,17 @@ pub trait Dir: Send + Sync {
     /// Removes a file.
     fn remove_file(&self, name: &str) -> Result<()>;
 
+    /// Removes files. One that is missing is no error.
+    fn remove_files(&self, names: &[String]) -> Result<()> {
+        for name in names {
+            match self.remove_file(name) {
+                Err(error) if error.is_not_found() => {}
+                removed => removed?,
+            }
+        }
+        Ok(())
+    }
+
     /// Removes an empty directory.
     fn remove_dir(&self, name: &str) -> Result<()>;
 
@@ -246,6 +294,32 @@ pub trait Dir: Send + Sync {
 
     /// Free bytes for an unprivileged writer.
     fn free_bytes(&self) -> Result<u64>;
+
+    /// The fence that keeps an earlier writer of this root out. `None` on file systems, which have
+    /// locks.
+    fn fence(&self) -> Option<&dyn WriterFence> {
+        None
+    }
+}
+
+/// The owner of a root.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// Counts the writers of the root.
+    pub epoch: u64,
+    /// The writer's session.
+    pub session: String,
+    /// The writer, for messages.
+    pub owner: String,
+}
+
+/// An exact fence: no change of an earlier owner has effect after another one has taken the root.
+pub trait WriterFence {
+    /// Returns the owner. `None`: the root is new.
+    fn owner(&self) -> Result<Option<Owner>>;
+
+    /// Takes the root for a session.
+    fn take(&self, session: &str) -> Result<()>;
 }
 
 /// The error of a copy that was told to stop.
@@ -279,6 +353,11 @@ pub trait File: Send + Sync + std::any::Any {
     /// Offset of this file in the engine's file: 0 except for a [`Section`].
     fn base(&self) -> u64 {
         0
+    }
+
+    /// True for an object of a store, which was stored in one piece.
+    fn is_object(&self) -> bool {
+        false
     }
 
     /// Lets engines find their own file behind the trait.

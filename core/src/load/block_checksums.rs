@@ -159,7 +159,7 @@ pub fn checksums(
 ) -> Result<Vec<BlockChecksums>> {
     let invalid = |what: String| Error::internal("a valid size of blocks, and whole files", what);
     block::check_size(block_bytes).map_err(invalid)?;
-    let mut schedule = Schedule::default();
+    let mut schedule = Schedule::new(options.limits);
     let mut crcs = Vec::with_capacity(files.len());
     for file in 0..files.len() as u32 {
         let length = files.info(file)?.data_end;

@@ -1,23 +1,24 @@
 //! Carries out copies: checks every block, then copies the wanted bytes.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::buffers::ReadBuffers;
 use super::decode;
 use super::destination::{Destination, Devices, Started, ToDevices};
-use super::file_set::{FileInfos, FileSet};
-use super::options::{LoadFailure, LoadOptions, LoadStats};
+use super::file_set::{BadBlock, FileInfo, FileInfos, FileSet};
+use super::mender::Mender;
+use super::options::{LoadFailure, LoadOptions, LoadStats, ReadLimits};
 use super::pipeline::{OnProgress, Sink};
 use super::schedule::{Cell, Schedule, ScheduledRead};
 use crate::format::index::Index;
 use crate::io::Disk;
 use crate::read_plan::BoxCopy;
-use crate::sys::{Scatter, ScatterTarget, ScatterWindow, Staged, Strided};
+use crate::sys::{Scatter, ScatterTarget, ScatterWindow, Staged, Strided, each};
 use crate::{Error, Result};
 
 /// Restores the bytes of the copies into the targets. Every byte comes from a block with a valid
@@ -71,8 +72,8 @@ pub fn execute_computing<'a>(
     options: &LoadOptions,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<LoadStats, LoadFailure> {
-    let (mut copies, infos) = prepare(files, index, copies)?;
-    let (schedule, mut windows, mut lists) = Schedule::of_copies(&copies, &infos)?;
+    let (mut copies, infos) = prepare(files, index, copies, options.limits)?;
+    let (schedule, mut windows, mut lists) = Schedule::of_copies(&copies, &infos, options.limits)?;
     let first_cell = windows.len();
     let mut begin = 0;
     for cell in computed.iter().flat_map(|computed| &computed.copies) {
@@ -105,6 +106,9 @@ pub fn execute_computing<'a>(
         culprits: Mutex::default(),
         copied: AtomicU64::new(0),
         verified: AtomicU64::new(0),
+        mender: files.is_own().then(|| Mender::new(files)),
+        mended: AtomicU64::new(0),
+        stall_timeout: options.stall_timeout,
     });
     let result = decode::run(disk, files, schedule, &sink, options, &mut *go_on).and_then(|stats| {
         if let Some(computed) = computed {
@@ -124,6 +128,7 @@ pub fn execute_computing<'a>(
         Ok(stats) => Ok(LoadStats {
             bytes_copied: copied,
             blocks_verified: sink.verified.load(Ordering::Acquire),
+            pieces_mended: sink.mended.load(Ordering::Acquire),
             ..stats
         }),
         Err(error) => {
@@ -147,9 +152,14 @@ pub struct FileReads {
 
 /// Returns the reads that [`execute`] makes of these copies, by file. Opens the files, and reads no
 /// data.
-pub fn plan(files: &FileSet, index: &Index, copies: &[BoxCopy]) -> Result<Vec<FileReads>> {
-    let (copies, infos) = prepare(files, index, copies)?;
-    let (schedule, ..) = Schedule::of_copies(&copies, &infos)?;
+pub fn plan(
+    files: &FileSet,
+    index: &Index,
+    copies: &[BoxCopy],
+    limits: ReadLimits,
+) -> Result<Vec<FileReads>> {
+    let (copies, infos) = prepare(files, index, copies, limits)?;
+    let (schedule, ..) = Schedule::of_copies(&copies, &infos, limits)?;
     let mut planned: Vec<FileReads> = Vec::new();
     let mut wanted: HashMap<u32, u64> = HashMap::new();
     for copy in &copies {
@@ -175,22 +185,29 @@ pub fn plan(files: &FileSet, index: &Index, copies: &[BoxCopy]) -> Result<Vec<Fi
 }
 
 /// Returns the normal form of the copies that move something, and the facts about their files.
-fn prepare(files: &FileSet, index: &Index, copies: &[BoxCopy]) -> Result<(Vec<Strided>, FileInfos)> {
+fn prepare(
+    files: &FileSet,
+    index: &Index,
+    copies: &[BoxCopy],
+    limits: ReadLimits,
+) -> Result<(Vec<Strided>, FileInfos)> {
     if u32::try_from(copies.len()).is_err() {
         return Err(Error::internal("copies with 32-bit numbers", format!("{} copies", copies.len())));
     }
     let mut prepared = Vec::with_capacity(copies.len());
-    let mut infos = FileInfos::new();
+    let mut needed = BTreeSet::new();
     for copy in copies {
         let strided = Strided::new(copy).map_err(|what| {
             Error::Misuse(format!("the copy of leaf `{}`: {what}", index.tree.leaf_path(copy.leaf)))
         })?;
         let Some(strided) = strided else { continue };
-        if let Entry::Vacant(place) = infos.entry(strided.file) {
-            place.insert(files.info(strided.file)?);
-        }
+        needed.insert(strided.file);
         prepared.push(strided);
     }
+    let needed: Vec<u32> = needed.into_iter().collect();
+    let found = each("stepwell-open", limits.files_at_once, &needed, |&file| files.info(file));
+    let infos = needed.into_iter().zip(found).map(|(file, info)| Ok((file, info?)));
+    let infos = infos.collect::<Result<FileInfos>>()?;
     Ok((prepared, infos))
 }
 
@@ -208,6 +225,10 @@ struct Scatterer {
     culprits: Mutex<Vec<Culprit>>,
     copied: AtomicU64,
     verified: AtomicU64,
+    /// Reads damaged cells of our own files again.
+    mender: Option<Mender>,
+    mended: AtomicU64,
+    stall_timeout: Duration,
 }
 
 struct Culprit {
@@ -248,26 +269,74 @@ impl Scatterer {
                 return Err(Error::internal("a computed cell", "none"));
             }
             for bytes in cells {
-                let mut buffer = ReadBuffers::shared().take(bytes.len())?;
-                buffer.get_mut(..bytes.len()).unwrap_or_default().copy_from_slice(&bytes);
-                let buffer = Arc::new(buffer);
-                let staged = Staged::new(&buffer, 0..bytes.len())
-                    .ok_or_else(|| Error::internal("a cell inside its buffer", "one that passes its end"))?;
-                let mut started = Started::new(options.stall_timeout);
-                let mut elsewhere = ToDevices { devices: &self.devices, started: &mut started };
-                let put = self.scatter.put(first_cell + number, &staged, &mut elsewhere);
-                // Wait also after an error: started copies must end before the restore does.
-                let ended = started.wait();
-                drop((staged, started));
-                if let Some(buffer) = Arc::into_inner(buffer) {
-                    ReadBuffers::shared().give(buffer);
-                }
-                self.copied.fetch_add(put?, Ordering::AcqRel);
-                ended?;
+                self.put_bytes(first_cell + number, &bytes, options.stall_timeout)?;
                 number += 1;
             }
         }
         Ok(())
+    }
+
+    /// Scatters the bytes of a cell from memory of its own.
+    fn put_bytes(&self, cell: usize, bytes: &[u8], stall_timeout: Duration) -> Result<()> {
+        let mut buffer = ReadBuffers::shared().take(bytes.len())?;
+        buffer.get_mut(..bytes.len()).unwrap_or_default().copy_from_slice(bytes);
+        let buffer = Arc::new(buffer);
+        let staged = Staged::new(&buffer, 0..bytes.len())
+            .ok_or_else(|| Error::internal("a cell inside its buffer", "one that passes its end"))?;
+        let mut started = Started::new(stall_timeout);
+        let mut elsewhere = ToDevices { devices: &self.devices, started: &mut started };
+        let put = self.scatter.put(cell, &staged, &mut elsewhere);
+        // Wait also after an error: started copies must end before the restore does.
+        let ended = started.wait();
+        drop((staged, started));
+        if let Some(buffer) = Arc::into_inner(buffer) {
+            ReadBuffers::shared().give(buffer);
+        }
+        self.copied.fetch_add(put?, Ordering::AcqRel);
+        ended
+    }
+
+    /// Returns the first damaged block of a cell's bytes. Blocks that nobody needs are not checked:
+    /// they may be damaged.
+    fn bad_block(&self, number: usize, cell: &Cell, info: &FileInfo, bytes: &[u8]) -> Option<BadBlock> {
+        let first = info.block_of(cell.bytes.start);
+        let count = cell.bytes.end.div_ceil(info.block_bytes) - first;
+        let mut needed = vec![false; count as usize];
+        for &copy in self.scatter.copies_of(number) {
+            let Some(copy) = self.scatter.copies().get(copy as usize) else { continue };
+            let start = copy.src.start.max(cell.bytes.start);
+            let end = copy.src.end.min(cell.bytes.end);
+            if start < end {
+                let range =
+                    (info.block_of(start) - first) as usize..=(info.block_of(end - 1) - first) as usize;
+                needed.get_mut(range).unwrap_or_default().fill(true);
+            }
+        }
+        let blocks = (first..).zip(bytes.chunks(info.block_bytes as usize)).zip(needed);
+        for ((block, bytes), _) in blocks.filter(|(_, is_needed)| *is_needed) {
+            if let Err(bad) = info.check(block, bytes) {
+                return Some(bad);
+            }
+            self.verified.fetch_add(1, Ordering::Relaxed);
+        }
+        None
+    }
+
+    /// Reads a cell again (perhaps from the same file, too) and scatters it. Returns false if no
+    /// copy of it is right.
+    fn mend(&self, number: usize, from_here: bool) -> Result<bool> {
+        let Some((cell, info)) = self.cell_of(number) else { return Ok(false) };
+        let is_right = |bytes: &[u8]| self.bad_block(number, cell, info, bytes).is_none();
+        let read = |mender: &Mender| mender.read(cell.file, &cell.bytes, from_here, is_right);
+        let mended = self.mender.as_ref().and_then(read);
+        let Some(bytes) = mended else { return Ok(false) };
+        self.put_bytes(number, &bytes, self.stall_timeout)?;
+        self.mended.fetch_add(1, Ordering::AcqRel);
+        Ok(true)
+    }
+
+    fn cell_of(&self, number: usize) -> Option<(&Cell, &Arc<FileInfo>)> {
+        self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)))
     }
 
     /// Adds the leaf's name to an error. The threads do not know it.
@@ -291,35 +360,18 @@ fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
 impl Sink for Scatterer {
     fn cell(&self, number: usize, staged: &Staged, started: &mut Started) -> Result<()> {
         let copies = self.scatter.copies_of(number);
-        let Some((cell, info)) =
-            self.cells.get(number).and_then(|cell| Some((cell, self.infos.get(&cell.file)?)))
-        else {
+        let Some((cell, info)) = self.cell_of(number) else {
             return Err(Error::internal("a cell of the schedule", format!("cell {number}")));
         };
         if copies.is_empty() {
             return Ok(());
         }
-        // Unneeded blocks may be damaged: they are not checked.
-        let first = info.block_of(cell.bytes.start);
-        let count = cell.bytes.end.div_ceil(info.block_bytes) - first;
-        let mut needed = vec![false; count as usize];
-        for &copy in copies {
-            let Some(copy) = self.scatter.copies().get(copy as usize) else { continue };
-            let start = copy.src.start.max(cell.bytes.start);
-            let end = copy.src.end.min(cell.bytes.end);
-            if start < end {
-                let range =
-                    (info.block_of(start) - first) as usize..=(info.block_of(end - 1) - first) as usize;
-                needed.get_mut(range).unwrap_or_default().fill(true);
+        if let Some(bad) = self.bad_block(number, cell, info, staged) {
+            if self.mend(number, true)? {
+                return Ok(());
             }
-        }
-        for (block, bytes) in (first..).zip(staged.chunks(info.block_bytes as usize)) {
-            if needed.get((block - first) as usize) == Some(&true) {
-                info.check(block, bytes).map_err(|bad| {
-                    self.damage(number, info.path.clone(), Some((block, info.bytes_of(block))), bad.what())
-                })?;
-                self.verified.fetch_add(1, Ordering::Relaxed);
-            }
+            let block = Some((bad.block, info.bytes_of(bad.block)));
+            return Err(self.damage(number, info.path.clone(), block, bad.what()));
         }
         let copied = self.scatter.put(number, staged, &mut ToDevices { devices: &self.devices, started })?;
         self.copied.fetch_add(copied, Ordering::AcqRel);
@@ -327,6 +379,11 @@ impl Sink for Scatterer {
     }
 
     fn failed(&self, cells: Range<usize>, error: Error) -> Result<()> {
+        let mut wanted = cells.clone().filter(|&cell| !self.scatter.copies_of(cell).is_empty());
+        // Not from this file again: its disk may hang.
+        if wanted.try_fold(true, |all, cell| Ok::<_, Error>(all && self.mend(cell, false)?))? {
+            return Ok(());
+        }
         Err(match error {
             Error::Corrupt { file, leaf: None, block: None, what } => {
                 let hit = cells.clone().find(|&cell| !self.scatter.copies_of(cell).is_empty());

@@ -19,6 +19,7 @@ pub(super) use info::{BadBlock, FileInfo, check_page, short};
 use super::block_checksums::{BlockChecksums, CheckedFile};
 use super::decode::PausedStreams;
 use super::guards::{GuardedRange, Guards};
+use super::mender::OtherCopies;
 use crate::format::index::{CompressedStream, FileRecord, Within};
 use crate::io::{Dir, EntryKind, File, MemoryFile, Section, Stat, is_component};
 use crate::{Error, Result};
@@ -51,7 +52,7 @@ pub struct KnownFile {
 /// The files of one item. All readers of a checkpoint share it, from any thread.
 pub struct FileSet {
     dir: Arc<dyn Dir>,
-    records: Vec<FileRecord>,
+    records: Arc<[FileRecord]>,
     origin: FileOrigin,
     /// Foreign files before they were first read, by name.
     described: HashMap<String, Stat>,
@@ -59,6 +60,8 @@ pub struct FileSet {
     checksums: HashMap<String, Arc<BlockChecksums>>,
     /// The guarded ranges of foreign files, once they are known.
     guards: OnceLock<Arc<Guards>>,
+    /// Other places with the same files.
+    others: OnceLock<Arc<dyn OtherCopies>>,
     state: Mutex<OpenFiles>,
     paused: PausedStreams,
     /// Bytes that streams in the file without a name are in.
@@ -130,15 +133,39 @@ impl FileSet {
     fn of(dir: Arc<dyn Dir>, records: &[FileRecord], origin: FileOrigin) -> Self {
         Self {
             dir,
-            records: records.to_vec(),
+            records: records.into(),
             origin,
             described: HashMap::new(),
             checksums: HashMap::new(),
             guards: OnceLock::new(),
+            others: OnceLock::new(),
             state: Mutex::default(),
             paused: PausedStreams::default(),
             memory: None,
         }
+    }
+
+    /// Names other places with the same files, for bytes that arrive damaged. Only the first call
+    /// counts.
+    pub fn mend_from(&self, others: Arc<dyn OtherCopies>) {
+        let _ = self.others.set(others);
+    }
+
+    pub(super) fn other_copies(&self) -> Option<&Arc<dyn OtherCopies>> {
+        self.others.get()
+    }
+
+    pub(super) fn directory(&self) -> &Arc<dyn Dir> {
+        &self.dir
+    }
+
+    pub(super) fn shared_records(&self) -> &Arc<[FileRecord]> {
+        &self.records
+    }
+
+    /// True if the files are ours.
+    pub(super) fn is_own(&self) -> bool {
+        self.origin == FileOrigin::Own
     }
 
     /// Returns the guarded ranges: none, if nobody has named them.
@@ -243,7 +270,22 @@ impl FileSet {
             let what = format!("the index names a file `{name}`, which is no path below the item");
             return Err(Error::corrupt(self.dir.path(), what));
         }
-        self.dir.open_file(name)
+        match record.within {
+            None if self.origin == FileOrigin::Own => self.dir.open_recorded(name, record.length),
+            _ => self.dir.open_file(name),
+        }
+    }
+
+    /// Opens the stored file with this name. It may hold the data files of several ranks.
+    pub(super) fn open_stored(&self, name: &str) -> Result<Arc<dyn File>> {
+        let mut ours = self.records.iter().filter(|record| record.stored_name() == name);
+        let record = ours.next().ok_or_else(|| Error::internal("a file of the index", name))?;
+        self.handle(record)
+    }
+
+    /// Checks the header and the footer of every file.
+    pub fn check_records(&self) -> Result<()> {
+        (0..self.records.len() as u32).try_for_each(|file| self.info(file).map(drop))
     }
 
     /// Opens a file without holding the lock. Two threads may open it at the same time; both

@@ -17,6 +17,8 @@
 //! | [`KnownFile`] | facts about a foreign file, from before it is opened |
 //! | [`BlockChecksums`] [`checksums()`] | checksums of whole foreign files, computed once |
 //! | [`CheckedFile`] | a foreign file with such checksums, for parsers |
+//! | [`StoredFile`] | a file of a step, checked while it is copied |
+//! | [`OtherCopies`] | where bytes are read from that arrived damaged |
 //! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify()`] |
 //! | `schedule` `pipeline` | what is read when, and by whom |
 //! | `decode` | the same for compressed streams, from their start on |
@@ -39,10 +41,12 @@ mod execute;
 mod file_set;
 mod footer_index;
 mod guards;
+mod mender;
 mod objects;
 mod options;
 mod pipeline;
 mod schedule;
+mod stored_file;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
@@ -55,6 +59,8 @@ pub use execute::{Compute, ComputedCells, FileReads, execute, execute_computing,
 pub use file_set::{FileSet, KnownFile};
 pub use footer_index::index_in_footer;
 pub use guards::GuardedRange;
+pub use mender::OtherCopies;
 pub use objects::{copies_of_objects, read_objects};
-pub use options::{LoadFailure, LoadOptions, LoadStats};
+pub use options::{LoadFailure, LoadOptions, LoadStats, ReadLimits};
+pub use stored_file::StoredFile;
 pub use verify::{Damage, VerifyProgress, VerifyReport, verify};

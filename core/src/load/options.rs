@@ -4,6 +4,25 @@ use std::time::Duration;
 
 use crate::Error;
 
+/// Limits that depend on the time that one request takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReadLimits {
+    /// Bytes of one transfer, unless one block is larger.
+    pub read_bytes: u64,
+    /// Limit on unneeded bytes between two needed blocks of one read.
+    pub max_gap_bytes: u64,
+    /// Files that are opened at once.
+    pub files_at_once: usize,
+}
+
+impl ReadLimits {
+    /// For a disk. From this size on, queue depth hardly matters. One more read costs about as much
+    /// as a gap.
+    pub const LOCAL: Self = Self { read_bytes: 4 << 20, max_gap_bytes: 64 << 10, files_at_once: 1 };
+    /// For a store, where each read waits tens of milliseconds.
+    pub const REMOTE: Self = Self { read_bytes: 8 << 20, max_gap_bytes: 1 << 20, files_at_once: 32 };
+}
+
 /// Limits of a restore.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadOptions {
@@ -11,6 +30,8 @@ pub struct LoadOptions {
     pub budget_bytes: u64,
     /// Limit on reads in flight.
     pub queue_depth: usize,
+    /// Limits of single requests.
+    pub limits: ReadLimits,
     /// Threads that verify and copy. The calling thread reads.
     pub threads: usize,
     /// The restore fails after this long without progress.
@@ -24,9 +45,17 @@ impl Default for LoadOptions {
             // verification and copying.
             budget_bytes: 64 << 20,
             queue_depth: 8,
+            limits: ReadLimits::LOCAL,
             threads: crate::sys::cores().min(16),
             stall_timeout: Duration::from_secs(120),
         }
+    }
+}
+
+impl LoadOptions {
+    /// The defaults for a store.
+    pub fn remote() -> Self {
+        Self { budget_bytes: 256 << 20, queue_depth: 32, limits: ReadLimits::REMOTE, ..Self::default() }
     }
 }
 
@@ -41,6 +70,8 @@ pub struct LoadStats {
     pub bytes_copied: u64,
     /// Blocks whose checksum was verified.
     pub blocks_verified: u64,
+    /// Pieces that arrived damaged or not at all, and were right when they were read again.
+    pub pieces_mended: u64,
     /// Number of transfers.
     pub reads: u64,
     /// Peak of buffer bytes in use.

@@ -1,25 +1,20 @@
 //! Decides which parts of which files are read, in which order, and for which copies. A dry run
 //! shows the same reads ([`super::plan`]).
 //!
-//! The blocks that the copies need are joined if at most [`MAX_GAP_BYTES`] lie between them. Joined
-//! ranges are cut into *reads* (one transfer each), and reads into *cells*. Cells are the unit of
-//! checking and copying. They are small, so that a cell is still in the core's cache when it is
-//! copied.
+//! The blocks that the copies need are joined if a small gap lies between them ([`ReadLimits`]).
+//! Joined ranges are cut into *reads* (one transfer each), and reads into *cells*. Cells are the
+//! unit of checking and copying. They are small, so that a cell is still in the core's cache when
+//! it is copied.
 
 use std::ops::Range;
 
 use super::file_set::FileInfos;
+use super::options::ReadLimits;
 use crate::sys::{CopyDim, ScatterWindow, Strided, walk};
 use crate::{Error, Result};
 
 /// Bytes of a cell, unless one block is larger: half of a typical second-level cache.
 pub(super) const CELL_BYTES: u64 = 512 << 10;
-/// Bytes of one transfer, unless one block is larger. From this size on, queue depth hardly
-/// matters.
-pub(super) const READ_BYTES: u64 = 4 << 20;
-/// Limit on unneeded bytes between two needed blocks of one read. One more read costs a disk about
-/// as much as this many bytes.
-const MAX_GAP_BYTES: u64 = 64 << 10;
 
 /// One transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,8 +35,9 @@ pub(super) struct Cell {
 }
 
 /// The reads of a run, in file order.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Schedule {
+    limits: ReadLimits,
     pub(super) reads: Vec<ScheduledRead>,
     pub(super) cells: Vec<Cell>,
 }
@@ -55,10 +51,14 @@ struct Need {
 }
 
 impl Schedule {
+    pub(super) fn new(limits: ReadLimits) -> Self {
+        Self { limits, reads: Vec::new(), cells: Vec::new() }
+    }
+
     /// Appends a range of whole blocks, cut into reads and cells.
     pub(super) fn push(&mut self, file: u32, bytes: Range<u64>, block_bytes: u64) {
         let cell = CELL_BYTES.next_multiple_of(block_bytes);
-        let read = READ_BYTES.next_multiple_of(cell);
+        let read = self.limits.read_bytes.next_multiple_of(cell);
         let mut at = bytes.start;
         while at < bytes.end {
             let end = at.saturating_add(read).min(bytes.end);
@@ -84,18 +84,23 @@ impl Schedule {
     pub(super) fn of_copies(
         copies: &[Strided],
         infos: &FileInfos,
+        limits: ReadLimits,
     ) -> Result<(Self, Vec<ScatterWindow>, Vec<u32>)> {
-        let needs = needs(copies, infos, MAX_GAP_BYTES)?;
-        Ok(Self::of_needs(&needs, infos, MAX_GAP_BYTES))
+        let needs = needs(copies, infos, limits.max_gap_bytes)?;
+        Ok(Self::of_needs(&needs, infos, limits))
     }
 
     /// Joins needs that are in file order.
-    fn of_needs(mut needs: &[Need], infos: &FileInfos, max_gap: u64) -> (Self, Vec<ScatterWindow>, Vec<u32>) {
-        let mut schedule = Self::default();
+    fn of_needs(
+        mut needs: &[Need],
+        infos: &FileInfos,
+        limits: ReadLimits,
+    ) -> (Self, Vec<ScatterWindow>, Vec<u32>) {
+        let mut schedule = Self::new(limits);
         let (mut windows, mut lists) = (Vec::new(), Vec::new());
         while let Some(Need { file, bytes: Range { start, mut end }, .. }) = needs.first().cloned() {
             let joins = |need: &&Need| {
-                let joins = need.file == file && need.bytes.start <= end.saturating_add(max_gap);
+                let joins = need.file == file && need.bytes.start <= end.saturating_add(limits.max_gap_bytes);
                 end = if joins { end.max(need.bytes.end) } else { end };
                 joins
             };

@@ -70,12 +70,13 @@ pub fn verify(
     let streams: HashSet<u32> =
         (0..files.len() as u32).filter(|&file| files.stream(file).is_some()).collect();
     let mut report = VerifyReport { files: (files.len() - streams.len()) as u64, ..VerifyReport::default() };
-    let mut schedule = Schedule::default();
+    let mut schedule = Schedule::new(options.limits);
     let mut infos = HashMap::new();
     let (mut decoded_bytes, mut guarded_bytes) = (0, 0);
     for file in 0..files.len() as u32 {
         let checked = files.info(file).and_then(|info| {
             let handle = files.ready(file, &(0..0))?;
+            info.check_object(handle.as_ref())?;
             for page in &info.index_pages {
                 check_page(handle.as_ref(), page)?;
             }

@@ -116,18 +116,32 @@ pub fn publish_copy(parent: &dyn Dir, temporary: &str, name: &str) -> stepwell_c
     parent.sync()
 }
 
+/// Gives a complete and durable copy the name of a checkpoint, which becomes trash. If the file
+/// system can swap names, a crash leaves one of the two under the name. The trash may be deleted
+/// after this.
+pub fn replace_by_copy(
+    parent: &dyn Dir,
+    temporary: &str,
+    name: &str,
+    trash: &str,
+) -> stepwell_core::Result<()> {
+    match parent.rename(temporary, name, Rename::Exchange) {
+        Ok(()) => {
+            parent.sync()?;
+            parent.rename(temporary, trash, Rename::NoReplace)
+        }
+        Err(error) if error.is_unknown_request() => {
+            retire(parent, name, trash)?;
+            publish_copy(parent, temporary, name)
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// Moves a step into a branch.
 pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Result<()> {
     root.rename(name, &directory_layout::branch(branch, name), Rename::NoReplace)?;
     root.sync()
-}
-
-/// Replaces a small file. Either the old or the new one exists at any time.
-pub fn replace_file(dir: &dyn Dir, name: &str, new_name: &str, bytes: &[u8]) -> stepwell_core::Result<()> {
-    ignore_missing(dir.remove_file(new_name))?;
-    dir.write_file(new_name, bytes)?;
-    dir.rename(new_name, name, Rename::Replace)?;
-    dir.sync()
 }
 
 /// Replaces a damaged file, and keeps it under another name. The new one is durable before the old
@@ -177,7 +191,7 @@ pub fn thin(root: &dyn Dir, name: &str, keep: &BTreeSet<String>, unix_ns: i64) -
     if names.is_empty() {
         return Ok(Thinned::Nothing);
     }
-    replace_file(&*step, MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
+    step.replace_file(MANIFEST, MANIFEST_NEW, &manifest.encode()?)?;
     if lock.is_none() {
         return Ok(Thinned::Later(names));
     }

@@ -148,8 +148,12 @@ fn execute(
         Action::PollVotes { missing, timeout } => {
             reached(world.poll_votes(&missing, timeout).map(Event::Votes))
         }
-        // The file exists, empty and locked.
-        Action::WriteFile { path, .. } if path == LEASE && temporary.lease.is_some() => Event::Done,
+        // The file exists, empty and locked. In a store nothing can lock it.
+        Action::WriteFile { path, .. }
+            if path == LEASE && (temporary.lease.is_some() || root.fence().is_some()) =>
+        {
+            Event::Done
+        }
         Action::WriteFile { path, bytes } => {
             done(opened(temporary).and_then(|dir| dir.write_file(&path, &bytes)))
         }
@@ -212,8 +216,13 @@ fn is_given_up(machine: &Machine, root: &dyn Dir) -> stepwell_core::Result<bool>
 
 /// Checks files. Returns ENOENT for the first one that is missing or has another length.
 fn find(dir: &dyn Dir, files: &[(String, u64)]) -> stepwell_core::Result<()> {
+    let lengths = dir.lengths("")?;
     for (path, length) in files {
-        if dir.stat(path)?.is_none_or(|stat| stat.len != *length) {
+        let found = match &lengths {
+            Some(lengths) => lengths.get(path).copied(),
+            None => dir.stat(path)?.map(|stat| stat.len),
+        };
+        if found != Some(*length) {
             let gone = std::io::Error::from(std::io::ErrorKind::NotFound);
             return Err(stepwell_core::Error::io("find", dir.path().join(path), gone));
         }

@@ -403,7 +403,7 @@ pub fn write_record(path: &Path, bytes: &[u8], environment: &Environment) -> Res
         return Err(Error::internal("the path of a file", path.display().to_string()));
     };
     let parent = environment.disk.create_dir_all(parent)?;
-    Ok(aside::replace_file(&*parent, name, &format!("{name}.new"), bytes)?)
+    Ok(parent.replace_file(name, &format!("{name}.new"), bytes)?)
 }
 
 /// Deletes the files of an output that an interrupted [`remove`] has left.

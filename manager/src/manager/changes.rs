@@ -3,15 +3,21 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use stepwell_core::io::{EntryKind, LockKind};
+use serde::{Deserialize, Serialize};
+use stepwell_core::io::{Dir, EntryKind, LockKind};
 
+use super::tiers::Tier;
+use super::usage::Retiring;
 use super::{Inner, Manager};
 use crate::adopted_step::AdoptedStep;
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
+use crate::control::write_json;
 use crate::coordination::LEADER;
 use crate::copy;
-use crate::directory_layout::{self, LEASE, OwnName};
+use crate::delete_tree::ignore_missing;
+use crate::directory_layout::{self, CONTROL, LEASE, OwnName, REWIND, control};
+use crate::discovery::Listing;
 use crate::error::{Error, Result};
 use crate::metrics;
 use crate::sidecars;
@@ -21,6 +27,8 @@ pub struct Hold {
     step: u64,
     inner: Arc<Inner>,
     _checkpoint: Checkpoint,
+    /// The farther tiers that keep their copies, too.
+    farther: Vec<Arc<Tier>>,
 }
 
 impl Hold {
@@ -34,9 +42,80 @@ impl Drop for Hold {
     fn drop(&mut self) {
         if self.inner.birth.is_here() {
             self.inner.usage.release(self.step);
+            for tier in &self.farther {
+                tier.manager.inner.usage.release(self.step);
+            }
         }
     }
 }
+
+/// A move of the newest steps of a root into a branch. All checks have passed.
+pub(super) struct MoveAside<'a> {
+    inner: &'a Inner,
+    first: u64,
+    branch: String,
+    listing: Arc<Listing>,
+    uncertain: Vec<u64>,
+    _retiring: Retiring<'a>,
+}
+
+impl MoveAside<'_> {
+    /// Moves the steps, newest first. Returns them.
+    pub(super) fn carry_out(self) -> Result<Vec<u64>> {
+        let root = &self.inner.root;
+        let mut moved = Vec::new();
+        for (number, found) in self.listing.steps.range(self.first..).rev() {
+            aside::set_aside(&*root.dir, &found.name, &self.branch)?;
+            moved.push(*number);
+        }
+        for number in self.uncertain {
+            let name = root.names.format(number);
+            if root.dir.stat(&name)?.is_some() {
+                aside::set_aside(&*root.dir, &name, &self.branch)?;
+            }
+            self.inner.went(number);
+            root.set_uncertain(number, false);
+        }
+        Ok(moved)
+    }
+}
+
+/// The record of a rewind of several tiers that is not ended.
+#[derive(Serialize, Deserialize)]
+struct UnfinishedRewind {
+    /// The first step that is set aside.
+    first: u64,
+    branch: String,
+}
+
+impl UnfinishedRewind {
+    /// Returns the record in a root.
+    fn read(root: &dyn Dir) -> Result<Option<Self>> {
+        let name = control(REWIND);
+        match root.read_file(&name, MAX_RECORD_BYTES) {
+            Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
+                let file = root.path().join(&name);
+                let what = format!("{error}. A rewind was interrupted: delete this file, and rewind again");
+                stepwell_core::Error::Format { file, what }.into()
+            }),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn record(&self, root: &dyn Dir) -> Result<()> {
+        write_json(root, REWIND, self)
+    }
+
+    fn forget(root: &dyn Dir) -> Result<()> {
+        let control = root.open_dir(CONTROL)?;
+        ignore_missing(control.remove_file(REWIND))?;
+        Ok(control.sync()?)
+    }
+}
+
+/// Bytes of the record of a rewind.
+const MAX_RECORD_BYTES: u64 = 64 << 10;
 
 impl Inner {
     /// Refuses a branch that exists. A branch is one line of steps, and a name that is taken would
@@ -104,7 +183,7 @@ impl Manager {
             }
         };
         let drained = inner.drain(None);
-        let (branch, moved) = inner.team.agree("rewind", drained, |_| inner.set_newer_aside(step, branch))?;
+        let (branch, moved) = inner.team.agree("rewind", drained, |_| inner.rewind(step, branch))?;
         inner.history.lock().trail.restored(step);
         inner.ranks.set_highest(step);
         Ok((branch, moved))
@@ -116,7 +195,7 @@ impl Manager {
     pub fn delete(&self, step: u64) -> Result<()> {
         let inner = &self.inner;
         inner.check_writable("delete a step")?;
-        inner.team.ask("delete", || inner.delete(step))
+        inner.team.ask("delete", || inner.delete_everywhere(step))
     }
 
     /// Deletes a branch of a rewind. Its files go in the background, once no reader has them.
@@ -134,10 +213,42 @@ impl Manager {
         part: &copy::CopySelection,
         progress: copy::Progress<'_>,
     ) -> Result<()> {
+        let name = self.free_name(source.manifest().step, "add a step")?;
+        let place = self.place_of(name, source.manifest().step, None);
+        let inner = &self.inner;
+        copy::into(source, part, copy::CopyCheck::Whole, &place, &inner.environment, progress)?;
+        inner.carry_later(source.manifest().step);
+        Ok(())
+    }
+
+    /// Copies a step of a nearer tier into this root, where it replaces another attempt.
+    pub(super) fn add_carried(&self, source: &Checkpoint, progress: copy::Progress<'_>) -> Result<()> {
         let (inner, step) = (&self.inner, source.manifest().step);
-        let name = self.free_name(step, "add a step")?;
-        let label = directory_layout::label(step);
-        copy::into(source, part, &inner.root.dir, &name, &label, &inner.environment, progress)
+        let root = &inner.root;
+        let (name, trash) = match root.list_changes()?.steps.get(&step) {
+            Some(found)
+                if found.manifest.attempt == source.manifest().attempt && root.damage(found)?.is_none() =>
+            {
+                return Ok(());
+            }
+            Some(found) => (found.name.clone(), Some(root.trash(step))),
+            None => (root.names.format(step), None),
+        };
+        let place = self.place_of(name, step, trash.clone());
+        let part = copy::CopySelection::default();
+        let (check, last) = (copy::CopyCheck::WhileReading, || root.check_writer());
+        copy::into_checked(source, &part, check, &place, &inner.environment, progress, &last)?;
+        if trash.is_some() {
+            inner.went(step);
+            root.deleter.enqueue(trash);
+        }
+        Ok(())
+    }
+
+    /// Returns the place of a step of this root.
+    fn place_of(&self, name: String, step: u64, trash: Option<String>) -> copy::CopyPlace {
+        let parent = Arc::clone(&self.inner.root.dir);
+        copy::CopyPlace { parent, name, label: directory_layout::label(step), trash }
     }
 
     /// Returns the name of a step that the root does not have yet. `what` is what the caller does
@@ -151,7 +262,7 @@ impl Manager {
         inner.drain(None)?;
         let root = &inner.root;
         let name = root.names.format(step);
-        if root.list()?.steps.contains_key(&step) {
+        if root.list()?.steps.contains_key(&step) || inner.newest_carried(step..=step).is_some() {
             return Err(Error::PathExists { path: root.path.join(name) });
         }
         root.check_writer()?;
@@ -162,11 +273,9 @@ impl Manager {
     pub fn adopt(&self, adopted: &AdoptedStep) -> Result<()> {
         let (inner, step) = (&self.inner, adopted.step);
         let name = self.free_name(step, "adopt a checkpoint")?;
-        let label = directory_layout::label(step);
         let manifest = adopted.manifest(inner.environment.hex_id());
-        copy::publish(&inner.root.dir, &name, &label, &inner.environment, |dir, _| {
-            copy::write_manifest(dir, &manifest)
-        })
+        let place = self.place_of(name, step, None);
+        copy::publish(&place, &inner.environment, |dir, _| copy::write_manifest(dir, &manifest))
     }
 
     /// Protects a step from retention and deletion until the [`Hold`] is dropped. With several
@@ -182,10 +291,23 @@ impl Manager {
                 self.inner.team.rank()
             )));
         }
+        if let Some(tier) = self.inner.only_tier_of(step)? {
+            return tier.manager.hold(step);
+        }
         // Count it before the lease: retention could retire it in between.
         self.inner.usage.hold(step, self.inner.options.stall_timeout)?;
         match self.checkpoint(Some(step)) {
-            Ok(checkpoint) => Ok(Hold { step, inner: Arc::clone(&self.inner), _checkpoint: checkpoint }),
+            Ok(checkpoint) => {
+                let inner = Arc::clone(&self.inner);
+                let mut hold = Hold { step, inner, _checkpoint: checkpoint, farther: Vec::new() };
+                for tier in &self.inner.tiers {
+                    if tier.lock().steps.contains_key(&step) {
+                        tier.manager.inner.usage.hold(step, self.inner.options.stall_timeout)?;
+                        hold.farther.push(Arc::clone(tier));
+                    }
+                }
+                Ok(hold)
+            }
             Err(error) => {
                 self.inner.usage.release(step);
                 Err(error)
@@ -201,8 +323,14 @@ impl Manager {
     /// Adds metrics to a committed step. Of several values for one name the last wins.
     pub fn add_metrics(&self, step: u64, metrics: &BTreeMap<String, f64>) -> Result<()> {
         self.inner.check_writable("add metrics")?;
-        let found = self.inner.root.find(Some(step))?;
-        metrics::add(&*self.inner.root.dir, &found.manifest.attempt, step, metrics, &self.inner.environment)
+        let (_, found) = self.inner.find(Some(step))?;
+        let attempt = &found.manifest.attempt;
+        for root in self.inner.roots() {
+            if root.committed(step)?.is_some_and(|theirs| theirs.manifest.attempt == *attempt) {
+                metrics::add(&*root.dir, attempt, step, metrics, &self.inner.environment)?;
+            }
+        }
+        Ok(())
     }
 
     /// Applies retention now, as after every commit. Returns the retired steps.
@@ -215,14 +343,13 @@ impl Manager {
 }
 
 impl Inner {
-    /// The leader's part of a rewind.
-    fn set_newer_aside(&self, step: u64, branch: String) -> Result<(String, Vec<u64>)> {
-        let root = &self.root;
-        let listing = root.list()?;
-        let steps = &listing.steps;
-        let target = steps.get(&step).ok_or_else(|| root.not_found(Some(step)))?;
+    /// The leader's part of a rewind, in every tier. Everything is checked before the first move.
+    /// The last tier has a record of the rewind meanwhile, so that the next writer ends it after a
+    /// crash.
+    fn rewind(&self, step: u64, branch: String) -> Result<(String, Vec<u64>)> {
+        let (root, target) = self.find(Some(step))?;
         // Before any move: a step that cannot be restored must not become the latest.
-        if let Some(damage) = root.damage(target)? {
+        if let Some(damage) = root.damage(&target)? {
             let what = format!(
                 "{damage}; nothing was moved: rewind to a step that is whole (a verification says which are)"
             );
@@ -232,37 +359,77 @@ impl Inner {
             let gone: Vec<&str> = target.manifest.dropped.iter().map(|one| one.item.as_str()).collect();
             tracing::warn!(step, ?gone, "rewinding to a thinned step: it does not have these items");
         }
-        // Newer steps that may not be durable go too, so that `step` becomes the latest.
-        let uncertain = root.uncertain_above(step);
+        let moved = self.removing(
+            |other| other > step,
+            || {
+                let rewind = UnfinishedRewind { first: step + 1, branch: branch.clone() };
+                let moves = self.moves_aside(&rewind, true)?;
+                let home = self.tiers.last().map(|tier| &*tier.root().dir);
+                if let Some(home) = home {
+                    rewind.record(home)?;
+                }
+                let moved = self.carry_out(moves)?;
+                home.map_or(Ok(()), UnfinishedRewind::forget)?;
+                Ok(moved)
+            },
+        )?;
+        Ok((branch, moved))
+    }
+
+    /// Ends a rewind that a crash has interrupted.
+    pub(super) fn finish_rewind(&self) -> Result<()> {
+        let Some(home) = self.tiers.last().map(|tier| &*tier.root().dir) else { return Ok(()) };
+        let Some(rewind) = UnfinishedRewind::read(home)? else { return Ok(()) };
+        let moved = self.carry_out(self.moves_aside(&rewind, false)?)?;
+        tracing::warn!(?moved, branch = %rewind.branch, "an interrupted rewind was ended");
+        UnfinishedRewind::forget(home)
+    }
+
+    /// Returns the moves of a rewind, of the last tier first.
+    fn moves_aside(&self, rewind: &UnfinishedRewind, is_new: bool) -> Result<Vec<MoveAside<'_>>> {
+        let farther = self.tiers.iter().rev().map(|tier| &*tier.manager.inner);
+        farther.chain([self]).map(|inner| inner.move_aside(rewind.first, &rewind.branch, is_new)).collect()
+    }
+
+    /// Moves steps into a branch, newest first. Returns them.
+    fn carry_out(&self, moves: Vec<MoveAside<'_>>) -> Result<Vec<u64>> {
+        let mut all = BTreeSet::new();
+        for (number, one) in moves.into_iter().enumerate() {
+            let first = one.first;
+            all.extend(one.carry_out()?);
+            if let Some(tier) = self.tiers.iter().rev().nth(number) {
+                tier.lock().steps.retain(|&step, _| step < first);
+            }
+        }
+        Ok(all.into_iter().rev().collect())
+    }
+
+    /// Prepares the move of the steps from this one on into a branch: a new one, if `is_new`.
+    pub(super) fn move_aside(&self, first: u64, branch: &str, is_new: bool) -> Result<MoveAside<'_>> {
+        let root = &self.root;
+        let listing = root.list()?;
+        // Those that may not be durable go too, so that the one below becomes the latest.
+        let uncertain = root.uncertain_from(first);
         let newer: BTreeSet<u64> =
-            steps.range(step + 1..).map(|(&newer, _)| newer).chain(uncertain.iter().copied()).collect();
+            listing.steps.range(first..).map(|(&newer, _)| newer).chain(uncertain.iter().copied()).collect();
         // A new hold waits until all are moved.
         let retiring = self.usage.retiring(newer.iter().copied());
         if let Some(&held) = newer.iter().find(|&&newer| !retiring.may_go(newer)) {
-            let by = format!(
-                "this manager holds it (hold()), or is removing it already, and a rewind to step {step} would set it aside; release the hold first. Nothing was moved"
-            );
+            let by = "this manager holds it (hold()), or is removing it already, and a rewind would set it aside; release the hold first. Nothing was moved".to_owned();
             return Err(Error::Held { step: held, by });
         }
-        if !newer.is_empty() {
-            self.check_branch_is_new(&branch)?;
+        if is_new && !newer.is_empty() {
+            self.check_branch_is_new(branch)?;
         }
         root.check_writer()?;
-        let mut moved = Vec::new();
-        for (number, found) in steps.range(step + 1..).rev() {
-            aside::set_aside(&*root.dir, &found.name, &branch)?;
-            moved.push(*number);
-        }
-        for number in uncertain {
-            let name = root.names.format(number);
-            if root.dir.stat(&name)?.is_some() {
-                aside::set_aside(&*root.dir, &name, &branch)?;
-            }
-            self.went(number);
-            root.set_uncertain(number, false);
-        }
-        drop(retiring);
-        Ok((branch, moved))
+        Ok(MoveAside {
+            inner: self,
+            first,
+            branch: branch.to_owned(),
+            listing,
+            uncertain,
+            _retiring: retiring,
+        })
     }
 
     fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
@@ -291,6 +458,36 @@ impl Inner {
             Some(error) => Err(error.into()),
             None => Ok(steps),
         }
+    }
+
+    /// Returns the tier that has a step which the near tier lacks.
+    fn only_tier_of(&self, step: u64) -> Result<Option<&Tier>> {
+        if self.tiers.is_empty() || self.root.committed(step)?.is_some() {
+            return Ok(None);
+        }
+        let (root, _) = self.find(Some(step))?;
+        Ok(self.tiers.iter().map(|tier| &**tier).find(|tier| std::ptr::eq(tier.root(), root)))
+    }
+
+    /// Deletes a step in every tier, the nearest first: it may be in use there.
+    fn delete_everywhere(&self, step: u64) -> Result<()> {
+        self.removing(
+            |other| other == step,
+            || {
+                if self.tiers.is_empty() || self.root.committed(step)?.is_some() {
+                    self.delete(step)?;
+                } else {
+                    self.find(Some(step))?;
+                }
+                for tier in &self.tiers {
+                    if tier.root().committed(step)?.is_some() {
+                        tier.manager.delete(step)?;
+                    }
+                    tier.lock().steps.remove(&step);
+                }
+                Ok(())
+            },
+        )
     }
 
     fn delete(&self, step: u64) -> Result<()> {

@@ -12,6 +12,8 @@
 //! | `capturer` | the thread of late captures |
 //! | `persister` | the threads that write and commit, first in, first out |
 //! | `retaining` | retention, after each commit |
+//! | `tiers`, `carrier` | further roots, and the threads that copy steps there |
+//! | `left_steps` | the steps of a machine that was absent while the run went on |
 //! | `queries` | steps, metrics, metadata, plans |
 //! | `traces` | digests of states, and the traces of steps |
 //! | `changes` | rewind, delete, hold, prune |
@@ -35,8 +37,10 @@ use crate::save::Streams;
 use crate::state::StateSource;
 
 mod capturer;
+mod carrier;
 mod changes;
 mod history;
+mod left_steps;
 mod open;
 mod persister;
 mod queries;
@@ -47,6 +51,7 @@ mod saving;
 #[cfg(any(test, feature = "test-support"))]
 mod testing;
 mod ticket;
+mod tiers;
 mod together;
 mod traces;
 mod usage;
@@ -59,6 +64,8 @@ use retaining::Inspection;
 use saves::Saves;
 pub use saving::{Decision, Ready};
 pub use ticket::Ticket;
+use tiers::Tier;
+pub use tiers::{TierPlace, TierReport};
 use together::Ranks;
 use usage::Usage;
 
@@ -139,6 +146,8 @@ struct Inner {
     history: History,
     usage: Usage,
     inspection: Inspection,
+    /// The further tiers, nearest first.
+    tiers: Vec<Arc<Tier>>,
     birth: Birth,
 }
 

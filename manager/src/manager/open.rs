@@ -10,6 +10,7 @@ use stepwell_core::sys::Birth;
 use super::history::History;
 use super::retaining::Inspection;
 use super::saves::Saves;
+use super::tiers::{self, TierPlace};
 use super::together::Ranks;
 use super::usage::Usage;
 use super::{Inner, Manager};
@@ -25,6 +26,16 @@ impl Manager {
     /// Opens a root. A writer first recovers it from a crash. A read-only manager changes nothing.
     /// With several ranks, all must open it, and the leader is the writer.
     pub fn open(path: &Path, options: Options, environment: Environment) -> Result<Self> {
+        Self::open_with_tiers(path, options, environment, &[])
+    }
+
+    /// [`Manager::open`], with further tiers that get copies of the steps. All ranks pass the same.
+    pub fn open_with_tiers(
+        path: &Path,
+        options: Options,
+        environment: Environment,
+        places: &[TierPlace],
+    ) -> Result<Self> {
         options.check()?;
         let mut led = None;
         let mut lead = || {
@@ -54,6 +65,10 @@ impl Manager {
                 return Err(error);
             }
         };
+        let tiers = tiers::open(places, &team, &options).inspect_err(|_| {
+            root.release();
+            root.deleter.stop(Duration::from_millis(100));
+        })?;
         let manager = Self {
             inner: Arc::new(Inner {
                 root,
@@ -65,9 +80,14 @@ impl Manager {
                 history: History::default(),
                 usage: Usage::default(),
                 inspection: Inspection::default(),
+                tiers,
                 birth: Birth::now(),
             }),
         };
+        if !places.is_empty() {
+            // The other ranks hear of a failure.
+            manager.inner.team.ask("open the tiers", || manager.inner.start_carriers())?;
+        }
         manager.inner.join()?;
         Ok(manager)
     }
@@ -145,7 +165,7 @@ impl Inner {
         if self.team.is_alone() {
             return Ok(());
         }
-        let newest = self.team.ask("open", || self.root.newest_step())?;
+        let newest = self.team.ask("open", || self.newest_step())?;
         let inner = Arc::downgrade(self);
         let mut polls = 0;
         let mut life = move |inner: &Self| {
@@ -252,6 +272,7 @@ impl Inner {
         }
         let left_together =
             if drained.is_ok() { self.leave(left().min(self.options.stall_timeout)) } else { Ok(()) };
+        let carried = if drained.is_ok() { self.close_tiers(deadline) } else { Ok(()) };
         // After the deadline, still wait a moment: a deletion stops between two files.
         let stopped = self.root.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {
@@ -262,7 +283,8 @@ impl Inner {
             drop(pool);
         }
         drained?;
-        self.saves.lock().end.ended = stopped;
+        self.saves.lock().end.ended = stopped && carried.is_ok();
+        carried?;
         left_together?;
         self.raise_unseen(None)?;
         if let Some(error) = self.root.deleter.take_failures().into_iter().next() {

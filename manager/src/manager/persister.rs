@@ -122,6 +122,7 @@ impl Inner {
                 self.root.set_uncertain(step, false);
                 self.root.deleter.enqueue(replaced);
                 if self.team.leads() {
+                    self.carry_later(step);
                     self.root.discovery.refresh(&*self.root.dir, &self.root.names)?;
                     self.apply_retention()?;
                 }

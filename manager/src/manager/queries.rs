@@ -14,11 +14,11 @@ use stepwell_core::sys::{cores, each};
 use super::Manager;
 use super::retaining::values;
 use crate::checkpoint::Checkpoint;
-use crate::discovery::{Found, Listing, Quarantined};
+use crate::discovery::{Found, Listing, Quarantined, REQUESTS_AT_ONCE};
 use crate::error::{Error, Result};
 use crate::metrics::Later;
 use crate::retention::{self, Mode, RetentionPlan};
-use crate::root::VISIBLE_WITHIN;
+use crate::root::{Root, VISIBLE_WITHIN};
 
 /// The most keys of a step's metadata in a report.
 const MAX_METADATA_KEYS: usize = 16;
@@ -106,13 +106,13 @@ impl Manager {
     pub fn latest_step(&self) -> Result<Option<u64>> {
         let inner = &self.inner;
         inner.check_usable()?;
-        inner.team.ask("latest_step", || inner.root.newest_step())
+        inner.team.ask("latest_step", || inner.newest_step())
     }
 
     /// Returns all committed steps, in order.
     pub fn all_steps(&self) -> Result<Vec<u64>> {
         self.inner.check_usable()?;
-        Ok(self.inner.root.list()?.steps.keys().copied().collect())
+        Ok(self.inner.all_steps()?.into_iter().collect())
     }
 
     /// Returns the invalid directories with a step's name, each with its reason.
@@ -135,15 +135,19 @@ impl Manager {
         };
         let inner = &self.inner;
         inner.team.ask("best_step", || {
-            let listing = inner.root.list()?;
-            let later = inner.root.sidecars.all(&*inner.root.dir)?;
             let names = [metric.to_owned()];
-            let values = listing.steps.iter().map(|(&step, found)| {
-                (step, values(&found.manifest, &later, &names).first().copied().flatten())
-            });
-            let best = retention::best(values, mode);
-            if best.is_none() && asked && !listing.steps.is_empty() {
-                return Err(Error::Invalid(no_such_metric(metric, &listing, &later)));
+            let mut found = BTreeMap::new();
+            for root in inner.roots() {
+                let later = root.sidecars.all(&*root.dir)?;
+                for (&step, one) in &root.list_changes()?.steps {
+                    let value = values(&one.manifest, &later, &names).first().copied().flatten();
+                    found.entry(step).or_insert(value);
+                }
+            }
+            let best = retention::best(found.iter().map(|(&step, &value)| (step, value)), mode);
+            if best.is_none() && asked && !found.is_empty() {
+                let later = inner.root.sidecars.all(&*inner.root.dir)?;
+                return Err(Error::Invalid(no_such_metric(metric, &*inner.root.list()?, &later)));
             }
             Ok(best)
         })
@@ -158,7 +162,7 @@ impl Manager {
             let last = inner.history.lock().trail.last();
             let last = match last {
                 Some(last) => Some(last),
-                None => inner.root.newest_step()?,
+                None => inner.newest_step()?,
             };
             Ok(last.map_or(0, |last| last.saturating_add(1).min(MAX_STEP)))
         })
@@ -167,13 +171,13 @@ impl Manager {
     /// Returns the manifest of a step (`None`: the latest). Reads no tensors.
     pub fn manifest(&self, step: Option<u64>) -> Result<Arc<Manifest>> {
         self.inner.check_usable()?;
-        Ok(self.inner.root.find(step)?.manifest)
+        Ok(self.inner.find(step)?.1.manifest)
     }
 
     /// Returns the metrics of a step, including later ones.
     pub fn metrics(&self, step: u64) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
-        self.metrics_of(&self.inner.root.find(Some(step))?.manifest)
+        self.metrics_of(&self.inner.find(Some(step))?.1.manifest)
     }
 
     /// [`Manager::metrics`] of a step by its manifest. It also serves an open step that was retired
@@ -181,8 +185,10 @@ impl Manager {
     pub fn metrics_of(&self, manifest: &Manifest) -> Result<BTreeMap<String, f64>> {
         self.inner.check_usable()?;
         let mut metrics = manifest.metrics.clone();
-        let later = self.inner.root.sidecars.all(&*self.inner.root.dir)?;
-        metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
+        for root in self.inner.roots() {
+            let later = root.sidecars.all(&*root.dir)?;
+            metrics.extend(later.get(&manifest.attempt).cloned().unwrap_or_default());
+        }
         Ok(metrics)
     }
 
@@ -192,28 +198,22 @@ impl Manager {
         self.inner.retention_plan()
     }
 
-    /// Reports on every directory with a step's name.
+    /// Reports on every directory with a step's name. Of the copies of a step, it reports the
+    /// nearest whole one.
     pub fn report(&self) -> Result<Vec<StepReport>> {
         self.inner.check_usable()?;
-        let root = &self.inner.root;
-        let listing = root.discovery.list(&*root.dir, &root.names)?;
-        let later = root.sidecars.all(&*root.dir)?;
-        let mut out = Vec::new();
-        let steps: Vec<&Found> = listing.steps.values().collect();
-        let threads = cores().min(steps.len() / STEPS_PER_THREAD).max(1);
-        let looked = each("stepwell-report", threads, &steps, |found| root.damage_if_current(found));
-        for (found, looked) in steps.into_iter().zip(looked) {
-            let (damage, stands) = looked?;
-            if !stands {
-                // It was retired or replaced after the listing, which is no damage.
-                continue;
+        let mut rows = report(&self.inner.root)?;
+        for tier in &self.inner.tiers {
+            for row in report(tier.root())? {
+                match rows.iter_mut().find(|known| known.step == row.step && row.step.is_some()) {
+                    Some(known) if known.damage.is_some() && row.damage.is_none() => *known = row,
+                    Some(_) => {}
+                    None => rows.push(row),
+                }
             }
-            let mut metrics = found.manifest.metrics.clone();
-            metrics.extend(later.get(&found.manifest.attempt).cloned().unwrap_or_default());
-            out.push(StepReport::of(found, metrics, damage));
         }
-        out.extend(listing.quarantined.iter().cloned().map(StepReport::of_quarantined));
-        Ok(out)
+        rows.sort_by_key(|row| (row.step.is_none(), row.step));
+        Ok(rows)
     }
 
     /// Forgets all cached facts about the root, and lists it again.
@@ -229,10 +229,9 @@ impl Manager {
         self.inner.check_usable()?;
         let inner = &self.inner;
         let deadline = deadline_after(VISIBLE_WITHIN);
-        let load = inner.options.load_options(inner.team.shared_node().is_some());
         let is_chosen = !inner.team.leads() && step.is_some() && inner.ranks.chosen() == step;
         loop {
-            match inner.root.lease(step, inner.options.stall_timeout, &load) {
+            match inner.lease(step) {
                 // The leader has listed it, but this machine may not see it yet.
                 Err(Error::StepNotFound { .. }) if is_chosen && Instant::now() < deadline => {
                     inner.root.discovery.forget();
@@ -242,6 +241,32 @@ impl Manager {
             }
         }
     }
+}
+
+/// Reports on every directory of a root with a step's name.
+fn report(root: &Root) -> Result<Vec<StepReport>> {
+    let listing = root.discovery.list(&*root.dir, &root.names)?;
+    let later = root.sidecars.all(&*root.dir)?;
+    let mut out = Vec::new();
+    let steps: Vec<&Found> = listing.steps.values().collect();
+    let threads = if root.dir.fence().is_some() {
+        REQUESTS_AT_ONCE
+    } else {
+        cores().min(steps.len() / STEPS_PER_THREAD).max(1)
+    };
+    let looked = each("stepwell-report", threads, &steps, |found| root.damage_if_current(found));
+    for (found, looked) in steps.into_iter().zip(looked) {
+        let (damage, stands) = looked?;
+        if !stands {
+            // It was retired or replaced after the listing, which is no damage.
+            continue;
+        }
+        let mut metrics = found.manifest.metrics.clone();
+        metrics.extend(later.get(&found.manifest.attempt).cloned().unwrap_or_default());
+        out.push(StepReport::of(found, metrics, damage));
+    }
+    out.extend(listing.quarantined.iter().cloned().map(StepReport::of_quarantined));
+    Ok(out)
 }
 
 /// The most metrics that an error lists.

@@ -12,7 +12,7 @@ impl Manager {
     pub fn choose(&self, step: Option<u64>) -> Result<u64> {
         self.inner.check_usable()?;
         self.in_restore_call(|| {
-            let chosen = self.inner.team.ask("restore", || Ok(self.inner.root.find(step)?.manifest.step))?;
+            let chosen = self.inner.team.ask("restore", || Ok(self.inner.find(step)?.1.manifest.step))?;
             // The leader has listed the step, so its durability is no longer uncertain.
             self.inner.root.set_uncertain(chosen, false);
             let mut known = self.inner.ranks.lock();

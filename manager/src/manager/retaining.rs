@@ -190,7 +190,7 @@ impl Inner {
     fn rules<'a>(&self, inspected: &'a Inspected, explained: bool) -> Result<RetentionPlan> {
         let later = self.root.sidecars.all(&*self.root.dir)?;
         let retention = &self.options.retention;
-        let (names, kept) = (retention.metrics(), self.usage.kept());
+        let (names, kept) = (retention.metrics(), self.kept());
         let candidate = |(&step, whole): (&'a u64, &'a WholeStep)| Candidate {
             step,
             committed_unix_ns: whole.committed_unix_ns,
@@ -303,7 +303,8 @@ impl Inner {
     /// Reads every byte of a step and returns its first damage. See
     /// [`crate::Options::verify_before_retiring`].
     fn verified(&self, found: &Found) -> Result<Option<String>> {
-        let (timeout, load) = (self.options.stall_timeout, self.options.load_options(false));
+        let (timeout, load) =
+            (self.options.stall_timeout, self.options.load_options(&*self.environment.disk, false));
         let leased = self.root.lease_found(found, timeout, load.clone());
         let report = leased.and_then(|checkpoint| {
             let checkpoint = checkpoint.ok_or_else(|| self.root.not_found(Some(found.manifest.step)))?;

@@ -267,7 +267,7 @@ impl Inner {
         let there = is_pending
             || match if steps.contains_key(&step) { self.root.committed(step)? } else { None } {
                 Some(found) => self.root.damage(&found)?.is_none(),
-                None => false,
+                None => self.newest_carried(step..=step).is_some(),
             };
         // Report an existing step before a wrong order: a final save that repeats the last step is
         // not a step back.
@@ -301,7 +301,7 @@ impl Inner {
         // A save whose capture has failed does not count, even before its failure is reported.
         let pending = self.saves.lock().live().map(Save::step).max();
         let latest = whole.map(|found| found.manifest.step).max(pending);
-        Ok(latest.filter(|&latest| step < latest))
+        Ok(latest.max(self.newest_carried(above..)).filter(|&latest| step < latest))
     }
 
     /// Returns the newest whole or pending step below this one, to which a rewind could go.
@@ -312,7 +312,7 @@ impl Inner {
                 return Ok(pending.max(Some(older)));
             }
         }
-        Ok(pending)
+        Ok(pending.max(self.newest_carried(..step)))
     }
 
     /// Waits while `max_pending` saves wait beside the one that is being written. A save with an

@@ -197,6 +197,10 @@ impl World for SaveWorld<'_> {
     }
 
     fn other_writer(&mut self) -> stepwell_core::Result<Option<String>> {
+        // A fence refuses the commit itself.
+        if self.root.fence().is_some() {
+            return Ok(None);
+        }
         root::other_writer(&**self.root, &self.attempt.session)
     }
 

@@ -12,7 +12,7 @@ use std::time::Duration;
 use stepwell_core::dtype::Dtype;
 use stepwell_core::io::simulated::{OperationKind, SimDisk};
 use stepwell_core::leaf_path::Component;
-use stepwell_core::load::LoadOptions;
+use stepwell_core::load::{LoadOptions, LoadStats};
 use stepwell_core::provider::{Fill, StateProvider};
 use stepwell_core::staging::{DEFAULT_SLOT_BYTES, Filling, Slot, StagingPool};
 use stepwell_core::sys::HostTarget;
@@ -206,6 +206,13 @@ pub fn committed(save: &Save) {
 
 /// All leaves of a step by path.
 pub fn read(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
+    let (requests, mut buffers, names) = requests_of(checkpoint);
+    read_into(checkpoint, &requests, &mut buffers);
+    names.into_iter().zip(buffers).collect()
+}
+
+/// Requests of all leaves, a buffer for each, and their paths.
+fn requests_of(checkpoint: &Checkpoint) -> (Vec<Request>, Vec<Vec<u8>>, Vec<String>) {
     let mut buffers = Vec::new();
     let mut requests = Vec::new();
     let mut names = Vec::new();
@@ -220,14 +227,21 @@ pub fn read(checkpoint: &Checkpoint) -> Vec<(String, Vec<u8>)> {
         let region = stepwell_core::region::Region::whole(shape);
         requests.push(Request::row_major(leaf as u32, region, dtype.size() as u64, dst));
     }
-    read_into(checkpoint, &requests, &mut buffers);
-    names.into_iter().zip(buffers).collect()
+    (requests, buffers, names)
 }
 
 fn read_into(checkpoint: &Checkpoint, requests: &[Request], buffers: &mut [Vec<u8>]) {
     let targets: Vec<HostTarget<'_>> =
         buffers.iter_mut().map(|buffer| HostTarget::from(buffer.as_mut_slice())).collect();
     checkpoint.read(requests, targets, &LoadOptions::default()).map_err(|failure| failure.error).unwrap();
+}
+
+/// Reads all leaves of a step.
+pub fn read_stats(checkpoint: &Checkpoint) -> Result<LoadStats, String> {
+    let (requests, mut buffers, _) = requests_of(checkpoint);
+    let targets: Vec<HostTarget<'_>> =
+        buffers.iter_mut().map(|buffer| HostTarget::from(buffer.as_mut_slice())).collect();
+    checkpoint.read(&requests, targets, &LoadOptions::default()).map_err(|failure| failure.error.to_string())
 }
 
 /// A step of this manager reads back as it was saved by [`save`].

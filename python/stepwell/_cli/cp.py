@@ -10,6 +10,7 @@ import stepwell as sw
 
 from ..errors import MisuseError, StepExists
 from .command import command
+from .locations import is_root, is_store, location
 from .output import FINE, Output, safe, size
 from .progress import progress
 from .show import metrics_of
@@ -40,7 +41,8 @@ def cp(
             )
         step, metrics = checkpoint.step, metrics_of(checkpoint)
         with progress("copying") as tell:
-            if os.path.isdir(os.path.join(destination, ".stepwell")):
+            where = location(destination)
+            if is_root(where):
                 with writer(destination, None, "cp") as manager:
                     if step in manager.all_steps():
                         # The advice of the engine's message is for programs.
@@ -50,7 +52,7 @@ def cp(
                     manager.add(checkpoint, include=chosen, exclude=exclude, metrics=metrics, progress=tell)
                     with manager.checkpoint(step) as copied:
                         made = copied.path
-            elif os.path.lexists(destination):
+            elif not is_store(where) and os.path.lexists(destination):
                 raise MisuseError(f"{destination} exists and is no root; pass a free path, or a root")
             else:
                 made = checkpoint.copy(

@@ -30,8 +30,8 @@ from .retention import duration
     help="The size of the trial checkpoint.",
 )
 def doctor(out: Output, path: str, timeout: float, mib: int) -> int:
-    """Try the file system of PATH (default: the working directory), and show which promises of
-    stepwell hold there.
+    """Try the file system of PATH (default: the working directory), or the object store of a URL,
+    and show which promises of stepwell hold there.
 
     It saves, restores, locks and deletes in a temporary directory below PATH, which it removes. The
     exit code is 1 if a promise does not hold, or if a probe has not ended in time.

@@ -13,6 +13,7 @@ import click
 import stepwell as sw
 
 from .command import command
+from .locations import location
 from .output import FINE, Output, columns, safe, size
 
 _LIBRARIES = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "flax", "optax", "megatron-core", "mpi4py")
@@ -42,7 +43,7 @@ def info(out: Output, path: str, cuda: bool) -> int:
         "memlock_bytes": None if locked == resource.RLIM_INFINITY else locked,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
-    where = os.path.abspath(path)
+    where = location(path)
     settings = {name: value for name, value in os.environ.items() if name.startswith("STEPWELL_")}
     out.document(
         {

@@ -11,6 +11,8 @@ import struct
 from dataclasses import dataclass, field
 from typing import final
 
+from .locations import is_store_url, location, stored_names
+
 #: Names as ``manager/src/directory_layout.rs`` makes them. Other names belong to somebody else.
 _NAMES = re.compile(
     r"\.tmp-(?P<temporary>.+)-[0-9a-f]{32}-[0-9]+|\.trash-(?P<trash>.*)-[0-9a-f]{32}"
@@ -73,10 +75,14 @@ class Leftovers:
 
 
 def scan(root: str) -> Leftovers:
-    """Returns the entries of a root, with their sizes."""
-    found = Leftovers(writer=is_locked(os.path.join(root, ".stepwell", "lock")))
-    with os.scandir(root) as entries:
-        dirs = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    """Returns the entries of a root, with their sizes. In a store it is unknown who uses them."""
+    if is_store_url(root):
+        found, sizes = Leftovers(writer=None), dict(stored_names(location(root)))
+        dirs = sorted(sizes)
+    else:
+        found, sizes = Leftovers(writer=is_locked(os.path.join(root, ".stepwell", "lock"))), None
+        with os.scandir(root) as entries:
+            dirs = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     for name in dirs:
         match = _NAMES.fullmatch(name)
         if match is None:
@@ -88,11 +94,13 @@ def scan(root: str) -> Leftovers:
             label, where = match["label"], found.branches.setdefault(match["branch"], [])
         elif kind == "temporary":
             # A step's belongs to the root's writer. A save to a path holds its own lease.
-            live = found.writer if _STEP_LABEL.fullmatch(label) else is_locked(f"{path}/.lease")
+            is_step = sizes is not None or _STEP_LABEL.fullmatch(label)
+            live = found.writer if is_step else is_locked(f"{path}/.lease")
             where = found.temporaries
         elif kind == "trash":
-            live, where = is_locked(f"{path}/.lease"), found.trash
-        where.append(Leftover(name, label, _bytes_below(path), live))
+            live, where = None if sizes is not None else is_locked(f"{path}/.lease"), found.trash
+        nbytes = _bytes_below(path) if sizes is None else sizes[name]
+        where.append(Leftover(name, label, nbytes, live))
     return found
 
 

@@ -13,6 +13,7 @@ import stepwell as sw
 from ..errors import MisuseError
 from .command import command
 from .leftovers import Leftovers, scan
+from .locations import is_root, location
 from .output import FINE, PROBLEMS, Output, columns, count, local, safe, size
 from .targets import TARGET, Target, root_of_another
 
@@ -37,8 +38,8 @@ def ls(out: Output, path: Target, last: int | None) -> int:
     """
     if path.step is None and not os.path.isfile(path.path):
         # Imports no numpy, which takes longer than a listing of steps.
-        rows, root = sw.inspect(path.path), os.path.abspath(path.path)
-        if rows or os.path.isdir(os.path.join(root, ".stepwell")):
+        rows, root = sw.inspect(path.path), location(path.path)
+        if rows or is_root(root):
             return _list_steps(out, root, rows, last)
         if os.path.isdir(root) and (found := root_of_another(root)) is not None:
             from .foreign_root import list_foreign_root

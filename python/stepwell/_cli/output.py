@@ -18,6 +18,8 @@ from typing import IO, TYPE_CHECKING, TypeAlias, final
 
 import click
 
+from .locations import StoreUrl
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -96,6 +98,8 @@ def plain(value: object) -> Json:
     objects, and everything that JSON lacks is its ``repr``."""
     if value is None or isinstance(value, bool) or type(value) is int or type(value) is str:
         return value
+    if isinstance(value, StoreUrl):
+        return str(value)
     if type(value) is float:
         name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         return value if math.isfinite(value) else name

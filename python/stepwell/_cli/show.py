@@ -13,6 +13,7 @@ import stepwell as sw
 
 from ..errors import StepwellError
 from .command import command
+from .locations import is_root, location
 from .output import FINE, Output, columns, count, cut, local, safe, size
 from .targets import MAPPED, TARGET, Target, root_of
 
@@ -144,7 +145,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
 def metrics_of(checkpoint: sw.Checkpoint) -> dict[str, float]:
     """The metrics of a checkpoint, with those that were added later, which belong to its root."""
     above, name = os.path.split(checkpoint.path)
-    rows = root_of(above) if os.path.isdir(os.path.join(above, ".stepwell")) else None
+    rows = root_of(above) if is_root(location(above)) else None
     later = [row.metrics for row in rows or [] if row.name == name and row.step is not None]
     return later[0] if later else checkpoint.metadata().metrics
 

@@ -13,6 +13,7 @@ import click
 import stepwell as sw
 
 from ..errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
+from .locations import is_root
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -131,7 +132,7 @@ def manager_of(
     options = sw.Options(create=False)
     manager = sw.CheckpointManager(root, read_only=True, coordinator=None, options=options)
     path = manager.root
-    if not (os.path.isdir(os.path.join(path, ".stepwell")) or manager.all_steps()):
+    if not (is_root(path) or manager.all_steps()):
         manager.close()
         try:
             with sw.open(path) as checkpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 import click
@@ -10,6 +9,7 @@ import click
 import stepwell as sw
 
 from .command import command
+from .locations import location
 from .output import FINE, PROBLEMS, Output, count, safe
 
 #: Leaves and ranks that are shown of a list.
@@ -30,8 +30,8 @@ def trace(out: Output, root: str, other: str | None, step: int | None) -> int:
     found = sw.compare_traces(root, other, step=step)
     out.document(
         {
-            "root": os.path.abspath(root),
-            "other": None if other is None else os.path.abspath(other),
+            "root": location(root),
+            "other": None if other is None else location(other),
             "same": bool(found),
             "traces": found.traces,
             "drifts": found.drifts,

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from .. import _core
 from .._checks import step_number
-from .._locations import Path, absolute
+from .._locations import Location, is_directory, location
 from .._public import public
 from ..errors import StepNotFound
 from .causes import causes
@@ -112,7 +111,7 @@ class TraceReport:
 
 
 @public
-def compare_traces(root: Path, other: Path | None = None, *, step: int | None = None) -> TraceReport:
+def compare_traces(root: Location, other: Location | None = None, *, step: int | None = None) -> TraceReport:
     """Compares the traces of a root: the ranks of each run, and each run that resumed a step with
     the first run that has traces of it. With ``other``, compares the runs of two roots at the steps
     that both have traced. ``step`` takes only the traces of that saved step. Returns a
@@ -149,10 +148,10 @@ def _pairs(runs: Sequence[_Run]) -> Iterator[tuple[_Timeline, _Timeline]]:
         earlier.append(run)
 
 
-def _runs_of(root: Path, number: int | None) -> tuple[list[_Run], dict[str, str]]:
+def _runs_of(root: Location, number: int | None) -> tuple[list[_Run], dict[str, str]]:
     """Returns the runs of a root, by saved step and time, and why files are ignored."""
-    where = absolute(root, "the root")
-    if not os.path.isdir(where):
+    where = location(root, "the root")
+    if not is_directory(where):
         raise StepNotFound(f"{where} is no directory. Pass the root of a run")
     found: dict[tuple[int, str, str], dict[int, list[Trace]]] = {}
     ignored: dict[str, str] = {}

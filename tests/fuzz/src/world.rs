@@ -77,7 +77,13 @@ pub fn options(block_bytes: u64, chunk_bytes: u64) -> Options {
 }
 
 fn load_options() -> LoadOptions {
-    LoadOptions { budget_bytes: 1 << 20, queue_depth: 2, threads: 1, stall_timeout: STALL }
+    LoadOptions {
+        budget_bytes: 1 << 20,
+        queue_depth: 2,
+        threads: 1,
+        stall_timeout: STALL,
+        ..LoadOptions::default()
+    }
 }
 
 /// Saves a state as a checkpoint of its own and waits for the end.

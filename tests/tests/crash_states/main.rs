@@ -19,6 +19,7 @@ mod saves;
 mod singular;
 mod singular_leftovers;
 mod stalls;
+mod tiers;
 mod windows;
 
 use std::time::Instant;

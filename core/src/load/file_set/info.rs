@@ -29,6 +29,8 @@ pub(in crate::load) struct FileInfo {
     pub(in crate::load) data_end: u64,
     /// Pages of the footer that hold parts of an index.
     pub(in crate::load) index_pages: Vec<PageRef>,
+    /// The id of our own file.
+    file_id: Option<u128>,
     checksums: Checksums,
 }
 
@@ -82,14 +84,6 @@ impl FileInfo {
         let tail = Tail::read(file, record.length)?;
         let trailer_bytes = tail.get(file, record.length - PAGE, PAGE)?;
         let trailer = Trailer::decode(&trailer_bytes, path, Some(record.trailer_crc), Some(record.file_id))?;
-        let header = Header::decode(&exactly(file, 0, PAGE)?, path)?;
-        if header.file_id != record.file_id {
-            let what = "the id in its header is not that of its trailer: it was put together from two files";
-            return Err(Error::corrupt(path, what));
-        }
-        if header.block_bytes != trailer.block_bytes {
-            return Err(Error::corrupt(path, "header and trailer name different block sizes"));
-        }
         if trailer.file_length() != record.length {
             return Err(Error::corrupt(path, "its footer does not end where the file ends"));
         }
@@ -108,13 +102,39 @@ impl FileInfo {
             }
             checksums.push(ChecksumPage { page, checksums: cell });
         }
-        Ok(Self {
+        let info = Self {
             path: path.to_owned(),
             block_bytes: trailer.block_bytes,
             data_end: trailer.footer_offset,
             index_pages,
+            file_id: Some(trailer.file_id),
             checksums: Checksums::Footer(checksums),
-        })
+        };
+        // An object was stored in one piece, and one more request takes long. A verification checks
+        // its header.
+        if tail.start == 0 || !file.is_object() {
+            info.check_header(&tail.get(file, 0, PAGE)?)?;
+        }
+        Ok(info)
+    }
+
+    /// Checks the header of our own object, unless that was done before.
+    pub(in crate::load) fn check_object(&self, file: &dyn File) -> Result<()> {
+        if file.is_object() { self.check_header(&exactly(file, 0, PAGE)?) } else { Ok(()) }
+    }
+
+    /// Checks a header against the trailer of its file.
+    fn check_header(&self, bytes: &[u8]) -> Result<()> {
+        let Some(file_id) = self.file_id else { return Ok(()) };
+        let header = Header::decode(bytes, &self.path)?;
+        if header.file_id != file_id {
+            let what = "the id in its header is not that of its trailer: it was put together from two files";
+            return Err(Error::corrupt(&self.path, what));
+        }
+        if header.block_bytes != self.block_bytes {
+            return Err(Error::corrupt(&self.path, "header and trailer name different block sizes"));
+        }
+        Ok(())
     }
 
     /// Checks the length of a foreign file, or the place of a compressed stream in it.
@@ -137,6 +157,7 @@ impl FileInfo {
             block_bytes: checksums.map_or(DEFAULT_BLOCK_BYTES, |found| found.block_bytes()),
             data_end: record.length,
             index_pages: Vec::new(),
+            file_id: None,
             checksums: checksums.map_or(Checksums::Unknown, |found| Checksums::Computed(Arc::clone(found))),
         })
     }
@@ -145,7 +166,7 @@ impl FileInfo {
     #[cfg(test)]
     pub(in crate::load) fn of_blocks(block_bytes: u64, data_end: u64) -> Self {
         let checksums = Checksums::Unknown;
-        Self { path: "file".into(), block_bytes, data_end, index_pages: Vec::new(), checksums }
+        Self { path: "file".into(), block_bytes, data_end, index_pages: Vec::new(), file_id: None, checksums }
     }
 
     /// True if the file has checksums.

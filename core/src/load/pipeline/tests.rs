@@ -2,6 +2,7 @@
 
 use super::super::testing::{TestItem, options};
 use super::*;
+use crate::load::ReadLimits;
 
 /// Panics at one cell.
 struct Bomb(usize);
@@ -18,7 +19,7 @@ impl Sink for Bomb {
 
 fn run_all(item: &TestItem, sink: Bomb) -> Result<LoadStats> {
     let files = item.files();
-    let mut schedule = Schedule::default();
+    let mut schedule = Schedule::new(ReadLimits::LOCAL);
     schedule.push(0, 0..files.info(0)?.data_end, item.block);
     run(&item.disk, &files, schedule, &Arc::new(sink), &options(), &mut |_| true)
 }

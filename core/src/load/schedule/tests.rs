@@ -24,21 +24,27 @@ fn reads(schedule: &Schedule) -> Vec<Range<u64>> {
 
 #[test]
 fn needed_blocks_that_are_near_are_one_read() {
-    let copies = [flat(0, 0, 5000, 10), flat(0, 1, 9000, 5000), flat(0, 2, 16_384 + MAX_GAP_BYTES + 1, 100)];
-    let data_end = 16_384 + MAX_GAP_BYTES + 512;
-    let (schedule, windows, lists) = Schedule::of_copies(&prepared(&copies), &infos(data_end)).unwrap();
+    let copies = [
+        flat(0, 0, 5000, 10),
+        flat(0, 1, 9000, 5000),
+        flat(0, 2, 16_384 + ReadLimits::LOCAL.max_gap_bytes + 1, 100),
+    ];
+    let data_end = 16_384 + ReadLimits::LOCAL.max_gap_bytes + 512;
+    let (schedule, windows, lists) =
+        Schedule::of_copies(&prepared(&copies), &infos(data_end), ReadLimits::LOCAL).unwrap();
     assert_eq!(reads(&schedule), vec![4096..data_end]);
     assert_eq!((lists, windows[0].copies.clone()), (vec![0, 1, 2], 0..3));
-    let far = [flat(0, 0, 5000, 10), flat(0, 1, 16_384 + MAX_GAP_BYTES, 100)];
-    let (schedule, ..) = Schedule::of_copies(&prepared(&far), &infos(data_end)).unwrap();
-    assert_eq!(reads(&schedule), [4096..8192, 16_384 + MAX_GAP_BYTES..data_end]);
+    let far = [flat(0, 0, 5000, 10), flat(0, 1, 16_384 + ReadLimits::LOCAL.max_gap_bytes, 100)];
+    let (schedule, ..) = Schedule::of_copies(&prepared(&far), &infos(data_end), ReadLimits::LOCAL).unwrap();
+    assert_eq!(reads(&schedule), [4096..8192, 16_384 + ReadLimits::LOCAL.max_gap_bytes..data_end]);
     assert_eq!(schedule.bytes(), 4096 + 512);
 }
 
 #[test]
 fn a_long_range_is_cut_into_reads_and_cells() {
     let copies = [flat(0, 0, 4096, 10 << 20), flat(0, 1, 4096 + CELL_BYTES - 1, 2)];
-    let (schedule, windows, lists) = Schedule::of_copies(&prepared(&copies), &infos(64 << 20)).unwrap();
+    let (schedule, windows, lists) =
+        Schedule::of_copies(&prepared(&copies), &infos(64 << 20), ReadLimits::LOCAL).unwrap();
     assert_eq!(schedule.reads.len(), 3);
     assert_eq!(schedule.cells.len(), 20);
     let of = |cell: usize| lists[windows[cell].copies.clone()].to_vec();
@@ -55,7 +61,10 @@ fn a_long_range_is_cut_into_reads_and_cells() {
 #[test]
 fn data_behind_the_blocks_are_damage() {
     let copies = prepared(&[flat(0, 0, 4096, 4097)]);
-    assert_eq!(Schedule::of_copies(&copies, &infos(8192)).unwrap_err().kind(), "corrupt_checkpoint");
+    assert_eq!(
+        Schedule::of_copies(&copies, &infos(8192), ReadLimits::LOCAL).unwrap_err().kind(),
+        "corrupt_checkpoint"
+    );
 }
 
 /// A box of up to three dimensions, row-major in a file of 1 MiB.
@@ -97,11 +106,11 @@ proptest! {
     #[test]
     fn needed_blocks_are_read_once_and_little_else(
         copies in prop::collection::vec(boxes(), 1..12),
-        max_gap in prop::sample::select(vec![0_u64, 5000, MAX_GAP_BYTES]),
+        max_gap in prop::sample::select(vec![0_u64, 5000, ReadLimits::LOCAL.max_gap_bytes]),
     ) {
         let infos = infos(4 << 20);
         let needs = needs(&prepared(&copies), &infos, max_gap).unwrap();
-        let (schedule, windows, lists) = Schedule::of_needs(&needs, &infos, max_gap);
+        let (schedule, windows, lists) = Schedule::of_needs(&needs, &infos, ReadLimits { max_gap_bytes: max_gap, ..ReadLimits::LOCAL });
         let mut needed: BTreeSet<(u32, u64)> = BTreeSet::new();
         for (number, copy) in (0..).zip(&copies) {
             elements(copy, &mut |bytes| {

@@ -2,7 +2,9 @@
 
 use super::super::decode::{MAX_PAUSED, MAX_PAUSED_BYTES};
 use super::super::testing::{MemoryDisk, flat, options, pattern};
-use super::super::{FileSet, KnownFile, LoadOptions, LoadStats, execute, execute_while, plan, verify};
+use super::super::{
+    FileSet, KnownFile, LoadOptions, LoadStats, ReadLimits, execute, execute_while, plan, verify,
+};
 use crate::compression::Compression;
 use crate::format::checksum::ZipCrc;
 use crate::format::index::{CompressedStream, FileRecord, Index, Within};
@@ -84,7 +86,7 @@ fn any_part_of_a_stream_is_read() {
         assert!(offset > 0 || stats.reads >= 1);
         assert!(stats.bytes_read <= records[0].length);
     }
-    let planned = plan(&opened.files, &Index::default(), &[of_stream(5, 10)]).unwrap();
+    let planned = plan(&opened.files, &Index::default(), &[of_stream(5, 10)], ReadLimits::LOCAL).unwrap();
     let stream = records[1].stream().unwrap().length;
     let whole = BEGIN..BEGIN + stream;
     assert_eq!((planned[0].file, planned[0].reads.as_slice()), (1, std::slice::from_ref(&whole)));

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use super::super::testing::{FILE, TestItem, flat, options, pattern};
-use super::super::{FileSet, KnownFile, LoadOptions, execute, plan};
+use super::super::{FileSet, KnownFile, LoadOptions, ReadLimits, execute, plan};
 use crate::format::index::Index;
 use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
@@ -79,7 +79,7 @@ fn a_plan_names_the_reads_that_the_disk_gets() {
     for (copies, lengths) in
         [(item.copies(&all(&item)), lengths.to_vec()), (of_parts, vec![2000, 5 << 20, 100, 5, 300])]
     {
-        let planned = plan(&item.files(), &item.index, &copies).unwrap();
+        let planned = plan(&item.files(), &item.index, &copies, ReadLimits::LOCAL).unwrap();
         let mut into: Vec<Vec<u8>> = lengths.iter().map(|&len| vec![0; len as usize]).collect();
         let targets = into.iter_mut().map(|bytes| HostTarget::from(bytes.as_mut_slice()));
         let stats = execute(&item.disk, &item.files(), &item.index, &copies, targets, &options()).unwrap();

@@ -13,7 +13,7 @@ use crate::save::capture::Message;
 use crate::save::windows::Windows;
 use crate::staging::{Filled, Flushing, Full, Slot, Written};
 use crate::sync::{RecvTimeoutError, TryRecvError};
-use crate::sys::Buffer;
+use crate::sys::{Buffer, each};
 use crate::{Error, Result};
 
 /// Poll interval while the capture runs: a full slot may arrive while the queue has room.
@@ -21,6 +21,9 @@ const CAPTURE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Poll interval when only a completion or a cancellation can arrive.
 const IDLE_POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Objects of a store that are ended at once.
+const OBJECTS_AT_ONCE: usize = 32;
 
 /// Writes and syncs all files.
 pub(super) fn write(
@@ -57,7 +60,10 @@ pub(super) fn write(
         return Err(error);
     }
     let started = Instant::now();
-    let ends = writer.files.iter().map(DataFile::finish).collect();
+    // The end of an object is a request, which waits for a network.
+    let is_remote = writer.files.iter().all(|file| file.file.is_object());
+    let threads = if is_remote { OBJECTS_AT_ONCE } else { 1 };
+    let ends = each("stepwell-finish", threads, &writer.files, DataFile::finish).into_iter().collect();
     parts.progress.synced_since(started);
     ends
 }

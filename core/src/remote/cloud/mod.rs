@@ -1,0 +1,363 @@
+//! S3 and stores with its interface, Google Cloud Storage and Azure Blob Storage, by the crate
+//! `object_store`.
+//!
+//! The clients for data and for small requests repeat them. The one that creates entries of the
+//! ledger repeats nothing: a request that was answered "exists" after a repetition would hide its
+//! own success.
+//!
+//! Requests run on a runtime of this process, which is made when it is first needed. A forked child
+//! cannot use it.
+
+mod clients;
+mod credentials;
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use crossbeam_channel::{Sender, bounded};
+use futures_util::{StreamExt, stream};
+use object_store::multipart::PartId;
+use object_store::path::Path as Key;
+use object_store::{GetOptions, GetRange, ObjectMeta, PutMode, PutOptions, PutPayload};
+use tokio::runtime::{Builder, Runtime};
+
+pub use self::clients::StoreSettings;
+pub use self::credentials::{CredentialParts, CredentialSource};
+
+use self::clients::{Clients, REQUEST_TIMEOUT};
+use super::store::{CreateOutcome, Listed, ObjectFacts, PartTag, Store, UploadId};
+use crate::sys::{Birth, Buffer};
+use crate::{Error, Result};
+
+/// The threads of the runtime. They only move bytes between sockets and memory.
+const RUNTIME_THREADS: usize = 2;
+/// The slowest rate of a part that is no failure, in bytes per second.
+const SLOWEST_RATE: u64 = 1 << 20;
+/// The tries of a small object whose body breaks off.
+const GET_TRIES: u32 = 3;
+/// No repetition of a request begins later than this after the first one.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(180);
+
+/// See the module documentation.
+pub struct CloudStore {
+    url: PathBuf,
+    clients: Clients,
+    birth: Birth,
+}
+
+impl std::fmt::Debug for CloudStore {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CloudStore").field("url", &self.url).finish_non_exhaustive()
+    }
+}
+
+impl CloudStore {
+    /// Opens the bucket of a URL, such as `s3://bucket`. Without a source, the cloud's own
+    /// variables and services give credentials.
+    pub fn open(
+        url: &str,
+        settings: &StoreSettings,
+        source: Option<&Arc<dyn CredentialSource>>,
+    ) -> Result<Self> {
+        let clients = Clients::new(url, settings, source)?;
+        Ok(Self { url: PathBuf::from(url), clients, birth: Birth::now() })
+    }
+
+    /// Drops credentials that the store has refused.
+    fn note(&self, error: &object_store::Error) {
+        use object_store::Error as E;
+        let is_refused = matches!(error, E::PermissionDenied { .. } | E::Unauthenticated { .. })
+            || error.to_string().contains("ExpiredToken");
+        if let Some(credentials) = self.clients.credentials.as_ref().filter(|_| is_refused) {
+            credentials.forget();
+        }
+    }
+
+    /// True in the process that opened it. A forked child cannot use it.
+    pub fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    fn key(&self, key: &str) -> Result<Key> {
+        Key::parse(key).map_err(|error| Error::Misuse(format!("{}: {error}", self.url.join(key).display())))
+    }
+
+    /// The prefix of a listing. The store adds the `/`.
+    fn prefix(&self, prefix: &str) -> Result<Option<Key>> {
+        let prefix = prefix.trim_end_matches('/');
+        if prefix.is_empty() { Ok(None) } else { self.key(prefix).map(Some) }
+    }
+
+    /// Waits for requests that move so many bytes.
+    fn wait<T>(
+        &self,
+        op: &'static str,
+        key: &str,
+        bytes: usize,
+        requests: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<T> {
+        if !self.birth.is_here() {
+            return Err(Error::Forked("object store"));
+        }
+        let limit = RETRY_TIMEOUT + REQUEST_TIMEOUT + Duration::from_secs(bytes as u64 / SLOWEST_RATE);
+        let path = || self.url.join(key);
+        match runtime()?.block_on(async { tokio::time::timeout(limit, requests).await }) {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(error)) => {
+                self.note(&error);
+                Err(of_store(op, path(), &error))
+            }
+            Err(_) => Err(Error::io(op, path(), std::io::Error::from_raw_os_error(libc::ETIMEDOUT))),
+        }
+    }
+}
+
+/// The runtime of this process. A forked child of the process that made it has none of its threads.
+fn runtime() -> Result<&'static Runtime> {
+    static RUNTIME: OnceLock<Option<(Runtime, Birth)>> = OnceLock::new();
+    let made = RUNTIME.get_or_init(|| {
+        let mut builder = Builder::new_multi_thread();
+        builder.worker_threads(RUNTIME_THREADS).thread_name("stepwell-store").enable_all();
+        builder.build().ok().map(|runtime| (runtime, Birth::now()))
+    });
+    match made {
+        Some((runtime, birth)) if birth.is_here() => Ok(runtime),
+        Some(_) => Err(Error::Forked("object store")),
+        None => {
+            let source = std::io::Error::from_raw_os_error(libc::EAGAIN);
+            Err(Error::io("start threads for", "<object store>", source))
+        }
+    }
+}
+
+/// The message of an error, without the body of the answer: it may name keys and signatures. Its
+/// code stays.
+fn without_secrets(error: &object_store::Error) -> String {
+    let message = error.to_string();
+    if message.contains("redirect without LOCATION") {
+        return "the bucket is in another region. Set the variable AWS_REGION".to_owned();
+    }
+    let Some((before, body)) = message.split_once('<') else { return message };
+    let code = body.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
+    let code = code.map_or_else(String::new, |(code, _)| format!(" ({code})"));
+    format!("{}{code}", before.trim_end_matches([' ', ':', '\n']))
+}
+
+fn of_store(op: &'static str, path: PathBuf, error: &object_store::Error) -> Error {
+    use object_store::Error as E;
+    let kind = match error {
+        E::NotFound { .. } => return Error::io(op, path, std::io::Error::from_raw_os_error(libc::ENOENT)),
+        E::AlreadyExists { .. } | E::Precondition { .. } => std::io::ErrorKind::AlreadyExists,
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } => std::io::ErrorKind::PermissionDenied,
+        E::NotSupported { .. } | E::NotImplemented { .. } => std::io::ErrorKind::Unsupported,
+        _ => std::io::ErrorKind::Other,
+    };
+    Error::io(op, path, std::io::Error::new(kind, without_secrets(error)))
+}
+
+fn facts(meta: &ObjectMeta) -> ObjectFacts {
+    ObjectFacts {
+        len: meta.size,
+        tag: meta.e_tag.clone().unwrap_or_default(),
+        modified: meta.last_modified.timestamp_nanos_opt().unwrap_or_default(),
+    }
+}
+
+/// A buffer that a request has borrowed. It goes back when the request is over.
+struct Lent {
+    buffer: Option<Buffer>,
+    len: usize,
+    back: Sender<Buffer>,
+}
+
+impl AsRef<[u8]> for Lent {
+    fn as_ref(&self) -> &[u8] {
+        self.buffer.as_ref().and_then(|buffer| buffer.get(..self.len)).unwrap_or_default()
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Some(buffer) = self.buffer.take() {
+            // Nobody waits for it only in a queue that was given up.
+            let _ = self.back.send(buffer);
+        }
+    }
+}
+
+impl Store for CloudStore {
+    fn url(&self) -> &Path {
+        &self.url
+    }
+
+    fn create(&self, key: &str, bytes: &[u8]) -> Result<CreateOutcome> {
+        use object_store::Error as E;
+        let (at, payload) = (self.key(key)?, PutPayload::from(bytes.to_vec()));
+        let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+        let answered = async { Ok(self.clients.entries.put_opts(&at, payload, options).await) };
+        let answered = self.wait("create", key, bytes.len(), answered);
+        if let Ok(Err(error)) = &answered {
+            self.note(error);
+        }
+        match answered {
+            Ok(Ok(_)) => Ok(CreateOutcome::Stored),
+            Ok(Err(E::AlreadyExists { .. } | E::Precondition { .. })) => Ok(CreateOutcome::Exists),
+            Ok(Err(
+                error @ (E::NotFound { .. }
+                | E::PermissionDenied { .. }
+                | E::Unauthenticated { .. }
+                | E::NotSupported { .. }
+                | E::NotImplemented { .. }),
+            )) => Err(of_store("create", self.url.join(key), &error)),
+            Ok(Err(error)) => {
+                tracing::debug!(key, error = without_secrets(&error), "the outcome of a create is unknown");
+                Ok(CreateOutcome::Unknown)
+            }
+            Err(error @ (Error::Forked(_) | Error::Misuse(_))) => Err(error),
+            Err(_) => Ok(CreateOutcome::Unknown),
+        }
+    }
+
+    fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
+        let (at, payload) = (self.key(key)?, PutPayload::from(bytes.to_vec()));
+        self.wait("write", key, bytes.len(), self.clients.data.put_opts(&at, payload, PutOptions::default()))
+            .map(drop)
+    }
+
+    fn look(&self, key: &str) -> Result<Option<ObjectFacts>> {
+        let at = self.key(key)?;
+        let options = GetOptions { head: true, ..GetOptions::default() };
+        match self.wait("look at", key, 0, self.clients.small.get_opts(&at, options)) {
+            Ok(found) => Ok(Some(facts(&found.meta))),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The library repeats requests, but not bodies that break off.
+    fn get(&self, key: &str, limit: u64) -> Result<Vec<u8>> {
+        let at = self.key(key)?;
+        let bytes = usize::try_from(limit).unwrap_or(usize::MAX).min(64 << 20);
+        let mut tries = 0;
+        let got = loop {
+            tries += 1;
+            let got = async {
+                let found = self.clients.small.get_opts(&at, GetOptions::default()).await?;
+                let len = found.meta.size;
+                if len > limit {
+                    return Ok(Err(len));
+                }
+                found.bytes().await.map(Ok)
+            };
+            match self.wait("read", key, bytes, got) {
+                Err(error) if tries < GET_TRIES && error.errno().is_none() => {}
+                got => break got?,
+            }
+        };
+        match got {
+            Ok(bytes) => Ok(bytes.to_vec()),
+            Err(found) => {
+                let what = format!("the length of {}", self.url.join(key).display());
+                Err(Error::Limit { what, found, limit })
+            }
+        }
+    }
+
+    fn read(&self, key: &str, offset: u64, into: &mut [u8]) -> Result<usize> {
+        let (at, wanted) = (self.key(key)?, into.len());
+        let range: Range<u64> = offset..offset + wanted as u64;
+        let options = GetOptions { range: Some(GetRange::Bounded(range)), ..GetOptions::default() };
+        self.wait("read", key, wanted, async {
+            let mut pieces = self.clients.data.get_opts(&at, options).await?.into_stream();
+            let mut done = 0;
+            while let Some(piece) = pieces.next().await {
+                let piece = piece?;
+                let Some(place) = into.get_mut(done..done + piece.len()) else { break };
+                place.copy_from_slice(&piece);
+                done += piece.len();
+            }
+            Ok(done)
+        })
+    }
+
+    fn list(&self, prefix: &str) -> Result<Vec<Listed>> {
+        let at = self.prefix(prefix)?;
+        let object = |meta: &ObjectMeta| Listed::Object(meta.location.to_string(), facts(meta));
+        let found = self.wait("list", prefix, 0, self.clients.small.list_with_delimiter(at.as_ref()))?;
+        let prefixes = found.common_prefixes.iter().map(|below| Listed::Prefix(format!("{below}/")));
+        Ok(prefixes.chain(found.objects.iter().map(object)).collect())
+    }
+
+    fn list_below(&self, prefix: &str) -> Result<Vec<(String, ObjectFacts)>> {
+        let at = self.prefix(prefix)?;
+        let found = async {
+            let mut objects = self.clients.small.list(at.as_ref());
+            let mut found = Vec::new();
+            while let Some(meta) = objects.next().await {
+                let meta = meta?;
+                found.push((meta.location.to_string(), facts(&meta)));
+            }
+            Ok(found)
+        };
+        self.wait("list", prefix, 0, found)
+    }
+
+    fn delete(&self, keys: &[String]) -> Result<()> {
+        let at = keys.iter().map(|key| self.key(key)).collect::<Result<Vec<Key>>>()?;
+        let deleted = async {
+            let mut answers = self.clients.small.delete_stream(stream::iter(at.into_iter().map(Ok)).boxed());
+            while let Some(answer) = answers.next().await {
+                match answer {
+                    Err(object_store::Error::NotFound { .. }) => {}
+                    answer => drop(answer?),
+                }
+            }
+            Ok(())
+        };
+        self.wait("remove", keys.first().map_or("", String::as_str), 0, deleted)
+    }
+
+    fn start_upload(&self, key: &str) -> Result<UploadId> {
+        let at = self.key(key)?;
+        self.wait("create", key, 0, self.clients.data.create_multipart(&at)).map(UploadId)
+    }
+
+    fn put_part(
+        &self,
+        key: &str,
+        upload: &UploadId,
+        number: u32,
+        part: Buffer,
+        len: usize,
+    ) -> (Buffer, Result<PartTag>) {
+        let at = match self.key(key) {
+            Ok(at) => at,
+            Err(error) => return (part, Err(error)),
+        };
+        let (back, returned) = bounded(1);
+        let lent = Lent { buffer: Some(part), len, back };
+        let payload = PutPayload::from(Bytes::from_owner(lent));
+        let index = (number - 1) as usize;
+        let stored = self.wait("write", key, len, self.clients.data.put_part(&at, &upload.0, index, payload));
+        let stored = stored.map(|part| PartTag(part.content_id));
+        // The last copy of the request gives it back.
+        match returned.recv() {
+            Ok(part) => (part, stored),
+            Err(_) => unreachable!("a lent buffer is sent back when it is dropped"),
+        }
+    }
+
+    fn complete_upload(&self, key: &str, upload: &UploadId, parts: &[PartTag]) -> Result<()> {
+        let at = self.key(key)?;
+        let parts = parts.iter().map(|part| PartId { content_id: part.0.clone() }).collect();
+        self.wait("write", key, 0, self.clients.data.complete_multipart(&at, &upload.0, parts)).map(drop)
+    }
+
+    fn abort_upload(&self, key: &str, upload: &UploadId) -> Result<()> {
+        let at = self.key(key)?;
+        self.wait("abort", key, 0, self.clients.data.abort_multipart(&at, &upload.0))
+    }
+}

@@ -1,0 +1,286 @@
+//! An object as a file: one that is stored, or one that is uploaded in parts.
+//!
+//! Bytes come in any order. A write of exactly one part goes straight to the store. Other bytes
+//! (the end of the data and the footer) are copied. They wait until they fill a part, or until the
+//! file ends. So no write waits for another one.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::disk::MAX_PARTS;
+use super::store::{PartTag, Store, UploadId};
+use crate::io::File;
+use crate::sys::Buffer;
+use crate::{Error, Result};
+
+/// See the module documentation.
+pub(super) struct StoreFile {
+    store: Arc<dyn Store>,
+    key: String,
+    path: PathBuf,
+    part_bytes: u64,
+    state: Mutex<FileState>,
+}
+
+enum FileState {
+    /// It is stored, with this length.
+    Stored(u64),
+    Uploading(Upload),
+    /// An upload has failed.
+    Failed,
+}
+
+#[derive(Default)]
+struct Upload {
+    /// Given by the store when the first part is sent.
+    id: Option<UploadId>,
+    /// The stored parts, by their number from 0 on.
+    parts: BTreeMap<u64, PartTag>,
+    /// Bytes that are not sent, by their offset.
+    rest: BTreeMap<u64, Vec<u8>>,
+    /// The length, if it was set.
+    len: Option<u64>,
+}
+
+impl StoreFile {
+    /// A stored object.
+    pub(super) fn stored(store: &Arc<dyn Store>, key: String, path: PathBuf, len: u64) -> Self {
+        let state = Mutex::new(FileState::Stored(len));
+        Self { store: Arc::clone(store), key, path, part_bytes: 0, state }
+    }
+
+    /// An object that is made. It is there after [`File::sync`].
+    pub(super) fn upload(
+        store: &Arc<dyn Store>,
+        key: String,
+        path: PathBuf,
+        part_bytes: u64,
+        len_hint: u64,
+    ) -> Self {
+        let part_bytes = part_bytes.max(1);
+        let part_bytes = part_bytes * len_hint.div_ceil(part_bytes * MAX_PARTS).max(1);
+        let state = Mutex::new(FileState::Uploading(Upload::default()));
+        Self { store: Arc::clone(store), key, path, part_bytes, state }
+    }
+
+    pub(super) fn part_bytes(&self) -> u64 {
+        self.part_bytes
+    }
+
+    fn state(&self) -> MutexGuard<'_, FileState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Calls `act` with the upload.
+    fn with<T>(&self, act: impl FnOnce(&mut Upload) -> Result<T>) -> Result<T> {
+        match &mut *self.state() {
+            FileState::Uploading(upload) => act(upload),
+            FileState::Stored(_) => Err(self.misused("a write after the upload has ended")),
+            FileState::Failed => Err(self.misused("a write after the upload has failed")),
+        }
+    }
+
+    fn misused(&self, found: impl Into<String>) -> Error {
+        Error::internal(format!("an upload of {} that is under way", self.path.display()), found)
+    }
+
+    /// Writes the first `len` bytes of a buffer. Returns the buffer.
+    pub(super) fn write(&self, offset: u64, buffer: Buffer, len: usize) -> (Buffer, Result<usize>) {
+        let part = offset / self.part_bytes.max(1);
+        if len as u64 == self.part_bytes && offset.is_multiple_of(self.part_bytes) {
+            let (buffer, stored) = self.send(part, buffer, len);
+            return (buffer, stored.map(|()| len));
+        }
+        let kept = self.keep(offset, buffer.get(..len).unwrap_or_default());
+        (buffer, kept.map(|()| len))
+    }
+
+    /// Keeps bytes, and sends the parts that they fill.
+    fn keep(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (mut at, mut rest) = (offset, bytes);
+        while !rest.is_empty() {
+            let part = at / self.part_bytes;
+            let (begin, end) = (part * self.part_bytes, (part + 1) * self.part_bytes);
+            let (piece, after) = rest.split_at_checked((end - at) as usize).unwrap_or((rest, &[]));
+            let whole = self.with(|upload| {
+                upload.rest.insert(at, piece.to_vec());
+                Ok(upload.take(begin, end))
+            })?;
+            if let Some(whole) = whole {
+                self.send_copied(part, &whole)?;
+            }
+            (at, rest) = (end, after);
+        }
+        Ok(())
+    }
+
+    fn send_copied(&self, part: u64, bytes: &[u8]) -> Result<()> {
+        let mut buffer = Buffer::alone(bytes.len())?;
+        buffer.get_mut(..bytes.len()).unwrap_or_default().copy_from_slice(bytes);
+        self.send(part, buffer, bytes.len()).1
+    }
+
+    /// Sends a part.
+    fn send(&self, part: u64, buffer: Buffer, len: usize) -> (Buffer, Result<()>) {
+        let id = self.with(|upload| {
+            if upload.id.is_none() {
+                upload.id = Some(self.store.start_upload(&self.key)?);
+            }
+            Ok(upload.id.clone())
+        });
+        let (id, number) = match (id, u32::try_from(part + 1)) {
+            (Ok(Some(id)), Ok(number)) => (id, number),
+            (Err(error), _) => return (buffer, Err(error)),
+            _ => return (buffer, Err(self.misused(format!("part {part}")))),
+        };
+        let (buffer, tag) = self.store.put_part(&self.key, &id, number, buffer, len);
+        let noted = tag.and_then(|tag| {
+            self.with(|upload| {
+                upload.parts.insert(part, tag);
+                Ok(())
+            })
+        });
+        (buffer, noted)
+    }
+
+    /// Sends what is left, and makes the object.
+    fn finish(&self) -> Result<u64> {
+        let (id, len, rest) = self.with(|upload| {
+            let rest = std::mem::take(&mut upload.rest);
+            let sent = upload.parts.last_key_value().map_or(0, |(part, _)| (part + 1) * self.part_bytes);
+            let end = rest.last_key_value().map_or(0, |(offset, bytes)| offset + bytes.len() as u64);
+            Ok((upload.id.clone(), upload.len.unwrap_or(sent.max(end)), rest))
+        })?;
+        let sent = if id.is_some() { len / self.part_bytes * self.part_bytes } else { 0 };
+        let mut tail = Vec::new();
+        for (offset, bytes) in rest {
+            if offset != sent + tail.len() as u64 {
+                return Err(self.misused(format!("a hole before byte {offset}")));
+            }
+            tail.extend_from_slice(&bytes);
+        }
+        if sent + (tail.len() as u64) < len {
+            return Err(self.misused(format!("no bytes after {}", sent + tail.len() as u64)));
+        }
+        tail.truncate((len - sent) as usize);
+        let Some(id) = id else {
+            self.store.put(&self.key, &tail)?;
+            return Ok(len);
+        };
+        if !tail.is_empty() {
+            self.send_copied(sent / self.part_bytes, &tail)?;
+        }
+        let parts = self.with(|upload| Ok(std::mem::take(&mut upload.parts)))?;
+        if parts.keys().copied().ne(0..len.div_ceil(self.part_bytes)) {
+            return Err(self.misused(format!("{} parts for {len} bytes", parts.len())));
+        }
+        let tags: Vec<PartTag> = parts.into_values().collect();
+        if let Err(error) = self.store.complete_upload(&self.key, &id, &tags) {
+            // Its answer may be lost. Nobody else writes this key.
+            let found = self.store.look(&self.key)?;
+            found.filter(|facts| facts.len == len).ok_or(error)?;
+        }
+        Ok(len)
+    }
+}
+
+impl Upload {
+    /// Takes the bytes of a part out of the rest, if all of them are there.
+    fn take(&mut self, begin: u64, end: u64) -> Option<Vec<u8>> {
+        let pieces = self.rest.range(begin..end).map(|(_, piece)| piece.len() as u64);
+        if pieces.sum::<u64>() < end - begin {
+            return None;
+        }
+        let mut later = self.rest.split_off(&begin);
+        self.rest.append(&mut later.split_off(&end));
+        Some(later.into_values().flatten().collect())
+    }
+}
+
+impl File for StoreFile {
+    fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn len(&self) -> Result<u64> {
+        match &*self.state() {
+            FileState::Stored(len) => Ok(*len),
+            FileState::Uploading(upload) => Ok(upload.len.unwrap_or_default()),
+            FileState::Failed => Err(self.misused("its length after it has failed")),
+        }
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.with(|upload| {
+            upload.len = Some(len);
+            Ok(())
+        })
+    }
+
+    fn sync(&self) -> Result<()> {
+        let finished = self.finish();
+        let state = match &finished {
+            Ok(len) => FileState::Stored(*len),
+            Err(_) => FileState::Failed,
+        };
+        let before = std::mem::replace(&mut *self.state(), state);
+        if finished.is_err() {
+            self.abort(&before);
+        }
+        finished.map(drop)
+    }
+
+    fn read_at(&self, offset: u64, len: usize) -> Result<Vec<u8>> {
+        let end = match &*self.state() {
+            FileState::Stored(end) => *end,
+            _ => return Err(self.misused("a read before it is stored")),
+        };
+        let mut bytes = vec![0; len.min(usize::try_from(end.saturating_sub(offset)).unwrap_or(usize::MAX))];
+        let mut done = 0;
+        while let Some(rest) = bytes.get_mut(done..).filter(|rest| !rest.is_empty()) {
+            match self.store.read(&self.key, offset + done as u64, rest)? {
+                0 => break,
+                read => done += read,
+            }
+        }
+        bytes.truncate(done);
+        Ok(bytes)
+    }
+
+    fn cached(&self, _: u64, _: u64) -> Option<u64> {
+        None
+    }
+
+    fn is_object(&self) -> bool {
+        true
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl StoreFile {
+    /// Reads into the first `len` bytes of a buffer.
+    pub(super) fn read(&self, offset: u64, into: &mut [u8]) -> Result<usize> {
+        self.store.read(&self.key, offset, into)
+    }
+
+    /// Deletes the parts of an upload that will not be completed. If that fails, the store's own
+    /// rule for old uploads deletes them.
+    fn abort(&self, state: &FileState) {
+        let FileState::Uploading(Upload { id: Some(id), .. }) = state else { return };
+        if let Err(error) = self.store.abort_upload(&self.key, id) {
+            tracing::debug!(file = %self.path.display(), %error, "deleting the parts of an upload failed");
+        }
+    }
+}
+
+impl Drop for StoreFile {
+    fn drop(&mut self) {
+        let state = std::mem::replace(&mut *self.state(), FileState::Failed);
+        self.abort(&state);
+    }
+}

@@ -1,0 +1,608 @@
+//! Tiers: further roots, which get copies of the steps of the manager's own root (the near tier).
+//!
+//! A tier is a root with a [`Manager`] of its own. The leader opens it as its writer and carries
+//! steps there ([`super::carrier`]). Other ranks only read it. A copy keeps the attempt and the
+//! bytes of its source, so a step may be read from any tier that has it. The nearest one is used.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use stepwell_core::deadline::{StallTimer, deadline_after};
+use stepwell_core::format::manifest::Attempt;
+use stepwell_core::load::{LoadOptions, OtherCopies};
+
+use super::{Inner, Manager};
+use crate::carry_queue::{CarryEnd, CarryQueue, TierRule};
+use crate::checkpoint::Checkpoint;
+use crate::coordination::team::Team;
+use crate::discovery::Found;
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::options::Options;
+use crate::root::{MAX_LISTINGS, Root, VISIBLE_WITHIN};
+
+/// The longest wait for a carrier that puts a step down.
+const PUT_DOWN: Duration = Duration::from_secs(60);
+/// Waits for a carrier look at it at this interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A tier that a manager is to open.
+pub struct TierPlace {
+    /// Its name.
+    pub name: String,
+    /// Its root.
+    pub path: PathBuf,
+    /// Its retention, and the other options of its root.
+    pub options: Options,
+    /// Its disk. One process.
+    pub environment: Environment,
+    /// The steps that it takes.
+    pub rule: TierRule,
+    /// The most bytes that a carrier writes to it per second.
+    pub bytes_per_second: Option<u64>,
+}
+
+/// The state of a tier.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TierReport {
+    /// Its name.
+    pub name: String,
+    /// Its root.
+    pub path: PathBuf,
+    /// The steps that it has.
+    pub steps: Vec<u64>,
+    /// The steps that it is to get.
+    pub due: Vec<u64>,
+    /// The step that is on its way, with the bytes that have arrived and all bytes.
+    pub carried: Option<(u64, u64, u64)>,
+    /// The number of steps that were passed over for newer ones.
+    pub superseded: u64,
+    /// The last failure of a step that is due, or why the last one was given up.
+    pub failure: Option<(u64, String)>,
+}
+
+/// See the module documentation.
+pub(super) struct Tier {
+    pub(super) name: String,
+    pub(super) manager: Manager,
+    pub(super) bytes_per_second: Option<u64>,
+    state: Mutex<TierState>,
+    pub(super) changed: Condvar,
+}
+
+pub(super) struct TierState {
+    pub(super) queue: CarryQueue,
+    /// The steps of the tier, as its only writer knows them.
+    pub(super) steps: BTreeMap<u64, Attempt>,
+    /// Bytes of the carried step that have arrived, and all of its bytes.
+    pub(super) arrived: (u64, u64),
+    /// The step that was carried last, and the most of its bytes that have arrived in a try.
+    farthest: (u64, u64),
+    /// Changes with all progress. A further try that repeats bytes makes none.
+    pub(super) progress: u64,
+    pub(super) given_up: Option<(u64, String)>,
+    /// True while the carrier is at work on a step, and on what follows its end.
+    pub(super) is_busy: bool,
+    /// True once the carrier was started.
+    pub(super) has_carrier: bool,
+    /// The carrier ends.
+    pub(super) stop: bool,
+}
+
+impl TierState {
+    /// Records the bytes of a carried step that have arrived, and all of its bytes.
+    pub(super) fn record_arrival(&mut self, step: u64, done: u64, total: u64) {
+        self.arrived = (done, total);
+        if self.farthest.0 != step || self.farthest.1 < done {
+            self.farthest = (step, done);
+            self.progress += 1;
+        }
+    }
+}
+
+impl Tier {
+    fn new(place: &TierPlace, manager: Manager) -> Result<Self> {
+        let listing = manager.inner.root.list()?;
+        let known = |(&step, found): (&u64, &Found)| (step, found.manifest.attempt.clone());
+        let steps = listing.steps.iter().map(known).collect();
+        let state = TierState {
+            queue: CarryQueue::new(place.rule),
+            steps,
+            arrived: (0, 0),
+            farthest: (0, 0),
+            progress: 0,
+            given_up: None,
+            is_busy: false,
+            has_carrier: false,
+            stop: false,
+        };
+        Ok(Self {
+            name: place.name.clone(),
+            manager,
+            bytes_per_second: place.bytes_per_second,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, TierState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a step due, if the tier takes it. `attempt` is its attempt in the near tier.
+    pub(super) fn commit(&self, step: u64, attempt: Option<&Attempt>) {
+        let mut state = self.lock();
+        let theirs = state.steps.get(&step);
+        let replaces = theirs.is_some() && theirs != attempt;
+        state.queue.committed(step, replaces);
+        state.progress += 1;
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Returns the steps that are known of the tier, if this process is its only writer.
+    fn known_steps(&self) -> Option<BTreeSet<u64>> {
+        let is_writer = !self.manager.inner.options.read_only;
+        is_writer.then(|| self.lock().steps.keys().copied().collect())
+    }
+
+    pub(super) fn root(&self) -> &Root {
+        &self.manager.inner.root
+    }
+
+    /// Forgets steps that a call removes, and waits until none of them is carried. `forgotten` gets
+    /// those that were due.
+    fn forget(&self, is_removed: impl Fn(u64) -> bool, forgotten: &mut Vec<u64>) -> Result<()> {
+        let (begun, deadline) = (Instant::now(), deadline_after(PUT_DOWN));
+        let mut state = self.lock();
+        forgotten.extend(state.queue.due().filter(|&step| is_removed(step)));
+        while state.queue.forget(&is_removed) {
+            if Instant::now() >= deadline {
+                let waited_for = format!("the carrier of the tier `{}` to put a step down", self.name);
+                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+            }
+            state = self.wait(state, POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    pub(super) fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, TierState>,
+        how_long: Duration,
+    ) -> MutexGuard<'a, TierState> {
+        self.changed.wait_timeout(state, how_long).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Waits until nothing is due. Without a timeout, as long as there is progress.
+    fn wait_until_idle(&self, timeout: Option<Duration>, stall_timeout: Duration) -> Result<()> {
+        let begun = Instant::now();
+        let deadline = timeout.map(deadline_after);
+        let mut timer = StallTimer::new(stall_timeout);
+        let mut state = self.lock();
+        while state.is_busy || state.queue.due().next().is_some() {
+            let is_late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if is_late || (timeout.is_none() && timer.left(state.progress).is_zero()) {
+                let waited_for = format!("the tier `{}` to get {}", self.name, what_is_due(&state));
+                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+            }
+            state = self.wait(state, POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    fn report(&self) -> TierReport {
+        let state = self.lock();
+        let failure = state.queue.failure().map(|(step, why)| (step, why.to_owned()));
+        TierReport {
+            name: self.name.clone(),
+            path: self.manager.path().to_owned(),
+            steps: state.steps.keys().copied().collect(),
+            due: state.queue.due().collect(),
+            carried: state.queue.carried().map(|step| (step, state.arrived.0, state.arrived.1)),
+            superseded: state.queue.superseded(),
+            failure: failure.or_else(|| state.given_up.clone()),
+        }
+    }
+}
+
+/// Describes the steps that a tier is to get, and the last failure.
+fn what_is_due(state: &TierState) -> String {
+    let steps: Vec<String> = state.queue.due().map(|step| step.to_string()).collect();
+    let failed = state.queue.failure().map(|(step, why)| format!(". Carrying step {step} failed: {why}"));
+    format!("step(s) {}{}", steps.join(", "), failed.unwrap_or_default())
+}
+
+/// Opens the tiers of a manager: the leader as their writer. All ranks make this call.
+pub(super) fn open(places: &[TierPlace], team: &Team, options: &Options) -> Result<Vec<Arc<Tier>>> {
+    if places.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut led = Vec::new();
+    team.ask("open the tiers", || {
+        for place in places {
+            match open_one(place, options.read_only) {
+                // It is not there before a step was carried.
+                Err(error) if options.read_only && is_missing(&error) => {}
+                opened => led.push(opened?),
+            }
+        }
+        Ok(())
+    })?;
+    if team.is_alone() {
+        return Ok(led);
+    }
+    let mine = if team.leads() { Ok(led) } else { places.iter().map(open_beside).collect() };
+    let (opened, mine) = match mine {
+        Ok(opened) => (opened, Ok(())),
+        Err(error) => (Vec::new(), Err(error)),
+    };
+    team.agree("open the tiers", mine, |_| Ok(()))?;
+    Ok(opened)
+}
+
+fn open_one(place: &TierPlace, read_only: bool) -> Result<Arc<Tier>> {
+    let options = Options { read_only, ..place.options.clone() };
+    let manager = Manager::open(&place.path, options, place.environment.clone())?;
+    Tier::new(place, manager).map(Arc::new)
+}
+
+/// Opens a tier for reading that the leader has just made. A network file system may not show it
+/// yet.
+fn open_beside(place: &TierPlace) -> Result<Arc<Tier>> {
+    let deadline = deadline_after(VISIBLE_WITHIN);
+    loop {
+        match open_one(place, true) {
+            Err(error) if is_missing(&error) && Instant::now() < deadline => {
+                std::thread::sleep(POLL_INTERVAL);
+            }
+            opened => return opened,
+        }
+    }
+}
+
+fn is_missing(error: &Error) -> bool {
+    error.core().is_some_and(stepwell_core::Error::is_gone)
+}
+
+impl Inner {
+    /// Returns the roots of all tiers, nearest first.
+    pub(super) fn roots(&self) -> impl Iterator<Item = &Root> {
+        std::iter::once(&self.root).chain(self.tiers.iter().map(|tier| tier.root()))
+    }
+
+    /// Returns the newest step of all tiers. A tier that this process writes is not asked.
+    pub(super) fn newest_step(&self) -> Result<Option<u64>> {
+        let mut newest = self.root.newest_step()?;
+        for tier in &self.tiers {
+            let known = tier.known_steps().map(|steps| steps.last().copied());
+            newest = newest.max(known.map_or_else(|| tier.root().newest_step(), Ok)?);
+        }
+        Ok(newest)
+    }
+
+    /// Returns the whole copies of a step, with their roots: the complete ones before those that
+    /// retention has thinned, the nearest first. A tier that fails is passed over, unless all do.
+    fn copies_of(&self, step: u64) -> Result<Vec<(&Root, Found)>> {
+        let mut copies = Vec::new();
+        let mut failure = None;
+        for root in self.roots() {
+            match whole(root, step) {
+                Ok(found) => copies.extend(found.map(|found| (root, found))),
+                Err(error) => {
+                    tracing::warn!(step, root = %root.path.display(), %error, "a tier does not answer");
+                    failure = Some(error);
+                }
+            }
+        }
+        match failure {
+            Some(error) if copies.is_empty() => Err(error),
+            _ => {
+                copies.sort_by_key(|(_, found)| found.manifest.dropped.len());
+                Ok(copies)
+            }
+        }
+    }
+
+    /// Returns a step (`None`: the newest) and the root of the nearest tier that has it whole.
+    pub(super) fn find(&self, step: Option<u64>) -> Result<(&Root, Found)> {
+        if self.tiers.is_empty() {
+            return Ok((&self.root, self.root.find(step)?));
+        }
+        let candidates = step.map_or_else(|| self.all_steps(), |step| Ok([step].into()))?;
+        for &candidate in candidates.iter().rev() {
+            if let Some(copy) = self.copies_of(candidate)?.into_iter().next() {
+                return Ok(copy);
+            }
+        }
+        // Perhaps it is damaged everywhere. Then a read says where.
+        let elsewhere = || self.roots().find_map(|root| Some((root, root.find(step).ok()?)));
+        self.root.find(step).map(|found| (&self.root, found)).or_else(|error| elsewhere().ok_or(error))
+    }
+
+    /// Opens and leases a step (`None`: the newest) in the nearest tier that has it whole.
+    pub(super) fn lease(&self, step: Option<u64>) -> Result<Checkpoint> {
+        let shares = self.team.shared_node().is_some();
+        let timeout = self.options.stall_timeout;
+        if self.tiers.is_empty() {
+            let load = self.options.load_options(&*self.environment.disk, shares);
+            return self.root.lease(step, timeout, &load);
+        }
+        for _ in 0..MAX_LISTINGS {
+            let chosen = self.find(step)?.1.manifest.step;
+            let mut failure = None;
+            for (root, found) in self.copies_of(chosen)? {
+                let load = self.options.load_options(root.disk(), shares);
+                match root.lease_found(&found, timeout, load) {
+                    Ok(Some(leased)) => {
+                        leased
+                            .files()
+                            .mend_from(Arc::new(FartherCopies::of(self.tiers_behind(root), &found)));
+                        return Ok(leased);
+                    }
+                    // It was retired meanwhile. Perhaps another tier has it.
+                    Ok(None) | Err(Error::StepGone { .. }) => root.discovery.forget(),
+                    Err(error) => {
+                        tracing::warn!(step = chosen, root = %root.path.display(), %error, "a copy cannot be opened");
+                        failure = Some(error);
+                    }
+                }
+            }
+            if let Some(error) = failure {
+                return Err(error);
+            }
+        }
+        Err(self.root.not_found(step))
+    }
+
+    /// Returns the tiers that are farther than one with this root.
+    fn tiers_behind(&self, root: &Root) -> Vec<Arc<Tier>> {
+        let place = self.tiers.iter().position(|tier| std::ptr::eq(tier.root(), root));
+        self.tiers.iter().skip(place.map_or(0, |place| place + 1)).cloned().collect()
+    }
+
+    /// Returns the numbers of all steps of all tiers.
+    pub(super) fn all_steps(&self) -> Result<BTreeSet<u64>> {
+        let mut steps = BTreeSet::new();
+        steps.extend(self.root.list()?.steps.keys());
+        for tier in &self.tiers {
+            let listed = || Ok(tier.root().list()?.steps.keys().copied().collect());
+            steps.extend(tier.known_steps().map_or_else(listed, Ok::<BTreeSet<u64>, Error>)?);
+        }
+        Ok(steps)
+    }
+
+    /// Returns the newest step of the further tiers that is in this range, as far as it is known.
+    pub(super) fn newest_carried(&self, range: impl std::ops::RangeBounds<u64> + Clone) -> Option<u64> {
+        let newest =
+            |tier: &Arc<Tier>| tier.lock().steps.range(range.clone()).next_back().map(|(&step, _)| step);
+        self.tiers.iter().filter_map(newest).max()
+    }
+
+    /// Returns the steps that retention leaves alone.
+    pub(super) fn kept(&self) -> BTreeSet<u64> {
+        let mut kept = self.usage.kept();
+        for tier in &self.tiers {
+            kept.extend(tier.lock().queue.due());
+        }
+        kept
+    }
+
+    /// Removes steps, which are not carried meanwhile. After an error, those that were due are due
+    /// again.
+    pub(super) fn removing<T>(
+        &self,
+        is_removed: impl Fn(u64) -> bool,
+        remove: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        let mut forgotten = vec![Vec::new(); self.tiers.len()];
+        let mut put_down = || {
+            let mut all = self.tiers.iter().zip(&mut forgotten);
+            all.try_for_each(|(tier, forgotten)| tier.forget(&is_removed, forgotten))
+        };
+        let removed = put_down().and_then(|()| remove());
+        if removed.is_err() {
+            for (tier, forgotten) in self.tiers.iter().zip(forgotten) {
+                for step in forgotten {
+                    tier.commit(step, None);
+                }
+            }
+        }
+        removed
+    }
+
+    /// Waits until every due step has arrived, then ends the carriers and closes the tiers.
+    pub(super) fn close_tiers(&self, deadline: Instant) -> Result<()> {
+        let left = || Some(deadline.saturating_duration_since(Instant::now()));
+        let mut all = Ok(());
+        for tier in &self.tiers {
+            let has_carrier = tier.lock().has_carrier;
+            let wait = || tier.wait_until_idle(left(), self.options.stall_timeout);
+            let idle = if has_carrier { wait() } else { Ok(()) };
+            tier.lock().stop = true;
+            tier.changed.notify_all();
+            all = all.and(idle).and(tier.manager.close(left()));
+        }
+        all
+    }
+
+    /// True if this process carries steps.
+    pub(super) fn carries(&self) -> bool {
+        !self.options.read_only && self.team.leads()
+    }
+}
+
+/// Returns a step of a root, if it has all of its files.
+fn whole(root: &Root, step: u64) -> Result<Option<Found>> {
+    let Some(found) = root.committed(step)? else { return Ok(None) };
+    Ok(root.damage(&found)?.is_none().then_some(found))
+}
+
+/// The copies of a step in farther tiers, each opened when its bytes are needed.
+struct FartherCopies {
+    copies: Vec<(Arc<Tier>, OnceLock<Option<Checkpoint>>)>,
+    step: u64,
+    attempt: Attempt,
+}
+
+impl FartherCopies {
+    fn of(tiers: Vec<Arc<Tier>>, found: &Found) -> Self {
+        let copies = tiers.into_iter().map(|tier| (tier, OnceLock::new())).collect();
+        Self { copies, step: found.manifest.step, attempt: found.manifest.attempt.clone() }
+    }
+
+    /// Opens the copy of a tier, if it has the same attempt.
+    fn open(&self, tier: &Tier) -> Result<Option<Checkpoint>> {
+        let root = tier.root();
+        let found = root.committed(self.step)?.filter(|found| found.manifest.attempt == self.attempt);
+        let Some(found) = found else { return Ok(None) };
+        root.lease_found(&found, tier.manager.inner.options.stall_timeout, LoadOptions::default())
+    }
+}
+
+impl OtherCopies for FartherCopies {
+    fn read(
+        &self,
+        name: &str,
+        offset: u64,
+        len: usize,
+        is_right: &mut dyn FnMut(&[u8]) -> bool,
+    ) -> Option<Vec<u8>> {
+        for (tier, copy) in &self.copies {
+            let opened = copy.get_or_init(|| {
+                self.open(tier).unwrap_or_else(|error| {
+                    tracing::warn!(step = self.step, tier = %tier.name, %error, "a farther copy cannot be opened");
+                    None
+                })
+            });
+            let Some(copy) = opened else { continue };
+            let read = || Ok::<_, Error>(copy.stored_file(name)?.read_at(offset, len)?);
+            match read() {
+                Ok(bytes) if is_right(&bytes) => return Some(bytes),
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::warn!(step = self.step, tier = %tier.name, %error, "a farther copy cannot be read");
+                }
+            }
+        }
+        None
+    }
+}
+
+impl Manager {
+    /// Returns the states of all tiers, nearest first: of this manager's root, without a name, and
+    /// of the further ones.
+    pub fn tiers(&self) -> Result<Vec<TierReport>> {
+        let inner = &self.inner;
+        inner.check_usable()?;
+        let mut reports = vec![TierReport { path: inner.root.path.clone(), ..TierReport::default() }];
+        reports.extend(inner.tiers.iter().map(|tier| tier.report()));
+        for (report, root) in reports.iter_mut().zip(inner.roots()) {
+            // The carrier knows the steps of a tier, even if its store does not answer.
+            if report.name.is_empty() || !inner.carries() {
+                report.steps = root.list()?.steps.keys().copied().collect();
+            }
+        }
+        Ok(reports)
+    }
+
+    /// Waits until every save is over and no step is due in any tier. Without a timeout, it waits
+    /// as long as steps get on. Only the leader knows what is due.
+    pub fn wait_until_carried(&self, timeout: Option<Duration>) -> Result<()> {
+        self.inner.check_carrying()?;
+        let deadline = timeout.map(deadline_after);
+        let stall_timeout = self.inner.options.stall_timeout;
+        // Pending saves will be due.
+        self.inner.drain(timeout)?;
+        for tier in &self.inner.tiers {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            tier.wait_until_idle(left, stall_timeout)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until a tier has a committed step. Fails with [`Error::NotCarried`] if it will not get
+    /// it, and with [`Error::Timeout`] if it has not got it by then.
+    pub fn wait_carried(&self, step: u64, name: &str, timeout: Duration) -> Result<()> {
+        self.inner.check_carrying()?;
+        let Some(tier) = self.inner.tiers.iter().find(|tier| tier.name == name) else {
+            let names: Vec<&str> = self.inner.tiers.iter().map(|tier| &*tier.name).collect();
+            return Err(Error::Invalid(format!(
+                "this manager has no further tier `{name}`. It has {}",
+                if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+            )));
+        };
+        let (begun, deadline) = (Instant::now(), deadline_after(timeout));
+        let mut state = tier.lock();
+        loop {
+            let is_due = state.queue.due().any(|due| due == step);
+            let why = match state.queue.end_of(step) {
+                _ if is_due => None,
+                Some(CarryEnd::Landed) => return Ok(()),
+                None if state.steps.contains_key(&step) => return Ok(()),
+                Some(CarryEnd::Superseded) => Some("a newer step took its place".to_owned()),
+                Some(CarryEnd::GivenUp(why)) => Some(why.clone()),
+                None if !state.queue.takes(step) => Some("the tier does not take this step".to_owned()),
+                None => Some("it was removed".to_owned()),
+            };
+            if let Some(why) = why {
+                return Err(Error::NotCarried { step, tier: name.to_owned(), why });
+            }
+            if Instant::now() >= deadline {
+                let waited_for = format!("the tier `{name}` to get {}", what_is_due(&state));
+                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
+            }
+            state = tier.wait(state, POLL_INTERVAL);
+        }
+    }
+
+    /// Returns the names of the tiers that have the newest attempt of a step. The near tier has an
+    /// empty name.
+    pub fn tiers_of(&self, step: u64) -> Result<Vec<String>> {
+        let inner = &self.inner;
+        inner.birth.check("manager")?;
+        let mut names = Vec::new();
+        let near = inner.root.committed(step)?.map(|found| found.manifest.attempt.clone());
+        if near.is_some() {
+            names.push(String::new());
+        }
+        for tier in &inner.tiers {
+            let theirs = tier.lock().steps.get(&step).cloned();
+            if theirs.is_some() && (near.is_none() || theirs == near) {
+                names.push(tier.name.clone());
+            }
+        }
+        Ok(names)
+    }
+
+    /// Describes what the tiers are still to get. Empty if nothing is due.
+    pub fn due_in_tiers(&self) -> String {
+        let due = self.inner.tiers.iter().filter_map(|tier| {
+            let state = tier.lock();
+            state.queue.due().next()?;
+            Some(format!("the tier `{}` to get {}", tier.name, what_is_due(&state)))
+        });
+        due.collect::<Vec<_>>().join("; ")
+    }
+
+    /// Returns a number that changes whenever a carrier gets on.
+    pub fn carry_progress(&self) -> u64 {
+        self.inner.tiers.iter().fold(0, |sum, tier| tier.lock().progress.wrapping_add(sum))
+    }
+}
+
+impl Inner {
+    /// Passes after a close, too: what has arrived is still known.
+    fn check_carrying(&self) -> Result<()> {
+        self.birth.check("manager")?;
+        if self.carries() {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!(
+            "only the first rank of a manager that saves knows which steps of {} are carried to which tier: ask there",
+            self.root.path.display()
+        )))
+    }
+}

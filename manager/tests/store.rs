@@ -1,0 +1,283 @@
+//! A root in an object store: the life of its steps, take-over, and every request that is lost,
+//! late or the last of its process.
+
+#![allow(clippy::unwrap_used, reason = "tests end by it")]
+
+mod common;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use common::*;
+use stepwell_core::remote::StoreOptions;
+use stepwell_core::remote::simulated::{Fate, SimRequest, SimStore};
+use stepwell_core::staging::{DEFAULT_SLOT_BYTES, StagingPool};
+use stepwell_manager::coordination::SingleProcess;
+use stepwell_manager::ledger::{LedgerDisk, LedgerPatience};
+use stepwell_manager::{Environment, Exists, Manager, Options, Outcome, Retention, SaveRequest};
+
+const URL: &str = "s3://bucket/run";
+
+/// A store, and what all its processes share.
+struct StoreWorld {
+    store: Arc<SimStore>,
+    clock: Arc<TestClock>,
+    rng: Arc<TestRng>,
+    staging: Arc<StagingPool>,
+}
+
+impl StoreWorld {
+    fn new() -> Self {
+        // New memory for each of a thousand runs would be most of their time.
+        static STAGING: OnceLock<Arc<StagingPool>> = OnceLock::new();
+        let staging = STAGING.get_or_init(|| StagingPool::new(64 << 20, DEFAULT_SLOT_BYTES).unwrap());
+        Self {
+            store: SimStore::new("s3://bucket"),
+            clock: Arc::default(),
+            rng: Arc::default(),
+            staging: Arc::clone(staging),
+        }
+    }
+
+    /// The environment of a process with this client.
+    fn environment(&self, store: &Arc<SimStore>) -> Environment {
+        let patience = LedgerPatience {
+            full: Duration::from_millis(40),
+            ending: Duration::from_millis(40),
+            pause: Duration::from_millis(2),
+        };
+        let parts =
+            StoreOptions { part_bytes: 8 << 20, connections: 4, create_timeout: Duration::from_millis(40) };
+        let disk = LedgerDisk::new(Arc::clone(store) as _, parts, patience, self.rng.clone());
+        Environment {
+            disk: Arc::new(disk),
+            clock: self.clock.clone(),
+            rng: self.rng.clone(),
+            coordinator: Arc::new(SingleProcess),
+            staging: Some(Arc::clone(&self.staging)),
+        }
+    }
+
+    fn try_open(&self, store: &Arc<SimStore>, options: Options) -> stepwell_manager::Result<Manager> {
+        Manager::open(Path::new(URL), options, self.environment(store))
+    }
+
+    /// Opens the root in a new process.
+    fn open(&self, options: Options) -> Manager {
+        self.try_open(&self.store.process(), options).unwrap()
+    }
+
+    fn keys_below(&self, part: &str) -> Vec<String> {
+        self.store.keys().into_iter().filter(|key| key.contains(part)).collect()
+    }
+}
+
+#[test]
+fn what_was_saved_is_restored() {
+    let world = StoreWorld::new();
+    let manager = world.open(options());
+    assert_eq!(manager.latest_step().unwrap(), None);
+    for step in 0..3 {
+        commit(&manager, step);
+    }
+    assert_eq!(manager.all_steps().unwrap(), [0, 1, 2]);
+    assert_restores(&manager, 1);
+    manager.close(Some(LONG)).unwrap();
+    let reader = world.open(Options { read_only: true, ..options() });
+    assert_eq!(reader.latest_step().unwrap(), Some(2));
+    assert_restores(&reader, 0);
+    let second = world.open(options());
+    assert_eq!(second.all_steps().unwrap(), [0, 1, 2]);
+    commit(&second, 3);
+    assert_eq!(reader.all_steps().unwrap(), [0, 1, 2, 3]);
+    assert_restores(&reader, 3);
+}
+
+#[test]
+fn retired_steps_are_deleted_after_the_grace_period() {
+    let world = StoreWorld::new();
+    let manager = world.open(keeping(Retention::keep_latest(1)));
+    commit(&manager, 1);
+    let early = world.keys_below("/00000001.");
+    commit(&manager, 2);
+    manager.wait_until_finished(Some(LONG)).unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [2]);
+    assert!(!early.is_empty());
+    assert_eq!(world.keys_below("/00000001."), early, "a reader may still use it");
+    world.clock.advance(31 * 60);
+    assert!(manager.wait_for_deletions(LONG).unwrap());
+    manager.close(Some(LONG)).unwrap();
+    let second = world.open(options());
+    world.clock.advance(31 * 60);
+    assert!(second.wait_for_deletions(LONG).unwrap());
+    assert_eq!(world.keys_below("/00000001."), Vec::<String>::new());
+    assert_restores(&second, 2);
+}
+
+#[test]
+fn steps_are_replaced_deleted_set_aside_and_thinned() {
+    let world = StoreWorld::new();
+    let manager = world.open(options());
+    for step in 1..=4 {
+        commit(&manager, step);
+    }
+    let again = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(4, state(77)) };
+    committed(&manager.save(again).unwrap());
+    assert_value(&manager, 4, 77);
+    assert!(manager.save(request(4)).is_err());
+    manager.delete(1).unwrap();
+    let (branch, dropped) = manager.rewind(3, Some("b")).unwrap();
+    assert_eq!((branch.as_str(), dropped), ("b", vec![4]));
+    assert_eq!(manager.all_steps().unwrap(), [2, 3]);
+    manager.add_metrics(3, &[("loss".to_owned(), 0.5)].into()).unwrap();
+    manager.close(Some(LONG)).unwrap();
+    let thinning = Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"]);
+    let second = world.open(keeping(thinning));
+    assert_eq!(second.all_steps().unwrap(), [2, 3]);
+    assert_restores(&second, 2);
+    assert!((second.metrics(3).unwrap()["loss"] - 0.5).abs() < 1e-9);
+    second.delete_branch("b").unwrap();
+    commit(&second, 5);
+    second.wait_until_finished(Some(LONG)).unwrap();
+    let items = |step| second.manifest(Some(step)).unwrap().items.len();
+    assert_eq!((items(3), items(5)), (1, 3));
+}
+
+#[test]
+fn a_writer_that_was_taken_over_commits_nothing_any_more() {
+    let world = StoreWorld::new();
+    let first = world.open(options());
+    commit(&first, 1);
+    // It is suspended, and silent.
+    let second = world.open(options());
+    assert_eq!(first.delete(1).unwrap_err().kind(), "locked");
+    let late = save(&first, 2);
+    assert!(matches!(late.wait(Some(LONG)).unwrap(), Some(Outcome::NotCommitted(_))));
+    commit(&second, 2);
+    assert_value(&second, 2, 2);
+    assert_eq!(second.all_steps().unwrap(), [1, 2]);
+}
+
+/// The steps that a run has heard to be committed, and those that it heard never to be.
+#[derive(Debug, Default)]
+struct Heard {
+    committed: Vec<u64>,
+    never: Vec<u64>,
+}
+
+/// Opens the root, saves three steps, and keeps two. Returns what it has heard.
+fn run(world: &StoreWorld, store: &Arc<SimStore>) -> Heard {
+    let mut heard = Heard::default();
+    let mut options = keeping(Retention::keep_latest(2));
+    options.stall_timeout = Duration::from_secs(5);
+    let Ok(manager) = world.try_open(store, options) else { return heard };
+    for step in 1..=3 {
+        let Ok(save) = manager.save(request(step)) else { continue };
+        match save.wait(Some(LONG)) {
+            Ok(Some(Outcome::Committed)) => heard.committed.push(step),
+            Ok(Some(Outcome::NotCommitted(_))) => heard.never.push(step),
+            _ => {}
+        }
+    }
+    let _ = manager.close(Some(LONG));
+    heard
+}
+
+/// The number of requests of a whole run.
+fn requests_of_a_run() -> u64 {
+    let world = StoreWorld::new();
+    let store = world.store.process();
+    let heard = run(&world, &store);
+    assert_eq!(heard.committed, [1, 2, 3]);
+    store.requests().len() as u64
+}
+
+/// The next writer finds all that was committed, nothing else, and goes on.
+fn check(world: &StoreWorld, heard: &Heard, what: &str) {
+    world.store.land_late();
+    let next = world.open(options());
+    let steps = next.all_steps().unwrap();
+    for step in &steps {
+        assert!(!heard.never.contains(step), "{what}: step {step} came back: {heard:?}");
+        assert_restores(&next, *step);
+    }
+    // The newest two were kept.
+    let kept: Vec<u64> = heard.committed.iter().rev().take(2).copied().collect();
+    let is_kept = |step: &u64| steps.contains(step) || *step < steps.last().copied().unwrap_or(0);
+    assert!(kept.iter().all(is_kept), "{what}: {heard:?}, and there are {steps:?}");
+    assert!(
+        kept.first().is_none_or(|newest| steps.contains(newest)),
+        "{what}: {heard:?}, there are {steps:?}"
+    );
+    commit(&next, 9);
+    assert_restores(&next, 9);
+    next.close(Some(LONG)).unwrap();
+}
+
+#[test]
+fn a_writer_is_killed_at_each_request() {
+    for number in 0..requests_of_a_run() {
+        for fate in [Fate::Killed, Fate::KilledAfterwards] {
+            let world = StoreWorld::new();
+            let store = world.store.process();
+            store.script(move |request| if request.number == number { fate } else { Fate::Served });
+            let heard = run(&world, &store);
+            check(&world, &heard, &format!("{fate:?} at request {number}"));
+        }
+    }
+}
+
+#[test]
+fn each_request_is_lost_or_late() {
+    for number in 0..requests_of_a_run() {
+        for fate in [Fate::AnswerLost, Fate::Dropped, Fate::Late, Fate::SaidToExist] {
+            let world = StoreWorld::new();
+            let store = world.store.process();
+            store.script(move |request| if request.number == number { fate } else { Fate::Served });
+            let heard = run(&world, &store);
+            check(&world, &heard, &format!("{fate:?} at request {number}"));
+        }
+    }
+}
+
+#[test]
+fn a_store_that_falls_silent_leaves_nothing_unsaid() {
+    // A create and all requests after it get no answer for longer than the ledger waits.
+    for first in 0..12 {
+        for fate in [Fate::AnswerLost, Fate::Dropped, Fate::Late] {
+            let world = StoreWorld::new();
+            let store = world.store.process();
+            let (creates, silent) = (AtomicU64::new(0), AtomicU64::new(0));
+            store.script(move |request: &SimRequest| {
+                let is_create = request.call == "create" && request.key.contains("/ledger/");
+                let number = if is_create { creates.fetch_add(1, Ordering::SeqCst) } else { 0 };
+                if is_create && number == first {
+                    silent.store(400, Ordering::SeqCst);
+                }
+                match silent.load(Ordering::SeqCst) {
+                    0 => Fate::Served,
+                    left => {
+                        silent.store(left - 1, Ordering::SeqCst);
+                        fate
+                    }
+                }
+            });
+            let heard = run(&world, &store);
+            check(&world, &heard, &format!("{fate:?} from create {first} on"));
+        }
+    }
+}
+
+#[test]
+fn a_store_that_ignores_conditions_gets_no_root() {
+    let world = StoreWorld::new();
+    world.store.script(|request| match request.call {
+        "create" => Fate::Overwritten,
+        _ => Fate::Served,
+    });
+    let error = world.try_open(&world.store, options()).map(drop).unwrap_err();
+    assert!(error.to_string().contains("must not have a root"), "{error}");
+    assert!(world.store.keys().iter().all(|key| !key.contains("probe") && !key.contains("ledger/0")));
+}

@@ -1,0 +1,614 @@
+//! Tiers: a near root on a disk, a far one in a store. Steps are carried, read from where they are,
+//! and never lost or resurrected, whatever request of the carrier is the last of its process.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by it")]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use common::*;
+use stepwell_core::io::simulated::SimDisk;
+use stepwell_core::load::LoadOptions;
+use stepwell_core::remote::StoreOptions;
+use stepwell_core::remote::simulated::{Fate, SimStore};
+use stepwell_core::staging::{DEFAULT_SLOT_BYTES, StagingPool};
+use stepwell_manager::coordination::SingleProcess;
+use stepwell_manager::ledger::{LedgerDisk, LedgerPatience};
+use stepwell_manager::{
+    Environment, Exists, Manager, Options, Outcome, Retention, SaveRequest, TierPlace, TierReport, TierRule,
+};
+
+const HOME: &str = "s3://bucket/run";
+
+/// A node with a disk, and a store.
+struct Worlds {
+    near: World,
+    store: Arc<SimStore>,
+}
+
+impl Worlds {
+    fn new() -> Self {
+        Self { near: World::default(), store: SimStore::new("s3://bucket") }
+    }
+
+    fn near_environment(&self, disk: &SimDisk) -> Environment {
+        static STAGING: OnceLock<Arc<StagingPool>> = OnceLock::new();
+        let staging = STAGING.get_or_init(|| StagingPool::new(64 << 20, DEFAULT_SLOT_BYTES).unwrap());
+        Environment { staging: Some(Arc::clone(staging)), ..self.near.environment_of(disk) }
+    }
+
+    fn home_environment(&self, store: &Arc<SimStore>) -> Environment {
+        let patience = LedgerPatience {
+            full: Duration::from_millis(40),
+            ending: Duration::from_millis(40),
+            pause: Duration::from_millis(2),
+        };
+        let parts =
+            StoreOptions { part_bytes: 8 << 20, connections: 4, create_timeout: Duration::from_millis(40) };
+        let disk = LedgerDisk::new(Arc::clone(store) as _, parts, patience, self.near.rng.clone());
+        Environment {
+            disk: Arc::new(disk),
+            clock: self.near.clock.clone(),
+            rng: self.near.rng.clone(),
+            coordinator: Arc::new(SingleProcess),
+            staging: None,
+        }
+    }
+
+    fn home(&self, store: &Arc<SimStore>, rule: TierRule, retention: Retention) -> TierPlace {
+        TierPlace {
+            name: "home".to_owned(),
+            path: PathBuf::from(HOME),
+            options: Options { retention, ..quick() },
+            environment: self.home_environment(store),
+            rule,
+            bytes_per_second: None,
+        }
+    }
+
+    fn try_open_with(
+        &self,
+        disk: &SimDisk,
+        store: &Arc<SimStore>,
+        options: Options,
+        rule: TierRule,
+    ) -> stepwell_manager::Result<Manager> {
+        let home = self.home(store, rule, Retention::KeepAll);
+        Manager::open_with_tiers(Path::new(ROOT), options, self.near_environment(disk), &[home])
+    }
+
+    /// Opens both tiers in a new process.
+    fn open(&self, options: Options, rule: TierRule) -> Manager {
+        self.try_open_with(&self.near.disk, &self.store.process(), options, rule).unwrap()
+    }
+
+    /// Opens the far tier alone, for reading.
+    fn read_home(&self) -> Manager {
+        let options = Options { read_only: true, ..quick() };
+        Manager::open(Path::new(HOME), options, self.home_environment(&self.store.process())).unwrap()
+    }
+
+    /// The same run on a node whose disk is new.
+    fn on_a_new_node(self) -> Self {
+        let near = World { disk: SimDisk::new(), ..self.near };
+        Self { near, store: self.store }
+    }
+}
+
+fn quick() -> Options {
+    Options { stall_timeout: Duration::from_secs(10), ..options() }
+}
+
+fn home_of(manager: &Manager) -> TierReport {
+    manager.tiers().unwrap().remove(1)
+}
+
+fn carried(manager: &Manager) {
+    manager.wait_until_carried(Some(LONG)).unwrap();
+}
+
+const EACH: TierRule = TierRule { every: 1, all: true };
+const LATEST: TierRule = TierRule { every: 1, all: false };
+
+#[test]
+fn each_step_arrives_and_is_restored_after_the_node_is_lost() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(Options { retention: Retention::keep_latest(1), ..quick() }, EACH);
+    for step in 1..=4 {
+        commit(&manager, step);
+    }
+    for step in 1..=4 {
+        manager.wait_carried(step, "home", LONG).unwrap();
+    }
+    assert_eq!(home_of(&manager).steps, [1, 2, 3, 4]);
+    assert_eq!(manager.all_steps().unwrap(), [1, 2, 3, 4], "near has the last one only");
+    assert_restores(&manager, 2);
+    assert_restores(&manager, 4);
+    manager.close(Some(LONG)).unwrap();
+    let worlds = worlds.on_a_new_node();
+    let second = worlds.open(quick(), EACH);
+    assert_eq!((second.latest_step().unwrap(), second.next_step().unwrap()), (Some(4), 5));
+    for step in 1..=4 {
+        assert_restores(&second, step);
+    }
+    assert_eq!(second.save(request(4)).unwrap_err().kind(), "step_exists");
+    assert_eq!(second.save(request(3)).unwrap_err().kind(), "step_exists");
+    commit(&second, 5);
+    assert_restores(&second, 5);
+    second.close(Some(LONG)).unwrap();
+    assert_eq!(worlds.read_home().all_steps().unwrap(), [1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn the_copy_has_the_same_attempt_and_manifest() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), EACH);
+    commit(&manager, 1);
+    manager.add_metrics(1, &[("loss".to_owned(), 0.5)].into()).unwrap();
+    carried(&manager);
+    let (near, home) = (manager.manifest(Some(1)).unwrap(), worlds.read_home().manifest(Some(1)).unwrap());
+    assert_eq!(near.encode().unwrap(), home.encode().unwrap());
+    assert!((worlds.read_home().metrics(1).unwrap()["loss"] - 0.5).abs() < 1e-9);
+    manager.add_metrics(1, &[("loss".to_owned(), 0.25)].into()).unwrap();
+    assert!((worlds.read_home().metrics(1).unwrap()["loss"] - 0.25).abs() < 1e-9);
+}
+
+/// A store that answers no upload while `silent` is set.
+fn hold_uploads(store: &Arc<SimStore>) -> Arc<AtomicBool> {
+    let silent = Arc::new(AtomicBool::new(false));
+    let asked = Arc::clone(&silent);
+    store.script(move |request| {
+        let is_data = request.key.contains(".data");
+        if is_data && asked.load(Ordering::SeqCst) { Fate::Dropped } else { Fate::Served }
+    });
+    silent
+}
+
+#[test]
+fn a_due_step_stays_near_until_it_has_arrived() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let silent = hold_uploads(&store);
+    let near = Options { retention: Retention::keep_latest(1), ..quick() };
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, near, EACH).unwrap();
+    silent.store(true, Ordering::SeqCst);
+    for step in 1..=3 {
+        commit(&manager, step);
+    }
+    manager.wait_until_finished(Some(LONG)).unwrap();
+    let error = manager.wait_carried(1, "home", Duration::from_millis(50)).unwrap_err();
+    assert_eq!(error.kind(), "timeout");
+    assert_eq!(manager.all_steps().unwrap(), [1, 2, 3], "none has arrived");
+    silent.store(false, Ordering::SeqCst);
+    carried(&manager);
+    assert_eq!(home_of(&manager).steps, [1, 2, 3]);
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(worlds.near.open(options()).all_steps().unwrap(), [3]);
+}
+
+#[test]
+fn a_copy_whose_last_answer_is_lost_keeps_its_objects() {
+    for silence in [30, 60, 90, 120, 200] {
+        let worlds = Worlds::new();
+        let store = worlds.store.process();
+        let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+        let since = Mutex::new(None::<Instant>);
+        store.script(move |request| {
+            let mut since = since.lock().unwrap();
+            let is_entry = request.call == "create" && request.key.contains("/ledger/");
+            match *since {
+                None if is_entry => {
+                    *since = Some(Instant::now());
+                    Fate::AnswerLost
+                }
+                Some(begun) if begun.elapsed() < Duration::from_millis(silence) => Fate::Dropped,
+                _ => Fate::Served,
+            }
+        });
+        commit(&manager, 1);
+        manager.wait_carried(1, "home", LONG).unwrap();
+        assert_restores(&worlds.read_home(), 1);
+        manager.close(Some(LONG)).unwrap();
+        assert_restores(&worlds.read_home(), 1);
+    }
+}
+
+#[test]
+fn a_newer_step_takes_the_place_of_one_that_waits() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let silent = hold_uploads(&store);
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), LATEST).unwrap();
+    silent.store(true, Ordering::SeqCst);
+    for step in 1..=4 {
+        commit(&manager, step);
+    }
+    silent.store(false, Ordering::SeqCst);
+    carried(&manager);
+    let home = home_of(&manager);
+    assert_eq!(home.steps.last(), Some(&4));
+    assert!(home.superseded >= 2, "{home:?}");
+    let error = manager.wait_carried(3, "home", LONG).unwrap_err();
+    assert_eq!(error.kind(), "not_carried", "{error}");
+}
+
+#[test]
+fn a_tier_takes_the_steps_of_its_rule() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), TierRule { every: 2, all: true });
+    for step in 1..=5 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    assert_eq!(home_of(&manager).steps, [2, 4]);
+    let error = manager.wait_carried(3, "home", LONG).unwrap_err();
+    assert!(error.to_string().contains("does not take"), "{error}");
+    assert!(manager.wait_carried(3, "attic", LONG).unwrap_err().to_string().contains("home"));
+}
+
+#[test]
+fn damage_of_the_near_tier_is_not_carried_and_not_restored() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let silent = hold_uploads(&store);
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    commit(&manager, 1);
+    carried(&manager);
+    silent.store(true, Ordering::SeqCst);
+    commit(&manager, 2);
+    damage(&worlds, &manager, 2);
+    silent.store(false, Ordering::SeqCst);
+    let error = manager.wait_carried(2, "home", LONG).unwrap_err();
+    assert_eq!(error.kind(), "not_carried", "{error}");
+    assert_eq!(home_of(&manager).steps, [1]);
+    assert!(home_of(&manager).failure.unwrap().1.contains("checksum"));
+    assert_restores(&manager, 1);
+}
+
+/// Changes a byte of the data of a step on the near disk.
+fn damage(worlds: &Worlds, manager: &Manager, step: u64) {
+    let manifest = manager.manifest(Some(step)).unwrap();
+    for file in &manifest.files {
+        let path = manager.step_path(step).join(&file.path);
+        assert!(worlds.near.disk.corrupt(path.to_str().unwrap(), |bytes| bytes[4200] ^= 1));
+    }
+}
+
+#[test]
+fn a_step_with_a_damaged_index_is_given_up() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let silent = hold_uploads(&store);
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    silent.store(true, Ordering::SeqCst);
+    commit(&manager, 1);
+    let index = manager.manifest(Some(1)).unwrap().items[0].index.path.clone();
+    let path = manager.step_path(1).join(index);
+    assert!(worlds.near.disk.corrupt(path.to_str().unwrap(), |bytes| bytes[200] ^= 1));
+    silent.store(false, Ordering::SeqCst);
+    let error = manager.wait_carried(1, "home", LONG).unwrap_err();
+    assert_eq!(error.kind(), "not_carried", "{error}");
+}
+
+#[test]
+fn a_damaged_block_is_read_from_the_next_tier() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), EACH);
+    commit(&manager, 1);
+    carried(&manager);
+    damage(&worlds, &manager, 1);
+    assert_restores(&manager, 1);
+    let stats = read_stats(&manager.checkpoint(Some(1)).unwrap()).unwrap();
+    assert!(stats.pieces_mended > 0, "{stats:?}");
+    let report = manager.checkpoint(Some(1)).unwrap().verify(&LoadOptions::default(), &mut |_| true).unwrap();
+    assert!(!report.damages.is_empty(), "a verification says what is damaged here");
+}
+
+#[test]
+fn a_block_that_is_damaged_in_every_tier_is_an_error() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), TierRule { every: 2, all: true });
+    commit(&manager, 1);
+    damage(&worlds, &manager, 1);
+    let error = read_stats(&manager.checkpoint(Some(1)).unwrap()).unwrap_err();
+    assert!(error.contains("checksum"), "{error}");
+}
+
+#[test]
+fn a_step_that_has_lost_a_file_is_read_from_the_next_tier() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), EACH);
+    commit(&manager, 1);
+    carried(&manager);
+    let file = manager.manifest(Some(1)).unwrap().files[0].path.clone();
+    let dir = worlds.near_environment(&worlds.near.disk).disk.open_dir(&manager.step_path(1)).unwrap();
+    dir.remove_file(&file).unwrap();
+    assert_eq!(manager.latest_step().unwrap(), Some(1));
+    assert_restores(&manager, 1);
+}
+
+#[test]
+fn a_rewind_reaches_every_tier() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(Options { retention: Retention::keep_latest(2), ..quick() }, EACH);
+    for step in 1..=4 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    let (branch, moved) = manager.rewind(2, Some("b")).unwrap();
+    assert_eq!((branch.as_str(), moved), ("b", vec![4, 3]), "near had 3 and 4 only");
+    assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    let again = SaveRequest::new(3, state(33));
+    committed(&manager.save(again).unwrap());
+    carried(&manager);
+    assert_value(&manager, 3, 33);
+    manager.close(Some(LONG)).unwrap();
+    assert_value(&worlds.read_home(), 3, 33);
+    assert_eq!(worlds.read_home().all_steps().unwrap(), [1, 2, 3]);
+}
+
+#[test]
+fn a_rewind_that_is_refused_has_moved_nothing() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let silent = hold_uploads(&store);
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    for step in 1..=3 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    silent.store(true, Ordering::SeqCst);
+    commit(&manager, 4);
+    let hold = manager.hold(3).unwrap();
+    assert_eq!(manager.rewind(1, None).unwrap_err().kind(), "locked");
+    drop(hold);
+    assert_eq!(worlds.read_home().all_steps().unwrap(), [1, 2, 3]);
+    assert_eq!(home_of(&manager).due, [4], "it is still due");
+    silent.store(false, Ordering::SeqCst);
+    carried(&manager);
+    assert_eq!(home_of(&manager).steps, [1, 2, 3, 4]);
+}
+
+#[test]
+fn a_replaced_step_is_not_passed_over() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let silent = hold_uploads(&store);
+    let near = Options { retention: Retention::keep_latest(1), ..quick() };
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, near, LATEST).unwrap();
+    commit(&manager, 3);
+    carried(&manager);
+    silent.store(true, Ordering::SeqCst);
+    let again = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(3, state(77)) };
+    committed(&manager.save(again).unwrap());
+    assert_eq!(manager.tiers_of(3).unwrap(), [""], "home has the earlier attempt");
+    commit(&manager, 4);
+    silent.store(false, Ordering::SeqCst);
+    carried(&manager);
+    assert_value(&worlds.read_home(), 3, 77);
+    assert_value(&manager, 3, 77);
+}
+
+#[test]
+fn a_rewind_stops_what_is_carried() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let silent = hold_uploads(&store);
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    commit(&manager, 1);
+    carried(&manager);
+    silent.store(true, Ordering::SeqCst);
+    commit(&manager, 2);
+    manager.rewind(1, None).unwrap();
+    silent.store(false, Ordering::SeqCst);
+    carried(&manager);
+    assert_eq!((manager.all_steps().unwrap(), home_of(&manager).steps), (vec![1], vec![1]));
+    let error = manager.wait_carried(2, "home", LONG).unwrap_err();
+    assert!(error.to_string().contains("removed"), "{error}");
+}
+
+#[test]
+fn steps_are_deleted_and_replaced_in_every_tier() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(Options { retention: Retention::keep_latest(1), ..quick() }, EACH);
+    for step in 1..=3 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    manager.delete(1).unwrap();
+    assert_eq!(manager.delete(1).unwrap_err().kind(), "step_not_found");
+    let again = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(3, state(77)) };
+    committed(&manager.save(again).unwrap());
+    carried(&manager);
+    assert_value(&worlds.read_home(), 3, 77);
+    manager.delete(3).unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [2]);
+    let hold = manager.hold(2).unwrap();
+    assert_eq!(manager.delete(2).unwrap_err().kind(), "locked");
+    drop(hold);
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(worlds.read_home().all_steps().unwrap(), [2]);
+}
+
+#[test]
+fn each_tier_has_a_retention_of_its_own() {
+    let worlds = Worlds::new();
+    let home =
+        worlds.home(&worlds.store.process(), EACH, Retention::keep_every(2) | Retention::keep_latest(1));
+    let near = Options { retention: Retention::keep_latest(2), ..quick() };
+    let environment = worlds.near_environment(&worlds.near.disk);
+    let manager = Manager::open_with_tiers(Path::new(ROOT), near, environment, &[home]).unwrap();
+    for step in 1..=5 {
+        commit(&manager, step);
+        carried(&manager);
+    }
+    assert_eq!(home_of(&manager).steps, [2, 4, 5]);
+    assert_eq!(manager.all_steps().unwrap(), [2, 4, 5]);
+    assert_restores(&manager, 2);
+    let hold = manager.hold(5).unwrap();
+    for step in [6, 7] {
+        commit(&manager, step);
+        carried(&manager);
+    }
+    assert_eq!(home_of(&manager).steps, [2, 4, 5, 6, 7], "5 is held in both tiers");
+    drop(hold);
+    commit(&manager, 8);
+    carried(&manager);
+    assert_eq!(home_of(&manager).steps, [2, 4, 6, 8]);
+}
+
+#[test]
+fn a_near_tier_that_was_absent_gives_way() {
+    // The first node carries 1 and 2, and has 3 and 4 of its own when it goes away.
+    let (worlds, odd) = (Worlds::new(), TierRule { every: 2, all: true });
+    let manager = worlds.open(quick(), odd);
+    for step in [1, 2, 3] {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    manager.close(Some(LONG)).unwrap();
+    let first_disk = worlds.near.disk.clone();
+    worlds.near.clock.advance(60);
+    let worlds = worlds.on_a_new_node();
+    let second = worlds.open(quick(), EACH);
+    assert_eq!(second.next_step().unwrap(), 3);
+    committed(&second.save(SaveRequest::new(3, state(33))).unwrap());
+    committed(&second.save(SaveRequest::new(5, state(55))).unwrap());
+    second.close(Some(LONG)).unwrap();
+    worlds.near.clock.advance(60);
+    let worlds = Worlds { near: World { disk: first_disk, ..worlds.near }, store: worlds.store };
+    let back = worlds.open(quick(), EACH);
+    assert_eq!(back.all_steps().unwrap(), [1, 2, 3, 5]);
+    assert_value(&back, 3, 33);
+    assert_value(&back, 5, 55);
+    let set_aside = |name: &String| name.starts_with(".branch-stale-");
+    assert_eq!(worlds.near.names().iter().filter(|name| set_aside(name)).count(), 1, "of step 3");
+    back.close(Some(LONG)).unwrap();
+}
+
+#[test]
+fn a_rewind_reaches_a_near_tier_that_was_absent() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), EACH);
+    for step in 1..=3 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    manager.close(Some(LONG)).unwrap();
+    let first_disk = worlds.near.disk.clone();
+    let worlds = worlds.on_a_new_node();
+    let second = worlds.open(quick(), EACH);
+    second.rewind(1, None).unwrap();
+    second.close(Some(LONG)).unwrap();
+    let worlds = Worlds { near: World { disk: first_disk, ..worlds.near }, store: worlds.store };
+    let back = worlds.open(quick(), EACH);
+    assert_eq!((back.latest_step().unwrap(), back.all_steps().unwrap()), (Some(1), vec![1]));
+    carried(&back);
+    assert_eq!(home_of(&back).steps, [1]);
+}
+
+#[test]
+fn a_clock_that_goes_back_loses_no_step() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), TierRule { every: 2, all: true });
+    worlds.near.clock.advance(1000);
+    commit(&manager, 2);
+    carried(&manager);
+    worlds.near.clock.advance(-500);
+    manager.delete(2).unwrap();
+    commit(&manager, 3);
+    manager.close(Some(LONG)).unwrap();
+    assert_eq!(worlds.open(quick(), EACH).all_steps().unwrap(), [3]);
+}
+
+/// What a run has heard: the steps that are committed near, and those that have arrived.
+#[derive(Debug, Default)]
+struct Heard {
+    committed: Vec<u64>,
+    arrived: Vec<u64>,
+}
+
+/// Saves three steps, keeps one of them near, and carries all.
+fn run(worlds: &Worlds, store: &Arc<SimStore>, patience: Duration) -> Heard {
+    let mut heard = Heard::default();
+    let near =
+        Options { retention: Retention::keep_latest(1), stall_timeout: Duration::from_secs(5), ..quick() };
+    let Ok(manager) = worlds.try_open_with(&worlds.near.disk, store, near, EACH) else { return heard };
+    for step in 1..=3 {
+        let Ok(save) = manager.save(request(step)) else { continue };
+        if let Ok(Some(Outcome::Committed)) = save.wait(Some(LONG)) {
+            heard.committed.push(step);
+        }
+        if manager.wait_carried(step, "home", patience).is_ok() {
+            heard.arrived.push(step);
+        }
+    }
+    // It ends here: what is due is left to the next process.
+    let _ = manager.close(Some(Duration::from_millis(1)));
+    heard
+}
+
+/// The next process finds all that was committed, and carries what is left.
+fn check(worlds: Worlds, heard: &Heard, what: &str) {
+    worlds.store.land_late();
+    let whole = worlds.read_home_if_any();
+    for step in &whole {
+        assert_restores(&worlds.read_home(), *step);
+    }
+    assert!(heard.arrived.iter().all(|step| whole.contains(step)), "{what}: {heard:?}, home has {whole:?}");
+    let next = worlds.open(quick(), EACH);
+    let steps = next.all_steps().unwrap();
+    assert_eq!(next.latest_step().unwrap(), heard.committed.last().copied(), "{what}: {heard:?}");
+    for step in &steps {
+        assert_restores(&next, *step);
+    }
+    carried(&next);
+    let home = home_of(&next).steps;
+    assert_eq!(home, heard.committed, "{what}: {heard:?}");
+    next.close(Some(LONG)).unwrap();
+    let worlds = worlds.on_a_new_node();
+    let other = worlds.open(quick(), EACH);
+    assert_eq!(other.latest_step().unwrap(), heard.committed.last().copied(), "{what}");
+    commit(&other, 9);
+    other.close(Some(LONG)).unwrap();
+    assert_restores(&worlds.read_home(), 9);
+}
+
+impl Worlds {
+    /// The steps of the far tier; none if it has no root.
+    fn read_home_if_any(&self) -> Vec<u64> {
+        let options = Options { read_only: true, ..quick() };
+        let opened = Manager::open(Path::new(HOME), options, self.home_environment(&self.store.process()));
+        opened.map_or_else(|_| Vec::new(), |home| home.all_steps().unwrap())
+    }
+}
+
+#[test]
+fn a_process_ends_at_each_request_of_its_carrier() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let heard = run(&worlds, &store, LONG);
+    assert_eq!((&*heard.committed, &*heard.arrived), (&[1, 2, 3][..], &[1, 2, 3][..]));
+    let requests = store.requests().len() as u64;
+    assert!(requests > 20);
+    // A run takes a second.
+    let (step, fates) = match std::env::var_os("STEPWELL_LONG") {
+        Some(_) => {
+            (1, &[Fate::Killed, Fate::KilledAfterwards, Fate::AnswerLost, Fate::Dropped, Fate::Late][..])
+        }
+        None => (5, &[Fate::Killed, Fate::KilledAfterwards, Fate::Late][..]),
+    };
+    for number in (0..requests).step_by(step) {
+        for &fate in fates {
+            let worlds = Worlds::new();
+            let store = worlds.store.process();
+            store.script(move |request| if request.number == number { fate } else { Fate::Served });
+            let heard = run(&worlds, &store, Duration::from_millis(300));
+            check(worlds, &heard, &format!("{fate:?} at request {number}"));
+        }
+    }
+}

@@ -1,0 +1,270 @@
+"""Object stores: URLs of roots and checkpoints, and how their store is reached."""
+
+from __future__ import annotations
+
+import configparser
+import datetime
+import functools
+import importlib.util
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias, TypeGuard, final
+
+from ._checks import flag, shown, text, whole
+from ._public import public
+from .errors import MisuseError
+
+#: Credentials by the names of their parts, and ``expires_at``.
+CredentialValues: TypeAlias = Mapping[str, str | datetime.datetime | None]
+CredentialFunction: TypeAlias = Callable[[], CredentialValues]
+
+#: The schemes of stores, and the one that each stands for.
+SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "abfs", "abfss": "abfss"}
+#: S3 and GCS want parts of at least this length.
+_LEAST_PART = 5 << 20
+_LONGEST_PART = 1 << 30
+#: The names of the parts of credentials.
+_PARTS = ("access_key_id", "secret_access_key", "token", "account_key")
+#: Variables by which AWS gives credentials without a profile.
+_WITHOUT_PROFILE = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+@public
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class Store:
+    """A URL of an object store, with settings of the store. Pass it in place of a path. Variables
+    of the environment give what is not set, as for a plain URL.
+
+    Args:
+        url: a root or a checkpoint: ``s3://bucket/run``, ``gs://bucket/run``,
+            ``az://container/run`` or ``abfss://container@account.dfs.core.windows.net/run``.
+        endpoint: the URL of the server, for a store that is not the cloud's own.
+        region: the region of an S3 bucket. Default: ``AWS_REGION``, then AWS is asked.
+        profile: a profile of AWS, also one of SSO if boto3 is installed.
+        credentials: a function that returns credentials. It is called again before they expire:
+            at ``expires_at``, or after 5 minutes without one. S3: ``access_key_id``,
+            ``secret_access_key`` and perhaps ``token``. Google: ``token``. Azure: ``account_key``
+            or ``token``. It runs on a thread of its own and has 60 seconds.
+        anonymous: sends no credentials, for a public bucket.
+        virtual_hosted: names the bucket in the host, and not in the path (S3).
+        part_bytes: bytes of a part of an upload.
+        checksum: sends a CRC64NVME of each part, which the server checks (S3). Servers that do not
+            know it refuse the upload.
+    """
+
+    url: str
+    _: KW_ONLY
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    credentials: CredentialFunction | None = None
+    anonymous: bool = False
+    virtual_hosted: bool = False
+    part_bytes: int = 8 << 20
+    checksum: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", _checked_url(self.url, "the URL of a Store"))
+        for name in ("endpoint", "region", "profile"):
+            if getattr(self, name) is not None:
+                text(getattr(self, name), f"{name}= of a Store")
+        if self.credentials is not None and not callable(self.credentials):
+            raise MisuseError(
+                f"credentials= of a Store is a function that returns them, not {shown(self.credentials)}"
+            )
+        for name in ("anonymous", "virtual_hosted", "checksum"):
+            flag(getattr(self, name), name)
+        whole(self.part_bytes, "part_bytes", _LEAST_PART, _LONGEST_PART)
+        if sum(one is not None for one in (self.profile, self.credentials)) + self.anonymous > 1:
+            raise MisuseError("a Store takes one of profile=, credentials= and anonymous=True")
+
+    def __repr__(self) -> str:
+        # A URL has no password here, and a function shows none.
+        return f"Store({self.url!r})"
+
+
+class StoreUrl(str):
+    """A URL of an object store, with what the engine needs to reach it."""
+
+    settings: str
+    part_bytes: int
+    credentials: object
+
+    def below(self, name: str) -> StoreUrl:
+        """Returns the URL of a name below this one, in the same store."""
+        found = StoreUrl(f"{self}/{name}")
+        found.__dict__.update(self.__dict__)
+        return found
+
+
+def is_store_url(given: object) -> TypeGuard[str]:
+    """True for the URL of an object store that can have roots."""
+    scheme, found, _ = given.partition("://") if isinstance(given, str) else ("", "", "")
+    return bool(found) and scheme.lower() in SCHEMES
+
+
+def url_of(given: str | Store, what: str) -> StoreUrl:
+    """Returns the location of a URL or of a :class:`Store`."""
+    store = given if isinstance(given, Store) else Store(_checked_url(given, what))
+    profile = None
+    if store.url.startswith("s3://") and store.credentials is None and not store.anonymous:
+        profile = store.profile or _default_profile()
+    elif store.profile is not None:
+        raise MisuseError(f"profile= is for S3, and {store.url} is not: leave it out")
+    region = store.region
+    if region is None and profile is not None and not _any_variable(("AWS_REGION", "AWS_DEFAULT_REGION")):
+        region = _profile_values(profile).get("region")
+    found = StoreUrl(store.url)
+    found.settings = json.dumps(
+        {
+            "endpoint": store.endpoint,
+            "region": region,
+            "anonymous": store.anonymous,
+            "virtual_hosted": store.virtual_hosted,
+            "checksum": store.checksum,
+        }
+    )
+    found.part_bytes = store.part_bytes
+    function = store.credentials
+    if function is None and profile is not None:
+        function = _of_profile(profile)
+    found.credentials = None if function is None else _asked(function)
+    return found
+
+
+def _checked_url(url: object, what: str) -> str:
+    """Returns a URL with the usual scheme and without a slash at its end."""
+    if not is_store_url(url):
+        raise MisuseError(
+            f"{what} is {shown(url)}: pass a URL of an object store, as s3://bucket/run "
+            f"({', '.join(f'{scheme}://' for scheme in SCHEMES)})"
+        )
+    assert isinstance(url, str)
+    scheme, _, rest = url.partition("://")
+    parts = rest.rstrip("/").split("/")
+    if len(parts) < 2 or not all(parts) or any(part in (".", "..") for part in parts):
+        raise MisuseError(
+            f"{what} is {url!r:.120}; pass a bucket and a name in it, as {scheme.lower()}://bucket/run"
+        )
+    if strange := [sign for sign in "?#%*\\" if sign in rest]:
+        raise MisuseError(
+            f"{what} is {url!r:.120}. Names in a store must not contain {strange[0]} here: rename it"
+        )
+    user, at, _ = parts[0].rpartition("@")
+    if at and (":" in user or not SCHEMES[scheme.lower()].startswith("abfs")):
+        raise MisuseError(f"{what} has a user or a password before its @: pass credentials= to sw.Store")
+    return f"{SCHEMES[scheme.lower()]}://{'/'.join(parts)}"
+
+
+def _any_variable(names: tuple[str, ...]) -> bool:
+    return any(os.environ.get(name) for name in names)
+
+
+def _default_profile() -> str | None:
+    """The profile of ``AWS_PROFILE``, or the default one if nothing else gives credentials."""
+    if named := os.environ.get("AWS_PROFILE"):
+        return named
+    if _any_variable(_WITHOUT_PROFILE):
+        return None
+    return "default" if _profile_values("default").keys() - {"region", "output"} else None
+
+
+def _profile_values(profile: str) -> dict[str, str]:
+    """The values of a profile in the shared files of AWS."""
+    found: dict[str, str] = {}
+    for variable, file, section in (
+        ("AWS_CONFIG_FILE", "~/.aws/config", profile if profile == "default" else f"profile {profile}"),
+        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile),
+    ):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(os.path.expanduser(os.environ.get(variable) or file), encoding="utf-8")
+        except (OSError, configparser.Error, UnicodeDecodeError) as error:
+            # The message of the parser has lines of the file.
+            raise MisuseError(f"{file} of AWS cannot be read ({type(error).__name__})") from None
+        if parser.has_section(section):
+            found |= dict(parser.items(section))
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _of_profile(profile: str) -> CredentialFunction:
+    """The credentials of a profile: by boto3, or keys that the shared files have."""
+
+    def keys() -> CredentialValues:
+        values = _profile_values(profile)
+        if "aws_access_key_id" not in values or "aws_secret_access_key" not in values:
+            raise MisuseError(
+                f"the profile {profile!r} of AWS has no keys in the shared files. For SSO, roles and processes install boto3"
+            )
+        return {
+            "access_key_id": values["aws_access_key_id"],
+            "secret_access_key": values["aws_secret_access_key"],
+            "token": values.get("aws_session_token"),
+        }
+
+    if importlib.util.find_spec("boto3") is None:
+        return keys
+    import boto3  # type: ignore[import-untyped, unused-ignore]
+
+    # It renews credentials by itself.
+    session = boto3.Session(profile_name=profile)
+
+    def by_boto3() -> CredentialValues:
+        given = session.get_credentials()
+        if given is None:
+            raise MisuseError(f"the profile {profile!r} of AWS has no credentials")
+        frozen = given.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+        }
+
+    return by_boto3
+
+
+@functools.lru_cache(maxsize=64)
+def _asked(function: CredentialFunction) -> object:
+    """The engine's side of a function that gives credentials. A thread calls the function."""
+    from . import _core
+
+    credentials = _core.Credentials()
+
+    def run() -> None:
+        while True:
+            credentials.wait()
+            try:
+                parts, seconds = _parts_of(function())
+            except BaseException as error:  # passed on to the request that wants them
+                credentials.fail(f"{type(error).__name__}: {error}")
+            else:
+                credentials.answer(parts, seconds)
+
+    threading.Thread(target=run, name="stepwell-credentials", daemon=True).start()
+    return credentials
+
+
+def _parts_of(given: CredentialValues) -> tuple[dict[str, str], float | None]:
+    """Checks what a function of the user has returned. Messages show names only."""
+    if not isinstance(given, Mapping):
+        raise MisuseError(f"it returned a {type(given).__name__}, and not a dict")
+    values = {name: value for name, value in given.items() if value is not None}
+    expires = values.pop("expires_at", None)
+    parts = {name: value for name, value in values.items() if isinstance(value, str)}
+    if unknown := [str(name) for name in values if name not in _PARTS or name not in parts]:
+        raise MisuseError(f"{', '.join(unknown)}: it returns strings under {', '.join(_PARTS)}")
+    if expires is None:
+        return parts, None
+    if not isinstance(expires, datetime.datetime) or expires.tzinfo is None:
+        raise MisuseError("expires_at is a datetime with a time zone")
+    return parts, (expires - datetime.datetime.now(datetime.UTC)).total_seconds()
