@@ -19,6 +19,9 @@ install = command -v $(1) >/dev/null || CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_
 python_packages = $(BIN)/python -m uv pip install --quiet --no-cache --python $(BIN)/python $(1) || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(1)
 
+# Without compiled files, each of the many processes of the tests compiles again what it imports: four seconds more for torch alone.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -100,7 +103,7 @@ lint: $(VENV)/.tools ## formatting and lints
 	$(BIN)/ruff check --config python/pyproject.toml python tests docs
 	$(BIN)/ruff format --check --config python/pyproject.toml python tests docs
 	cargo clippy --quiet -p stepwell-core -p stepwell-manager --features stepwell-core/interleavings,stepwell-core/test-support,stepwell-manager/interleavings --all-targets -- -D warnings
-	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml -- -D warnings
+	cargo clippy --quiet --manifest-path tests/fuzz/Cargo.toml --target-dir target -- -D warnings
 	RUSTDOCFLAGS="-D rustdoc::broken_intra_doc_links -A rustdoc::private_intra_doc_links" cargo doc --workspace --features stepwell-python/remote --no-deps --document-private-items --quiet
 	$(BIN)/python tests/lint/prose.py
 	$(BIN)/python tests/lint/any_types.py

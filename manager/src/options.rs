@@ -161,22 +161,32 @@ impl Default for Options {
     }
 }
 
+/// True if the launcher has started several ranks on this machine: torchrun or Open MPI.
+fn has_ranks_beside() -> bool {
+    let several =
+        |name| std::env::var(name).is_ok_and(|ranks| ranks.parse::<u32>().is_ok_and(|ranks| ranks > 1));
+    several("LOCAL_WORLD_SIZE") || several("OMPI_COMM_WORLD_LOCAL_SIZE")
+}
+
 impl Options {
     /// Returns the number of writes in flight.
     pub(crate) fn write_depth(&self) -> usize {
         self.queue_depth.unwrap_or(WRITES_IN_FLIGHT)
     }
 
-    /// Returns the options for reads. `shares`: other ranks read on this machine too. Then half of
-    /// the buffers keep its disks as busy, and take half of the memory.
+    /// Returns the options for reads. `shares`: other ranks read on this machine too, which the
+    /// launcher may say as well. Then half of the buffers keep its disks as busy, and take half of
+    /// the memory.
     pub fn load_options(&self, disk: &dyn Disk, shares: bool) -> LoadOptions {
         let mut ours = if disk.is_remote() { LoadOptions::remote() } else { LoadOptions::default() };
+        let shares = shares || has_ranks_beside();
         if shares {
             ours.budget_bytes /= 2;
         }
         LoadOptions {
             queue_depth: self.queue_depth.unwrap_or(ours.queue_depth),
             stall_timeout: self.stall_timeout,
+            shares,
             ..ours
         }
     }

@@ -163,7 +163,7 @@ pub fn checksums(
     let mut crcs = Vec::with_capacity(files.len());
     for file in 0..files.len() as u32 {
         let length = files.info(file)?.data_end;
-        schedule.push(file, 0..length, block_bytes);
+        schedule.push(file, 0..length, block_bytes, false);
         let count = block::count(length, block_bytes);
         crcs.push((0..count).map(|_| AtomicU32::new(0)).collect());
     }

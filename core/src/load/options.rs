@@ -36,6 +36,9 @@ pub struct LoadOptions {
     pub threads: usize,
     /// The restore fails after this long without progress.
     pub stall_timeout: Duration,
+    /// True if other ranks read on this machine too. Then parts of a range are read through the
+    /// page cache, where the others find the rest.
+    pub shares: bool,
 }
 
 impl Default for LoadOptions {
@@ -48,6 +51,7 @@ impl Default for LoadOptions {
             limits: ReadLimits::LOCAL,
             threads: crate::sys::cores().min(16),
             stall_timeout: Duration::from_secs(120),
+            shares: false,
         }
     }
 }
@@ -64,7 +68,8 @@ impl LoadOptions {
 pub struct LoadStats {
     /// Bytes read directly, or through the page cache if the engine has no other way.
     pub bytes_read: u64,
-    /// Bytes that were already in the page cache.
+    /// Bytes read through the page cache. They were there, or other ranks may need the bytes
+    /// between those that this one needs.
     pub bytes_cached: u64,
     /// Bytes written to destinations.
     pub bytes_copied: u64,

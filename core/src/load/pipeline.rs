@@ -2,7 +2,9 @@
 //!
 //! The calling thread keeps a [`Queue`] full of direct reads and hands filled buffers to the
 //! workers. Ranges in the page cache are not queued: the workers read them cell by cell, so that
-//! the bytes stay in the worker's own CPU cache. A [`Sink`] consumes the bytes.
+//! the bytes stay in the worker's own CPU cache. If other ranks read on this machine, they read
+//! sparse ranges ([`ScheduledRead::sparse`]) the same way, so that the disk reads these once in
+//! all. A [`Sink`] consumes the bytes.
 //!
 //! After `stall_timeout` without progress the run fails. It leaks everything that it could not get
 //! back: a queue with its buffers, or a thread. So a worker may still call the sink after the run
@@ -155,6 +157,7 @@ pub(super) fn run<S: Sink>(
         files,
         shared: &shared,
         depth: options.queue_depth.max(1),
+        shares: options.shares,
         read_buffer,
         most_buffers,
         threads,
@@ -184,6 +187,8 @@ struct Reader<'a, S> {
     files: &'a FileSet,
     shared: &'a Arc<RunState<S>>,
     depth: usize,
+    /// See [`LoadOptions::shares`].
+    shares: bool,
     read_buffer: usize,
     most_buffers: usize,
     threads: usize,
@@ -269,9 +274,9 @@ impl<S: Sink> Reader<'_, S> {
             }
         };
         let len = read.bytes.end - read.bytes.start;
-        let cached = file
-            .cached(read.bytes.start, len)
-            .is_some_and(|cached| cached.min(len) * CACHED_DENOMINATOR >= len * CACHED_NUMERATOR);
+        let cached = file.cached(read.bytes.start, len).is_some_and(|cached| {
+            (self.shares && read.sparse) || cached.min(len) * CACHED_DENOMINATOR >= len * CACHED_NUMERATOR
+        });
         Ok(Some(Planned { number, file, cached }))
     }
 

@@ -16,6 +16,10 @@ use crate::{Error, Result};
 /// Bytes of a cell, unless one block is larger: half of a typical second-level cache.
 pub(super) const CELL_BYTES: u64 = 512 << 10;
 
+/// Minimum part of a joined range that copies need, for a read past the page cache.
+const DENSE_NUMERATOR: u64 = 3;
+const DENSE_DENOMINATOR: u64 = 4;
+
 /// One transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ScheduledRead {
@@ -25,6 +29,9 @@ pub(super) struct ScheduledRead {
     pub(super) bytes: Range<u64>,
     /// The cells, which cover `bytes`.
     pub(super) cells: Range<usize>,
+    /// True if copies need only a part of the bytes, such as columns of a matrix. Other ranks of
+    /// the machine often need the rest.
+    pub(super) sparse: bool,
 }
 
 /// The unit of checking and copying: whole blocks. The last block of a file may be short.
@@ -48,6 +55,8 @@ struct Need {
     file: u32,
     bytes: Range<u64>,
     copy: u32,
+    /// Bytes of them that it copies.
+    copied: u64,
 }
 
 impl Schedule {
@@ -56,7 +65,7 @@ impl Schedule {
     }
 
     /// Appends a range of whole blocks, cut into reads and cells.
-    pub(super) fn push(&mut self, file: u32, bytes: Range<u64>, block_bytes: u64) {
+    pub(super) fn push(&mut self, file: u32, bytes: Range<u64>, block_bytes: u64, sparse: bool) {
         let cell = CELL_BYTES.next_multiple_of(block_bytes);
         let read = self.limits.read_bytes.next_multiple_of(cell);
         let mut at = bytes.start;
@@ -69,7 +78,7 @@ impl Schedule {
                 self.cells.push(Cell { file, bytes: start..next });
                 start = next;
             }
-            self.reads.push(ScheduledRead { file, bytes: at..end, cells: first..self.cells.len() });
+            self.reads.push(ScheduledRead { file, bytes: at..end, cells: first..self.cells.len(), sparse });
             at = end;
         }
     }
@@ -109,7 +118,10 @@ impl Schedule {
             needs = rest;
             let block_bytes = infos.get(&file).map_or(1, |info| info.block_bytes);
             let first = schedule.cells.len();
-            schedule.push(file, start..end, block_bytes);
+            let copied = joined.iter().fold(0_u64, |sum, need| sum.saturating_add(need.copied));
+            let sparse = end - start > CELL_BYTES
+                && copied.saturating_mul(DENSE_DENOMINATOR) < (end - start).saturating_mul(DENSE_NUMERATOR);
+            schedule.push(file, start..end, block_bytes, sparse);
             // Cells cover the range. All except the last have the same length, which divides a
             // read.
             let cell_bytes = CELL_BYTES.next_multiple_of(block_bytes);
@@ -153,7 +165,7 @@ fn needs(copies: &[Strided], infos: &FileInfos, max_gap: u64) -> Result<Vec<Need
             );
             return Err(Error::corrupt(info.path.clone(), what));
         }
-        spans(copy, max_gap.saturating_add(1).max(block), &mut |span| {
+        spans(copy, max_gap.saturating_add(1).max(block), &mut |span, copied| {
             let end = span.end.checked_next_multiple_of(block).unwrap_or(data_end).min(data_end);
             let bytes = span.start / block * block..end;
             match needs.last_mut() {
@@ -161,8 +173,9 @@ fn needs(copies: &[Strided], infos: &FileInfos, max_gap: u64) -> Result<Vec<Need
                     if last.copy == number && (last.bytes.start..=last.bytes.end).contains(&bytes.start) =>
                 {
                     last.bytes.end = last.bytes.end.max(bytes.end);
+                    last.copied += copied;
                 }
-                _ => needs.push(Need { file: copy.file, bytes, copy: number }),
+                _ => needs.push(Need { file: copy.file, bytes, copy: number, copied }),
             }
         });
     }
@@ -170,9 +183,9 @@ fn needs(copies: &[Strided], infos: &FileInfos, max_gap: u64) -> Result<Vec<Need
     Ok(needs)
 }
 
-/// Calls `add` for the byte ranges that a copy reads. Rows with less than `apart` bytes between
-/// them are one range.
-fn spans(copy: &Strided, apart: u64, add: &mut dyn FnMut(Range<u64>)) {
+/// Calls `add` with the byte ranges that a copy reads, and with how many of the bytes it copies.
+/// Rows with less than `apart` bytes between them are one range.
+fn spans(copy: &Strided, apart: u64, add: &mut dyn FnMut(Range<u64>, u64)) {
     let width = |dims: &[CopyDim]| copy.unit + dims.iter().map(|dim| (dim.extent - 1) * dim.src).sum::<u64>();
     // The outer dimensions, down to the last with rows that far apart, are walked.
     let mut walked = (copy.dims.as_slice(), [].as_slice());
@@ -183,7 +196,8 @@ fn spans(copy: &Strided, apart: u64, add: &mut dyn FnMut(Range<u64>)) {
         walked = (outer, copy.dims.get(outer.len()..).unwrap_or_default());
     }
     let width = width(walked.1);
-    walk(walked.0, copy.src.start, 0, &mut |src, _| add(src..src + width));
+    let copied = walked.1.iter().fold(copy.unit, |bytes, dim| bytes.saturating_mul(dim.extent));
+    walk(walked.0, copy.src.start, 0, &mut |src, _| add(src..src + width, copied));
 }
 
 #[cfg(test)]

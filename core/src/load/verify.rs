@@ -96,7 +96,7 @@ pub fn verify(
                     }
                     None => {}
                 }
-                schedule.push(file, 0..info.data_end, info.block_bytes);
+                schedule.push(file, 0..info.data_end, info.block_bytes, false);
                 report.damages.extend(holders.outside(file, &info));
                 infos.insert(file, info);
             }

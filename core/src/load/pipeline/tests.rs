@@ -20,7 +20,7 @@ impl Sink for Bomb {
 fn run_all(item: &TestItem, sink: Bomb) -> Result<LoadStats> {
     let files = item.files();
     let mut schedule = Schedule::new(ReadLimits::LOCAL);
-    schedule.push(0, 0..files.info(0)?.data_end, item.block);
+    schedule.push(0, 0..files.info(0)?.data_end, item.block, false);
     run(&item.disk, &files, schedule, &Arc::new(sink), &options(), &mut |_| true)
 }
 

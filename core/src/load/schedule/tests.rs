@@ -40,6 +40,30 @@ fn needed_blocks_that_are_near_are_one_read() {
     assert_eq!(schedule.bytes(), 4096 + 512);
 }
 
+/// The first `columns` of 1024 in a matrix of 4 MiB.
+fn columns(columns: u64) -> Vec<Strided> {
+    let copy = BoxCopy {
+        src_strides: [4096, 4].into_iter().collect(),
+        extent: [1024, columns].into_iter().collect(),
+        dst_strides: [4096, 4].into_iter().collect(),
+        itemsize: 4,
+        ..flat(0, 0, 0, 1)
+    };
+    prepared(&[copy])
+}
+
+#[test]
+fn columns_that_are_few_are_a_sparse_read() {
+    for (number, sparse) in [(1024, false), (768, false), (512, true), (1, true)] {
+        let (schedule, ..) =
+            Schedule::of_copies(&columns(number), &infos(8 << 20), ReadLimits::LOCAL).unwrap();
+        assert_eq!(schedule.reads[0].sparse, sparse, "{number} columns");
+    }
+    let small = prepared(&[flat(0, 0, 0, 10)]);
+    let (schedule, ..) = Schedule::of_copies(&small, &infos(8 << 20), ReadLimits::LOCAL).unwrap();
+    assert!(!schedule.reads[0].sparse, "nothing is gained where little is read");
+}
+
 #[test]
 fn a_long_range_is_cut_into_reads_and_cells() {
     let copies = [flat(0, 0, 4096, 10 << 20), flat(0, 1, 4096 + CELL_BYTES - 1, 2)];
