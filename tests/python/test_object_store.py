@@ -221,7 +221,7 @@ def test_commands_take_urls(url: str, tmp_path: Path) -> None:
 
     def told(*arguments: str, status: int = 0) -> str:
         done = process(*arguments)
-        assert done.returncode == status, done.stderr
+        assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     assert "3 steps" in told("ls", url)
