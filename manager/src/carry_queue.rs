@@ -53,7 +53,7 @@ enum CarryPhase {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CarryEnd {
     /// The tier has it.
-    Landed,
+    Arrived,
     /// It was passed over, because a newer step was due.
     Superseded,
     /// It can never be carried, for this reason.
@@ -142,7 +142,7 @@ impl CarryQueue {
 
     /// Records the end of a step that was carried.
     pub fn ended(&mut self, step: u64, end: CarryEnd) {
-        if !self.put_down(step) {
+        if !self.stop_carrying(step) {
             return;
         }
         self.due.remove(&step);
@@ -159,7 +159,7 @@ impl CarryQueue {
 
     /// Records a failure that may pass. The step is tried again later, unless a newer one is due.
     pub fn failed(&mut self, step: u64, reason: String, now: Duration) {
-        if !self.put_down(step) {
+        if !self.stop_carrying(step) {
             return;
         }
         let is_kept = self.rule.all || self.due.get(&step).is_some_and(|due| due.replaces);
@@ -211,7 +211,7 @@ impl CarryQueue {
     }
 
     /// Ends the carrying of a step. Returns false if it was replaced or removed meanwhile.
-    fn put_down(&mut self, step: u64) -> bool {
+    fn stop_carrying(&mut self, step: u64) -> bool {
         let Some(due) = self.due.get_mut(&step) else { return false };
         match std::mem::take(&mut due.phase) {
             CarryPhase::Removed => {
@@ -270,8 +270,11 @@ mod tests {
         queue.committed(3, false);
         assert_eq!(due(&queue), [1, 3], "what is carried goes on");
         assert_eq!((queue.end_of(2), queue.superseded()), (Some(&CarryEnd::Superseded), 1));
-        queue.ended(1, CarryEnd::Landed);
-        assert_eq!((queue.end_of(1).cloned(), queue.take(NOW)), (Some(CarryEnd::Landed), NextStep::Carry(3)));
+        queue.ended(1, CarryEnd::Arrived);
+        assert_eq!(
+            (queue.end_of(1).cloned(), queue.take(NOW)),
+            (Some(CarryEnd::Arrived), NextStep::Carry(3))
+        );
     }
 
     #[test]
@@ -297,8 +300,8 @@ mod tests {
         assert_eq!(queue.take(NOW), NextStep::Carry(1));
         assert!(!queue.forget(|step| step == 3));
         assert!(queue.forget(|step| step == 1) && !queue.is_wanted(1));
-        assert_eq!(due(&queue), [1, 2], "until the carrier has put it down");
-        queue.ended(1, CarryEnd::Landed);
+        assert_eq!(due(&queue), [1, 2], "until the carrier has stopped");
+        queue.ended(1, CarryEnd::Arrived);
         assert_eq!((due(&queue), queue.end_of(1)), (vec![2], None));
     }
 
@@ -329,7 +332,7 @@ mod tests {
         assert_eq!(queue.take(NOW), NextStep::Carry(1));
         queue.committed(1, false);
         assert!(!queue.is_wanted(1));
-        queue.ended(1, CarryEnd::Landed);
+        queue.ended(1, CarryEnd::Arrived);
         assert_eq!((queue.end_of(1).cloned(), queue.take(NOW)), (None, NextStep::Carry(1)));
     }
 }

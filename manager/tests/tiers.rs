@@ -168,13 +168,19 @@ fn hold_uploads(store: &Arc<SimStore>) -> Arc<AtomicBool> {
     silent
 }
 
-#[test]
-fn a_due_step_stays_near_until_it_has_arrived() {
+/// Opens both tiers, over a store that answers no upload while the flag is set.
+fn open_silenced(near: Options, rule: TierRule) -> (Worlds, Arc<AtomicBool>, Manager) {
     let worlds = Worlds::new();
     let store = worlds.store.process();
     let silent = hold_uploads(&store);
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, near, rule).unwrap();
+    (worlds, silent, manager)
+}
+
+#[test]
+fn a_due_step_stays_near_until_it_has_arrived() {
     let near = Options { retention: Retention::keep_latest(1), ..quick() };
-    let manager = worlds.try_open_with(&worlds.near.disk, &store, near, EACH).unwrap();
+    let (worlds, silent, manager) = open_silenced(near, EACH);
     silent.store(true, Ordering::SeqCst);
     for step in 1..=3 {
         commit(&manager, step);
@@ -219,10 +225,7 @@ fn a_copy_whose_last_answer_is_lost_keeps_its_objects() {
 
 #[test]
 fn a_newer_step_takes_the_place_of_one_that_waits() {
-    let worlds = Worlds::new();
-    let store = worlds.store.process();
-    let silent = hold_uploads(&store);
-    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), LATEST).unwrap();
+    let (_worlds, silent, manager) = open_silenced(quick(), LATEST);
     silent.store(true, Ordering::SeqCst);
     for step in 1..=4 {
         commit(&manager, step);
@@ -252,10 +255,7 @@ fn a_tier_takes_the_steps_of_its_rule() {
 
 #[test]
 fn damage_of_the_near_tier_is_not_carried_and_not_restored() {
-    let worlds = Worlds::new();
-    let store = worlds.store.process();
-    let silent = hold_uploads(&store);
-    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    let (worlds, silent, manager) = open_silenced(quick(), EACH);
     commit(&manager, 1);
     carried(&manager);
     silent.store(true, Ordering::SeqCst);
@@ -280,10 +280,7 @@ fn damage(worlds: &Worlds, manager: &Manager, step: u64) {
 
 #[test]
 fn a_step_with_a_damaged_index_is_given_up() {
-    let worlds = Worlds::new();
-    let store = worlds.store.process();
-    let silent = hold_uploads(&store);
-    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    let (worlds, silent, manager) = open_silenced(quick(), EACH);
     silent.store(true, Ordering::SeqCst);
     commit(&manager, 1);
     let index = manager.manifest(Some(1)).unwrap().items[0].index.path.clone();
@@ -353,10 +350,7 @@ fn a_rewind_reaches_every_tier() {
 
 #[test]
 fn a_rewind_that_is_refused_has_moved_nothing() {
-    let worlds = Worlds::new();
-    let store = worlds.store.process();
-    let silent = hold_uploads(&store);
-    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    let (worlds, silent, manager) = open_silenced(quick(), EACH);
     for step in 1..=3 {
         commit(&manager, step);
     }
@@ -375,11 +369,8 @@ fn a_rewind_that_is_refused_has_moved_nothing() {
 
 #[test]
 fn a_replaced_step_is_not_passed_over() {
-    let worlds = Worlds::new();
-    let store = worlds.store.process();
-    let silent = hold_uploads(&store);
     let near = Options { retention: Retention::keep_latest(1), ..quick() };
-    let manager = worlds.try_open_with(&worlds.near.disk, &store, near, LATEST).unwrap();
+    let (worlds, silent, manager) = open_silenced(near, LATEST);
     commit(&manager, 3);
     carried(&manager);
     silent.store(true, Ordering::SeqCst);
@@ -395,10 +386,7 @@ fn a_replaced_step_is_not_passed_over() {
 
 #[test]
 fn a_rewind_stops_what_is_carried() {
-    let worlds = Worlds::new();
-    let store = worlds.store.process();
-    let silent = hold_uploads(&store);
-    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    let (_worlds, silent, manager) = open_silenced(quick(), EACH);
     commit(&manager, 1);
     carried(&manager);
     silent.store(true, Ordering::SeqCst);
@@ -525,7 +513,7 @@ fn a_clock_that_goes_back_loses_no_step() {
     assert_eq!(worlds.open(quick(), EACH).all_steps().unwrap(), [3]);
 }
 
-/// What a run has heard: the steps that are committed near, and those that have arrived.
+/// The answers that a run got: steps that are committed near, and steps that have arrived.
 #[derive(Debug, Default)]
 struct Heard {
     committed: Vec<u64>,

@@ -17,7 +17,7 @@ from ._public import public
 from ._retention import Retention, as_retention
 from .errors import MisuseError
 
-#: What a copy outlives: its process, its machine, or its site. In this order.
+#: A copy outlives its process, its machine, or its site. In this order.
 Survives: TypeAlias = Literal["process", "node", "site"]
 _SURVIVES = get_args(Survives)
 #: File systems that other machines keep. They outlive this one.
@@ -196,7 +196,7 @@ class Tiers:
 
 
 def _guess(root: str) -> Survives:
-    """What a root outlives, by its file system. Nothing but the process where that is not known."""
+    """The end that a root outlives, by its file system; ``"process"`` if that is not known."""
     if is_store(root):
         return "site"
     with contextlib.suppress(OSError):

@@ -371,7 +371,7 @@ pub enum Transfer {
     Write,
     /// File to buffer, bypassing the page cache if the engine can.
     Read,
-    /// File to buffer through the page cache. What it does not have is read, and nothing beyond.
+    /// File to buffer through the page cache. Only missing bytes are read, without readahead.
     ReadCached,
 }
 

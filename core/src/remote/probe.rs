@@ -69,7 +69,8 @@ fn create_race(store: &dyn Store, key: &str) -> Result<(bool, String)> {
     let stored = store.get(key, 64)?;
     let is_one = racers.iter().any(|racer| racer.as_bytes() == stored);
     let holds = is_one && winners.len() <= 1 && winners.iter().all(|winner| *winner == stored);
-    Ok((holds, format!("{} of {RACERS} creates of one key won", winners.len())))
+    let won = if holds { 1 } else { winners.len() };
+    Ok((holds, format!("{won} of {RACERS} creates of one key won")))
 }
 
 /// True if parts in any order make an object, and a range of it has the right bytes.

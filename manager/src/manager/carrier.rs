@@ -5,6 +5,7 @@
 //! tier when it is whole and durable. After a crash, the next leader carries what the tier lacks. A
 //! failed step is tried again, as long as no newer one is due.
 
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -67,7 +68,7 @@ impl Inner {
         }
         if tier.lock().steps.get(&step) == Some(&attempt) {
             self.arrived(tier, step, &attempt)?;
-            return Ok(CarryEnd::Landed);
+            return Ok(CarryEnd::Arrived);
         }
         if let Some(damage) = self.root.damage(&found)? {
             return Ok(CarryEnd::GivenUp(damage));
@@ -81,8 +82,7 @@ impl Inner {
         };
         match copied {
             Ok(()) => {}
-            Err(Error::Core(error @ stepwell_core::Error::Corrupt { .. })) if matches!(&error, stepwell_core::Error::Corrupt { file, .. } if file.starts_with(&here)) =>
-            {
+            Err(Error::Core(error)) if is_damage_below(&here, &error) => {
                 tracing::error!(step, tier = %tier.name, %error, "a damaged step is not carried");
                 return Ok(CarryEnd::GivenUp(error.to_string()));
             }
@@ -97,7 +97,7 @@ impl Inner {
             }
         }
         self.arrived(tier, step, &attempt)?;
-        Ok(CarryEnd::Landed)
+        Ok(CarryEnd::Arrived)
     }
 
     /// Copies a step, as fast as the tier's rate and the saves of this manager allow.
@@ -141,6 +141,11 @@ impl Inner {
         }
         Ok(())
     }
+}
+
+/// True if a file below this directory is damaged.
+fn is_damage_below(dir: &Path, error: &stepwell_core::Error) -> bool {
+    matches!(error, stepwell_core::Error::Corrupt { file, .. } if file.starts_with(dir))
 }
 
 /// The body of a carrier's thread.

@@ -13,6 +13,7 @@
 //! | `persister` | the threads that write and commit, first in, first out |
 //! | `retaining` | retention, after each commit |
 //! | `tiers`, `carrier` | further roots, and the threads that copy steps there |
+//! | `copies` | the copies of a step in all tiers, the nearest first |
 //! | `left_steps` | the steps of a machine that was absent while the run went on |
 //! | `queries` | steps, metrics, metadata, plans |
 //! | `traces` | digests of states, and the traces of steps |
@@ -39,6 +40,7 @@ use crate::state::StateSource;
 mod capturer;
 mod carrier;
 mod changes;
+mod copies;
 mod history;
 mod left_steps;
 mod open;

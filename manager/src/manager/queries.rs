@@ -198,8 +198,8 @@ impl Manager {
         self.inner.retention_plan()
     }
 
-    /// Reports on every directory with a step's name. Of the copies of a step, it reports the
-    /// nearest whole one.
+    /// Reports on every directory with a step's name. It reports the nearest whole copy of a
+    /// step.
     pub fn report(&self) -> Result<Vec<StepReport>> {
         self.inner.check_usable()?;
         let mut rows = report(&self.inner.root)?;

@@ -1,30 +1,28 @@
 //! Tiers: further roots, which get copies of the steps of the manager's own root (the near tier).
 //!
 //! A tier is a root with a [`Manager`] of its own. The leader opens it as its writer and carries
-//! steps there ([`super::carrier`]). Other ranks only read it. A copy keeps the attempt and the
-//! bytes of its source, so a step may be read from any tier that has it. The nearest one is used.
+//! steps there ([`super::carrier`]). Other ranks only read it. Reads choose among the copies of a
+//! step ([`super::copies`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::{StallTimer, deadline_after};
 use stepwell_core::format::manifest::Attempt;
-use stepwell_core::load::{LoadOptions, OtherCopies};
 
 use super::{Inner, Manager};
 use crate::carry_queue::{CarryEnd, CarryQueue, TierRule};
-use crate::checkpoint::Checkpoint;
 use crate::coordination::team::Team;
 use crate::discovery::Found;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::options::Options;
-use crate::root::{MAX_LISTINGS, Root, VISIBLE_WITHIN};
+use crate::root::{Root, VISIBLE_WITHIN};
 
-/// The longest wait for a carrier that puts a step down.
-const PUT_DOWN: Duration = Duration::from_secs(60);
+/// The longest wait for a carrier to stop carrying a step.
+const STOP_CARRYING: Duration = Duration::from_secs(60);
 /// Waits for a carrier look at it at this interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -143,7 +141,7 @@ impl Tier {
     }
 
     /// Returns the steps that are known of the tier, if this process is its only writer.
-    fn known_steps(&self) -> Option<BTreeSet<u64>> {
+    pub(super) fn known_steps(&self) -> Option<BTreeSet<u64>> {
         let is_writer = !self.manager.inner.options.read_only;
         is_writer.then(|| self.lock().steps.keys().copied().collect())
     }
@@ -155,12 +153,12 @@ impl Tier {
     /// Forgets steps that a call removes, and waits until none of them is carried. `forgotten` gets
     /// those that were due.
     fn forget(&self, is_removed: impl Fn(u64) -> bool, forgotten: &mut Vec<u64>) -> Result<()> {
-        let (begun, deadline) = (Instant::now(), deadline_after(PUT_DOWN));
+        let (begun, deadline) = (Instant::now(), deadline_after(STOP_CARRYING));
         let mut state = self.lock();
         forgotten.extend(state.queue.due().filter(|&step| is_removed(step)));
         while state.queue.forget(&is_removed) {
             if Instant::now() >= deadline {
-                let waited_for = format!("the carrier of the tier `{}` to put a step down", self.name);
+                let waited_for = format!("the carrier of the tier `{}` to stop carrying a step", self.name);
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
             state = self.wait(state, POLL_INTERVAL);
@@ -268,112 +266,6 @@ fn is_missing(error: &Error) -> bool {
 }
 
 impl Inner {
-    /// Returns the roots of all tiers, nearest first.
-    pub(super) fn roots(&self) -> impl Iterator<Item = &Root> {
-        std::iter::once(&self.root).chain(self.tiers.iter().map(|tier| tier.root()))
-    }
-
-    /// Returns the newest step of all tiers. A tier that this process writes is not asked.
-    pub(super) fn newest_step(&self) -> Result<Option<u64>> {
-        let mut newest = self.root.newest_step()?;
-        for tier in &self.tiers {
-            let known = tier.known_steps().map(|steps| steps.last().copied());
-            newest = newest.max(known.map_or_else(|| tier.root().newest_step(), Ok)?);
-        }
-        Ok(newest)
-    }
-
-    /// Returns the whole copies of a step, with their roots: the complete ones before those that
-    /// retention has thinned, the nearest first. A tier that fails is passed over, unless all do.
-    fn copies_of(&self, step: u64) -> Result<Vec<(&Root, Found)>> {
-        let mut copies = Vec::new();
-        let mut failure = None;
-        for root in self.roots() {
-            match whole(root, step) {
-                Ok(found) => copies.extend(found.map(|found| (root, found))),
-                Err(error) => {
-                    tracing::warn!(step, root = %root.path.display(), %error, "a tier does not answer");
-                    failure = Some(error);
-                }
-            }
-        }
-        match failure {
-            Some(error) if copies.is_empty() => Err(error),
-            _ => {
-                copies.sort_by_key(|(_, found)| found.manifest.dropped.len());
-                Ok(copies)
-            }
-        }
-    }
-
-    /// Returns a step (`None`: the newest) and the root of the nearest tier that has it whole.
-    pub(super) fn find(&self, step: Option<u64>) -> Result<(&Root, Found)> {
-        if self.tiers.is_empty() {
-            return Ok((&self.root, self.root.find(step)?));
-        }
-        let candidates = step.map_or_else(|| self.all_steps(), |step| Ok([step].into()))?;
-        for &candidate in candidates.iter().rev() {
-            if let Some(copy) = self.copies_of(candidate)?.into_iter().next() {
-                return Ok(copy);
-            }
-        }
-        // Perhaps it is damaged everywhere. Then a read says where.
-        let elsewhere = || self.roots().find_map(|root| Some((root, root.find(step).ok()?)));
-        self.root.find(step).map(|found| (&self.root, found)).or_else(|error| elsewhere().ok_or(error))
-    }
-
-    /// Opens and leases a step (`None`: the newest) in the nearest tier that has it whole.
-    pub(super) fn lease(&self, step: Option<u64>) -> Result<Checkpoint> {
-        let shares = self.team.shared_node().is_some();
-        let timeout = self.options.stall_timeout;
-        if self.tiers.is_empty() {
-            let load = self.options.load_options(&*self.environment.disk, shares);
-            return self.root.lease(step, timeout, &load);
-        }
-        for _ in 0..MAX_LISTINGS {
-            let chosen = self.find(step)?.1.manifest.step;
-            let mut failure = None;
-            for (root, found) in self.copies_of(chosen)? {
-                let load = self.options.load_options(root.disk(), shares);
-                match root.lease_found(&found, timeout, load) {
-                    Ok(Some(leased)) => {
-                        leased
-                            .files()
-                            .mend_from(Arc::new(FartherCopies::of(self.tiers_behind(root), &found)));
-                        return Ok(leased);
-                    }
-                    // It was retired meanwhile. Perhaps another tier has it.
-                    Ok(None) | Err(Error::StepGone { .. }) => root.discovery.forget(),
-                    Err(error) => {
-                        tracing::warn!(step = chosen, root = %root.path.display(), %error, "a copy cannot be opened");
-                        failure = Some(error);
-                    }
-                }
-            }
-            if let Some(error) = failure {
-                return Err(error);
-            }
-        }
-        Err(self.root.not_found(step))
-    }
-
-    /// Returns the tiers that are farther than one with this root.
-    fn tiers_behind(&self, root: &Root) -> Vec<Arc<Tier>> {
-        let place = self.tiers.iter().position(|tier| std::ptr::eq(tier.root(), root));
-        self.tiers.iter().skip(place.map_or(0, |place| place + 1)).cloned().collect()
-    }
-
-    /// Returns the numbers of all steps of all tiers.
-    pub(super) fn all_steps(&self) -> Result<BTreeSet<u64>> {
-        let mut steps = BTreeSet::new();
-        steps.extend(self.root.list()?.steps.keys());
-        for tier in &self.tiers {
-            let listed = || Ok(tier.root().list()?.steps.keys().copied().collect());
-            steps.extend(tier.known_steps().map_or_else(listed, Ok::<BTreeSet<u64>, Error>)?);
-        }
-        Ok(steps)
-    }
-
     /// Returns the newest step of the further tiers that is in this range, as far as it is known.
     pub(super) fn newest_carried(&self, range: impl std::ops::RangeBounds<u64> + Clone) -> Option<u64> {
         let newest =
@@ -398,11 +290,11 @@ impl Inner {
         remove: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
         let mut forgotten = vec![Vec::new(); self.tiers.len()];
-        let mut put_down = || {
+        let mut forget = || {
             let mut all = self.tiers.iter().zip(&mut forgotten);
             all.try_for_each(|(tier, forgotten)| tier.forget(&is_removed, forgotten))
         };
-        let removed = put_down().and_then(|()| remove());
+        let removed = forget().and_then(|()| remove());
         if removed.is_err() {
             for (tier, forgotten) in self.tiers.iter().zip(forgotten) {
                 for step in forgotten {
@@ -431,63 +323,6 @@ impl Inner {
     /// True if this process carries steps.
     pub(super) fn carries(&self) -> bool {
         !self.options.read_only && self.team.leads()
-    }
-}
-
-/// Returns a step of a root, if it has all of its files.
-fn whole(root: &Root, step: u64) -> Result<Option<Found>> {
-    let Some(found) = root.committed(step)? else { return Ok(None) };
-    Ok(root.damage(&found)?.is_none().then_some(found))
-}
-
-/// The copies of a step in farther tiers, each opened when its bytes are needed.
-struct FartherCopies {
-    copies: Vec<(Arc<Tier>, OnceLock<Option<Checkpoint>>)>,
-    step: u64,
-    attempt: Attempt,
-}
-
-impl FartherCopies {
-    fn of(tiers: Vec<Arc<Tier>>, found: &Found) -> Self {
-        let copies = tiers.into_iter().map(|tier| (tier, OnceLock::new())).collect();
-        Self { copies, step: found.manifest.step, attempt: found.manifest.attempt.clone() }
-    }
-
-    /// Opens the copy of a tier, if it has the same attempt.
-    fn open(&self, tier: &Tier) -> Result<Option<Checkpoint>> {
-        let root = tier.root();
-        let found = root.committed(self.step)?.filter(|found| found.manifest.attempt == self.attempt);
-        let Some(found) = found else { return Ok(None) };
-        root.lease_found(&found, tier.manager.inner.options.stall_timeout, LoadOptions::default())
-    }
-}
-
-impl OtherCopies for FartherCopies {
-    fn read(
-        &self,
-        name: &str,
-        offset: u64,
-        len: usize,
-        is_right: &mut dyn FnMut(&[u8]) -> bool,
-    ) -> Option<Vec<u8>> {
-        for (tier, copy) in &self.copies {
-            let opened = copy.get_or_init(|| {
-                self.open(tier).unwrap_or_else(|error| {
-                    tracing::warn!(step = self.step, tier = %tier.name, %error, "a farther copy cannot be opened");
-                    None
-                })
-            });
-            let Some(copy) = opened else { continue };
-            let read = || Ok::<_, Error>(copy.stored_file(name)?.read_at(offset, len)?);
-            match read() {
-                Ok(bytes) if is_right(&bytes) => return Some(bytes),
-                Ok(_) => {}
-                Err(error) => {
-                    tracing::warn!(step = self.step, tier = %tier.name, %error, "a farther copy cannot be read");
-                }
-            }
-        }
-        None
     }
 }
 
@@ -540,7 +375,7 @@ impl Manager {
             let is_due = state.queue.due().any(|due| due == step);
             let why = match state.queue.end_of(step) {
                 _ if is_due => None,
-                Some(CarryEnd::Landed) => return Ok(()),
+                Some(CarryEnd::Arrived) => return Ok(()),
                 None if state.steps.contains_key(&step) => return Ok(()),
                 Some(CarryEnd::Superseded) => Some("a newer step took its place".to_owned()),
                 Some(CarryEnd::GivenUp(why)) => Some(why.clone()),

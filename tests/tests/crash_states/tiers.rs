@@ -44,7 +44,7 @@ fn arrived(manager: &Manager, disk: &SimDisk, step: u64, tag: &str) {
     disk.mark(&format!("arrived {step} {tag}"));
 }
 
-/// What the marks promise: the attempts of steps that may be there, and of those that must be.
+/// The promises of the marks: attempts of steps that may be there, and those that must be.
 #[derive(Default)]
 struct Promised {
     may: Vec<(u64, String)>,

@@ -93,7 +93,7 @@ impl PosixFile {
         let link = format!("/proc/self/fd/{}", self.data.get().ok()?.as_raw_fd());
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let fd = retry_on_intr(|| rustix::fs::open(link.as_str(), flags, Mode::empty())).ok()?;
-        // What is not there yet is read, and nothing beyond it.
+        // Without readahead: the bytes behind a range may belong to nobody.
         let _ = rustix::fs::fadvise(&fd, 0, None, rustix::fs::Advice::Random);
         Some(Arc::new(Descriptor::new(fd, "file")))
     }

@@ -1,8 +1,9 @@
 //! The same restore from every engine, on a real file system and on the simulated one.
 
 use super::super::testing::{FILE, TestItem, options, pattern};
-use super::super::{FileSet, execute, verify};
+use super::super::{FileSet, LoadOptions, execute, verify};
 use crate::io::{Engine, Transfer, open_disk};
+use crate::read_plan::BoxCopy;
 use crate::sys::HostTarget;
 
 const LENGTHS: &[u64] = &[3 << 20, 1, 0, 700_001, 5 << 20, 63];
@@ -39,6 +40,37 @@ fn every_engine_restores_the_same_bytes_cold_and_cached() {
             let report = verify(disk.as_ref(), &files, &item.index, &options(), &mut |_| true).unwrap();
             assert!(report.damages.is_empty(), "{engine:?}: {:?}", report.damages);
         }
+    }
+}
+
+#[test]
+fn columns_go_through_the_page_cache_if_other_ranks_read_too() {
+    let item = TestItem::of_tensors(256 << 10, LENGTHS);
+    let dir = tempfile::tempdir().unwrap();
+    item.disk.change(FILE, |bytes| std::fs::write(dir.path().join(FILE), bytes).unwrap());
+    let disk = open_disk(dir.path(), Engine::Auto).unwrap();
+    // Leaf 0 is a matrix of bytes with 4096 columns. The first 1024 are wanted.
+    let columns = BoxCopy {
+        src_strides: vec![4096, 1].into(),
+        extent: vec![768, 1024].into(),
+        dst_strides: vec![1024, 1].into(),
+        ..item.copies(&[0]).remove(0)
+    };
+    let whole = pattern(0, LENGTHS[0]);
+    for shares in [false, true] {
+        let file = std::fs::File::open(dir.path().join(FILE)).unwrap();
+        file.sync_all().unwrap();
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        let opened = disk.open_dir(dir.path()).unwrap();
+        let is_known = opened.open_file(FILE).unwrap().cached(0, 1).is_some();
+        let files = FileSet::new(opened, &item.index.files);
+        let mut found = vec![0xEE; 768 * 1024];
+        let targets = vec![HostTarget::from(found.as_mut_slice())];
+        let options = LoadOptions { shares, ..options() };
+        let copies = std::slice::from_ref(&columns);
+        let stats = execute(disk.as_ref(), &files, &item.index, copies, targets, &options).unwrap();
+        assert!(found.chunks(1024).eq(whole.chunks(4096).map(|row| &row[..1024])));
+        assert_eq!(stats.bytes_cached > 0, shares && is_known);
     }
 }
 
