@@ -21,9 +21,16 @@ const THREADS: usize = 16;
 #[derive(Debug, Default)]
 pub struct ForeignReading {
     files: Mutex<HashMap<PathBuf, KnownFile>>,
+    /// The objects of a store, as it has listed them.
+    listed: Arc<HashMap<PathBuf, Stat>>,
 }
 
 impl ForeignReading {
+    /// A reading of objects that a store has listed.
+    pub fn of_objects(listed: Arc<HashMap<PathBuf, Stat>>) -> Self {
+        Self { files: Mutex::default(), listed }
+    }
+
     /// From now on, reads of the file are checked. `crcs` has the checksum of each block of
     /// `block_bytes`.
     pub fn adopt(&self, path: PathBuf, block_bytes: u64, length: u64, crcs: Vec<u32>) -> Result<()> {
@@ -35,7 +42,9 @@ impl ForeignReading {
 
     /// Returns what is known of a file.
     pub(crate) fn known(&self, path: &Path) -> KnownFile {
-        self.lock().get(path).cloned().unwrap_or_default()
+        let mut known = self.lock().get(path).cloned().unwrap_or_default();
+        known.first = known.first.or_else(|| self.listed.get(path).copied());
+        known
     }
 
     /// Fails if a file has changed since it was first read.
@@ -44,7 +53,7 @@ impl ForeignReading {
         let files: Vec<(PathBuf, Stat)> = self.lock().iter().filter_map(read).collect();
         let check = |(path, first): &(PathBuf, Stat)| {
             let now = parts(path)
-                .and_then(|(parent, name)| Ok(disk.open_dir(parent)?.stat(name)?))?
+                .and_then(|(parent, name)| Ok(disk.open_foreign_dir(parent)?.stat(name)?))?
                 .ok_or_else(|| stepwell_core::Error::corrupt(path, "it was removed while it was read"))?;
             if (now.len, now.modified) == (first.len, first.modified) {
                 return Ok(());
@@ -75,12 +84,11 @@ impl ForeignFiles {
     /// Opens a file. Its reads are checked if its checksums are known.
     pub(crate) fn open(&self, path: &Path) -> Result<Arc<dyn File>> {
         let (parent, name) = parts(path)?;
-        let dir = self.disk.open_dir(parent)?;
+        let dir = self.disk.open_foreign_dir(parent)?;
         let known = self.reading.known(path);
-        if known.first.is_none()
-            && let Some(now) = dir.stat(name)?
-        {
-            // Before it is opened: a file that replaces it in between is found to have changed.
+        // Before it is opened: a file that replaces it in between is found to have changed.
+        let first = known.first.map_or_else(|| dir.stat(name), |first| Ok(Some(first)))?;
+        if let Some(now) = first {
             self.reading.lock().entry(path.to_owned()).or_default().first.get_or_insert(now);
         }
         let file = dir.open_file(name)?;

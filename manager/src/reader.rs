@@ -115,7 +115,7 @@ impl Reader {
         reading: &ForeignReading,
         environment: &Environment,
     ) -> Result<Self> {
-        let dir = environment.disk.open_dir(dir)?;
+        let dir = environment.disk.open_foreign_dir(dir)?;
         let known = |path: &Path| reading.known(path);
         let files = FileSet::foreign(Arc::clone(&dir), &index.files, memory, &known)?;
         reading.check_unchanged(&*environment.disk)?;

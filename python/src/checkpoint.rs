@@ -18,17 +18,17 @@ use stepwell_core::load::{BlockChecksums, FileReads, VerifyProgress};
 use stepwell_core::region::Region;
 use stepwell_core::sys::{Device, UserStream, driver};
 use stepwell_core::tree::{ContainerKind, NodeKind, Tree};
-use stepwell_manager::{Error, ForeignReading, ReadFailure, Reader, copy};
+use stepwell_manager::{Error, ReadFailure, Reader, copy};
 use stepwell_reshard::mapping::MappedLeaf;
 use stepwell_reshard::read_plan::Request;
 
 use crate::array_group::{ArrayGroup, request};
 use crate::arrays;
 use crate::errors::{closed, invalid, raise, raise_manager};
-use crate::foreign::{Reading, entered};
+use crate::foreign::{Entered, Reading, entered};
 use crate::hooks::hooks;
 use crate::ingest::{HeldBuffer, streams_of, target_of};
-use crate::location::{self, Location};
+use crate::location::Location;
 use crate::options;
 use crate::values::to_python;
 use crate::wait;
@@ -96,7 +96,7 @@ struct ForeignFacts {
     /// Names chunks and checksums when they are needed.
     details: Py<PyAny>,
     /// The reading that its files belong to.
-    reading: Arc<ForeignReading>,
+    reading: Entered,
     /// Tensors whose chunks are not described yet.
     undescribed: Mutex<BTreeSet<u32>>,
 }
@@ -273,10 +273,10 @@ impl Checkpoint {
             files: files.into_iter().map(foreign_file).collect::<PyResult<_>>()?,
         };
         let reading = entered();
-        let known = Arc::clone(&reading);
+        let entered = reading.clone();
         let opened = wait::on_thread(py, move || {
-            let environment = location::of_path(&directory, engine, Purpose::Read)?;
-            Reader::foreign(&directory, index, memory, &known, &environment)
+            let environment = entered.environment(&directory, engine, Purpose::Read)?;
+            Reader::foreign(&directory, index, memory, &entered.reading, &environment)
         })?
         .map_err(|error| raise_manager(py, &error))?;
         let undescribed = Mutex::new(undescribed);
@@ -310,7 +310,7 @@ impl Checkpoint {
                 objects: (0_u32..).zip(&leaves).filter_map(object).collect(),
                 manifest: facts.manifest.clone(),
                 details: facts.details.clone_ref(py),
-                reading: Arc::clone(&facts.reading),
+                reading: facts.reading.clone(),
                 undescribed: Mutex::default(),
             }
         });
@@ -324,7 +324,7 @@ impl Checkpoint {
 
     /// Returns the reading that files beside those of the checkpoint are read in, too.
     fn reading(&self) -> Reading {
-        Reading(self.foreign.as_ref().map(|facts| Arc::clone(&facts.reading)).unwrap_or_default())
+        Reading(self.foreign.as_ref().map(|facts| facts.reading.clone()).unwrap_or_default())
     }
 
     fn close(&self, py: Python<'_>) {

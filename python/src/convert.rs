@@ -90,7 +90,7 @@ impl Conversion {
     fn new(
         py: Python<'_>,
         source: &Checkpoint,
-        path: PathBuf,
+        path: Location,
         is_directory: bool,
         files: Vec<FileRow<'_>>,
         digests: ([u8; 32], Option<[u8; 32]>),
@@ -112,8 +112,8 @@ impl Conversion {
         let stall_timeout = Options::default().stall_timeout;
         let limits = ConversionOptions { budget_bytes, window_bytes, journal_bytes, stall_timeout };
         let begun = wait::on_thread(py, move || {
-            let environment = environment_of(&path)?;
-            Engined::begin(&source, plan, &path, kind_of(is_directory), &sharing, &environment, limits)
+            let environment = path.environment(Engine::Auto, Purpose::Write)?;
+            Engined::begin(&source, plan, &path.path, kind_of(is_directory), &sharing, &environment, limits)
         })?
         .map_err(|error| raise_manager(py, &error))?;
         Ok(Self { phase: Mutex::new(Some(Phase::Begun(Box::new(begun)))) })
@@ -130,7 +130,7 @@ impl Conversion {
         Ok(resumed)
     }
 
-    /// The temporary path of the output.
+    /// The temporary path of the output. In a store it is the final one.
     fn partial(&self, py: Python<'_>) -> PyResult<String> {
         let phase = self.take(py)?;
         let path = match &phase {
@@ -268,13 +268,17 @@ impl Sharing {
     /// Meets the ranks that share conversions to a path; without `ranks`, this process shares
     /// nothing. A wait for a rank ends after `stall_seconds` without its progress.
     #[new]
-    fn new(py: Python<'_>, path: PathBuf, ranks: Option<Agreeing<'_>>, stall_seconds: u64) -> PyResult<Self> {
+    fn new(
+        py: Python<'_>,
+        path: Location,
+        ranks: Option<Agreeing<'_>>,
+        stall_seconds: u64,
+    ) -> PyResult<Self> {
         let ranks = ranks.map(Agreeing::ranks);
         let shared = call(py, move || {
             let options = Options { stall_timeout: Duration::from_secs(stall_seconds), ..Options::default() };
-            let environment =
-                options::environment_of(&Location::on_disk(path.clone()), Engine::Auto, &options, ranks)?;
-            Shared::meet(&path, &environment, options.stall_timeout)
+            let environment = options::environment_of(&path, Engine::Auto, &options, ranks)?;
+            Shared::meet(&path.path, &environment, options.stall_timeout)
         })?;
         Ok(Self::new_from(shared))
     }

@@ -16,11 +16,11 @@ use stepwell_core::foreign::ocdbt::OcdbtValue;
 use stepwell_core::foreign::zip::{ZipMember, ZipMethod};
 use stepwell_core::foreign::{Fault, safetensors};
 use stepwell_core::format::checksum;
-use stepwell_core::io::{Engine, Purpose};
-use stepwell_manager::{Archive, ForeignFiles, ForeignReading, StreamPlace};
+use stepwell_core::io::{Engine, EntryKind, Purpose, Stat};
+use stepwell_manager::{Archive, Environment, ForeignFiles, ForeignReading, StreamPlace};
 
 use crate::errors::{raise, raise_manager};
-use crate::location;
+use crate::location::{self, Location, ObjectRow};
 use crate::manager::call;
 
 /// `(name, dtype, shape, offset in the file, bytes)`.
@@ -31,19 +31,74 @@ type HeaderRows = (Vec<(String, String)>, Vec<TensorRow>);
 
 thread_local! {
     /// The readings that this thread has entered, the innermost one last.
-    static ENTERED: RefCell<Vec<Arc<ForeignReading>>> = const { RefCell::new(Vec::new()) };
+    static ENTERED: RefCell<Vec<Entered>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A reading, for the thread that has entered it.
+#[derive(Clone, Default)]
+pub struct Entered {
+    /// What is known of its files.
+    pub reading: Arc<ForeignReading>,
+    /// The store that has them.
+    store: Option<Arc<EnteredStore>>,
+}
+
+/// A store with foreign files.
+struct EnteredStore {
+    location: Location,
+    /// The package's list of its objects.
+    objects: Py<PyAny>,
+    /// The same list, for the engine.
+    listed: Arc<HashMap<PathBuf, Stat>>,
+}
+
+impl EnteredStore {
+    fn of(objects: Bound<'_, PyAny>) -> PyResult<Self> {
+        let location = objects.getattr("url")?.extract()?;
+        let stamps: HashMap<PathBuf, (u64, i64, u64)> = objects.getattr("stamps")?.extract()?;
+        let stat = |(path, (len, modified, number))| {
+            let id = (0, number);
+            (path, Stat { kind: EntryKind::File, len, id, changed: modified, modified })
+        };
+        let listed = Arc::new(stamps.into_iter().map(stat).collect());
+        Ok(Self { location, objects: objects.unbind(), listed })
+    }
+}
+
+impl Entered {
+    /// Returns the environment of a path.
+    pub fn environment(
+        &self,
+        path: &Path,
+        engine: Engine,
+        purpose: Purpose,
+    ) -> Result<Environment, stepwell_manager::Error> {
+        match &self.store {
+            Some(store) => store.location.environment(engine, purpose),
+            None => location::of_path(path, engine, purpose),
+        }
+    }
 }
 
 /// One reading of another library's checkpoint: what is known of its files. Files that are read in
 /// its `with` statement belong to it.
 #[pyclass(frozen, module = "stepwell._core")]
-pub struct Reading(pub Arc<ForeignReading>);
+pub struct Reading(pub Entered);
 
 #[pymethods]
 impl Reading {
+    /// `objects` lists a store that has the files: its location `url`, and the `stamps` of all
+    /// objects (bytes, time, number of the content) by their URLs.
     #[new]
-    fn new() -> Self {
-        Self(Arc::default())
+    #[pyo3(signature = (objects = None))]
+    fn new(objects: Option<Bound<'_, PyAny>>) -> PyResult<Self> {
+        let Some(objects) = objects else { return Ok(Self(Entered::default())) };
+        let store = match entered().store {
+            Some(store) if store.objects.is(&objects) => store,
+            _ => Arc::new(EnteredStore::of(objects)?),
+        };
+        let reading = Arc::new(ForeignReading::of_objects(Arc::clone(&store.listed)));
+        Ok(Self(Entered { reading, store: Some(store) }))
     }
 
     /// From now on, reads of the file are checked. `crcs` has the CRC-32C of each block: four bytes
@@ -61,16 +116,17 @@ impl Reading {
             return Err(PyValueError::new_err("a checksum has four bytes"));
         }
         let crcs = words.iter().map(|word| u32::from_le_bytes(*word)).collect();
-        self.0.adopt(path, block_bytes, length, crcs).map_err(|error| raise_manager(py, &error))
+        self.0.reading.adopt(path, block_bytes, length, crcs).map_err(|error| raise_manager(py, &error))
     }
 
     fn __enter__(&self) {
-        ENTERED.with_borrow_mut(|entered| entered.push(Arc::clone(&self.0)));
+        ENTERED.with_borrow_mut(|entered| entered.push(self.0.clone()));
     }
 
     fn __exit__(&self, _kind: &Bound<'_, PyAny>, _error: &Bound<'_, PyAny>, _trace: &Bound<'_, PyAny>) {
         ENTERED.with_borrow_mut(|entered| {
-            if let Some(at) = entered.iter().rposition(|one| Arc::ptr_eq(one, &self.0)) {
+            let is_this = |one: &Entered| Arc::ptr_eq(&one.reading, &self.0.reading);
+            if let Some(at) = entered.iter().rposition(is_this) {
                 entered.remove(at);
             }
         });
@@ -78,20 +134,33 @@ impl Reading {
 }
 
 /// Returns the reading that this thread is in. Without one, it is new.
-pub fn entered() -> Arc<ForeignReading> {
+pub fn entered() -> Entered {
     ENTERED.with_borrow(|entered| entered.last().cloned()).unwrap_or_default()
 }
 
-/// Reads a file, or several ones, with the disk of a path.
+/// Returns the list of objects of the reading that this thread is in. `None`: its files are on a
+/// disk.
+#[pyfunction]
+pub fn entered_objects(py: Python<'_>) -> Option<Py<PyAny>> {
+    ENTERED.with_borrow(|entered| Some(entered.last()?.store.as_ref()?.objects.clone_ref(py)))
+}
+
+/// Lists the objects below a URL: see [`Location::objects`].
+#[pyfunction]
+pub fn stored_objects(py: Python<'_>, url: Location) -> PyResult<Vec<ObjectRow>> {
+    call(py, move || url.objects())
+}
+
+/// Reads a file, or several ones, with the disk of a path or the store of the entered reading.
 pub fn read<T: Send + 'static>(
     py: Python<'_>,
     path: PathBuf,
     work: impl FnOnce(&Path, &ForeignFiles) -> Result<T, stepwell_manager::Error> + Send + 'static,
 ) -> PyResult<T> {
-    let reading = entered();
+    let entered = entered();
     call(py, move || {
-        let environment = location::of_path(&path, Engine::Auto, Purpose::Read)?;
-        work(&path, &ForeignFiles::new(environment.disk, reading))
+        let environment = entered.environment(&path, Engine::Auto, Purpose::Read)?;
+        work(&path, &ForeignFiles::new(environment.disk, entered.reading))
     })
 }
 

@@ -75,8 +75,9 @@ mod _core {
     use crate::events::Events;
     #[pymodule_export]
     use crate::foreign::{
-        Reading, ZipDirectory, compressed_archives, crc32c, npy_headers, ocdbt_entries, read_foreign,
-        read_foreign_ranges, safetensors_header, safetensors_header_length, zip_archives,
+        Reading, ZipDirectory, compressed_archives, crc32c, entered_objects, npy_headers, ocdbt_entries,
+        read_foreign, read_foreign_ranges, safetensors_header, safetensors_header_length, stored_objects,
+        zip_archives,
     };
     #[pymodule_export]
     use crate::manager::{

@@ -15,6 +15,9 @@ use self::stores::StoreAccess;
 /// A finding of [`Location::probe`]: its name, the answer (`None`: unknown) and the observation.
 pub type FindingRow = (&'static str, Option<bool>, String);
 
+/// An object of [`Location::objects`].
+pub type ObjectRow = (String, u64, i64, u64);
+
 /// A location of the package: a `str`. That of a store is a `StoreUrl`, with the store's settings.
 pub struct Location {
     /// The path, or the URL.
@@ -33,11 +36,6 @@ impl<'py> FromPyObject<'_, 'py> for Location {
 }
 
 impl Location {
-    /// A path of a file system.
-    pub fn on_disk(path: PathBuf) -> Self {
-        Self { path, store: None }
-    }
-
     /// True if it is in an object store.
     pub fn is_store(&self) -> bool {
         self.store.is_some()
@@ -47,6 +45,12 @@ impl Location {
     /// no findings for a path.
     pub fn probe(&self) -> Result<Vec<FindingRow>, Error> {
         self.store.as_ref().map_or_else(|| Ok(Vec::new()), |store| store.probe(&self.path))
+    }
+
+    /// Returns the objects below a URL: name (empty: the URL is its own), bytes, time, and a number
+    /// that differs between two contents. There are none for a path.
+    pub fn objects(&self) -> Result<Vec<ObjectRow>, Error> {
+        self.store.as_ref().map_or_else(|| Ok(Vec::new()), |store| store.objects(&self.path))
     }
 
     /// Returns the real environment of a single process for this location.
@@ -70,7 +74,7 @@ fn is_url(path: &Path) -> bool {
 
 #[cfg(not(feature = "remote"))]
 mod stores {
-    use super::{Bound, Environment, Error, FindingRow, Path, PyAny, PyResult};
+    use super::{Bound, Environment, Error, FindingRow, ObjectRow, Path, PyAny, PyResult};
     use crate::errors::invalid;
 
     /// No store can be reached in this build.
@@ -89,6 +93,10 @@ mod stores {
         pub(super) fn probe(&self, _: &Path) -> Result<Vec<FindingRow>, Error> {
             match *self {}
         }
+
+        pub(super) fn objects(&self, _: &Path) -> Result<Vec<ObjectRow>, Error> {
+            match *self {}
+        }
     }
 }
 
@@ -96,14 +104,15 @@ mod stores {
 mod stores {
     use std::collections::BTreeMap;
     use std::ffi::OsString;
+    use std::hash::{DefaultHasher, Hash, Hasher};
     use std::sync::{Arc, Mutex, PoisonError};
 
-    use stepwell_core::remote::StoreOptions;
     use stepwell_core::remote::cloud::{CloudStore, CredentialSource, StoreSettings};
+    use stepwell_core::remote::{ObjectFacts, StoreOptions};
     use stepwell_manager::environment::SystemRng;
     use stepwell_manager::ledger::{LedgerDisk, LedgerPatience};
 
-    use super::{Bound, Environment, Error, FindingRow, Path, Py, PyAny, PyAnyMethods, PyResult};
+    use super::{Bound, Environment, Error, FindingRow, ObjectRow, Path, Py, PyAny, PyAnyMethods, PyResult};
     use crate::credentials::Credentials;
 
     /// The most stores that are kept open.
@@ -146,6 +155,17 @@ mod stores {
         pub(super) fn probe(&self, path: &Path) -> Result<Vec<FindingRow>, Error> {
             let found = self.disk(path)?.probe(path)?;
             Ok(found.into_iter().map(|one| (one.name, one.holds, one.detail)).collect())
+        }
+
+        pub(super) fn objects(&self, path: &Path) -> Result<Vec<ObjectRow>, Error> {
+            let number = |tag: &str| {
+                let mut hasher = DefaultHasher::new();
+                tag.hash(&mut hasher);
+                hasher.finish()
+            };
+            let row =
+                |(name, facts): (String, ObjectFacts)| (name, facts.len, facts.modified, number(&facts.tag));
+            Ok(self.disk(path)?.objects(path)?.into_iter().map(row).collect())
         }
 
         fn disk(&self, path: &Path) -> Result<LedgerDisk, Error> {

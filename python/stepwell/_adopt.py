@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 from ._adopted_step import reference
 from ._checkpoint import Damage
 from ._checks import flag, progress_callback
-from ._locations import Path, explain, readable
+from ._locations import Path, explain, is_store, readable
 from ._opening import foreign, is_own
 from ._public import public
 from .errors import MisuseError, StepExists, StepNotFound, StepwellError
@@ -81,7 +81,7 @@ def adopt(
         StepNotFound: nothing to adopt, or with ``check`` no checksums.
     """
     progress_callback(progress)
-    where = readable(path)
+    where = _on_disk(path)
     if is_own(where):
         raise MisuseError(f"{where} is of stepwell, and has checksums. Pass a checkpoint of another library")
     flag(check, "check")
@@ -99,6 +99,17 @@ def adopt(
     found.open("auto").close()  # refuses what cannot be read
     known, others = _written(found, target, replace, progress)
     return _report(target, known, left_out=others)
+
+
+def _on_disk(path: Path) -> str:
+    """The path of a checkpoint to adopt: its checksums are written beside it."""
+    where = readable(path)
+    if is_store(where):
+        raise MisuseError(
+            f"{where} is in an object store, where nothing is adopted. Write it as a step with "
+            'sw.convert(…, to="stepwell")'
+        )
+    return where
 
 
 def _written(
@@ -128,7 +139,7 @@ def adopt_step(
     """Commits a step whose bytes are files of another library; see
     :meth:`stepwell.CheckpointManager.adopt`. The checksums are written before the step is."""
     progress_callback(progress)
-    where = readable(path)
+    where = _on_disk(path)
     if is_own(where):
         raise MisuseError(
             f"{where} is of stepwell. Copy its step with add(), of the checkpoint that sw.open returns"

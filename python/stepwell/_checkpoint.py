@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from ._restore.restore import Restored
     from .formats.adoption import Adoption
     from .formats.copies import Copies
-    from .formats.description import Stamp
+    from .formats.lookup import Stamp
     from .maps import MapLike
 
 #: One step of a path.
@@ -609,7 +609,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         if self._stamps is not None:
             from .formats.files import check_unwritten
 
-            check_unwritten(self._stamps)
+            with self._open().reading():
+                check_unwritten(self._stamps)
         return restored
 
     @spelled_out

@@ -103,9 +103,11 @@ def opened(source: Location | Checkpoint, step: int | None, map: MapLike | None)
 
 
 def is_own(path: str) -> bool:
-    """True for a checkpoint or a root of stepwell, and for every location in a store."""
-    return is_store(path) or (
-        is_directory(path) and any(os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL))
+    """True for a checkpoint or a root of stepwell."""
+    if is_store(path):
+        return _core.path_kind(path) in ("checkpoint", "root")
+    return is_directory(path) and any(
+        os.path.lexists(os.path.join(path, name)) for name in (MANIFEST, CONTROL)
     )
 
 

@@ -138,6 +138,12 @@ pub trait Disk: Send + Sync {
     /// Opens a directory by path. Creates it and missing ancestors, and syncs the parent of each.
     fn create_dir_all(&self, path: &Path) -> Result<Arc<dyn Dir>>;
 
+    /// Opens a directory whose files other libraries wrote. In a store it costs no request, and may
+    /// be missing.
+    fn open_foreign_dir(&self, path: &Path) -> Result<Arc<dyn Dir>> {
+        self.open_dir(path)
+    }
+
     /// True if each request waits for a network. Reads are larger then, and more are in flight.
     fn is_remote(&self) -> bool {
         false

@@ -111,12 +111,14 @@ impl FileSet {
         let memory = Some(Arc::new(MemoryFile::new(dir.path().to_owned(), memory)));
         let mut set = Self { memory, ..Self::of(dir, records, FileOrigin::Foreign) };
         for name in records.iter().map(FileRecord::stored_name).filter(|name| !name.is_empty()) {
-            if !set.described.contains_key(name)
-                && let Some(stat) = set.dir.stat(name)?.filter(|stat| stat.kind == EntryKind::File)
-            {
-                let known = known(&set.dir.path().join(name));
-                set.described.insert(name.to_owned(), known.first.unwrap_or(stat));
-                if let Some(found) = known.checksums {
+            if set.described.contains_key(name) {
+                continue;
+            }
+            let KnownFile { first, checksums } = known(&set.dir.path().join(name));
+            let stat = first.map_or_else(|| set.dir.stat(name), |first| Ok(Some(first)))?;
+            if let Some(stat) = stat.filter(|stat| stat.kind == EntryKind::File) {
+                set.described.insert(name.to_owned(), stat);
+                if let Some(found) = checksums {
                     set.checksums.insert(name.to_owned(), found);
                 }
             }

@@ -13,13 +13,15 @@
 //! | `written_part` | the windows of a rank: their memory, and the loop that reads them |
 //! | `writer` `journal` | windows to disk, and how far they are durable |
 //! | `partial_output` | the output until it has its name |
+//! | `store_output` | an output in an object store |
 //! | [`Sharing`] | ranks that write parts of one output |
 //! | [`SavePauses`] | pauses for the saves of a manager |
 //! | [`StoredProvider`] `bands` | tensors of a checkpoint as leaves of a save |
 //! | [`compare()`] | the source and the output, read and compared |
 //!
 //! The output has a temporary name beside its own until it is complete and durable. A conversion
-//! that was killed is resumed by one with the same plan: finished windows are not written again.
+//! that was killed is resumed by one with the same plan: finished windows are not written again. An
+//! output in a store has no temporary name, and is not resumed.
 
 mod assembler;
 mod bands;
@@ -30,6 +32,7 @@ mod journal;
 mod partial_output;
 mod save_pauses;
 mod sharing;
+mod store_output;
 mod stored_provider;
 mod windows;
 mod writer;
@@ -40,12 +43,14 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use stepwell_core::io::Lock;
+use stepwell_core::io::{Dir, Lock};
 
 use self::journal::{Journal, Recorded};
 use self::partial_output::{PartialOutput, settle_lengths};
 use self::sharing::is_permanent;
+use self::store_output::StoreOutput;
 use self::windows::{OutputWindow, WINDOW_ALIGNMENT, windows_in};
+use self::writer::OutputFile;
 use self::written_part::WrittenPart;
 use crate::commit::aside;
 use crate::environment::Environment;
@@ -93,8 +98,9 @@ pub struct Conversion {
     options: ConversionOptions,
     environment: Environment,
     sharing: Arc<Sharing>,
-    output: PartialOutput,
-    journal: Journal,
+    output: Output,
+    /// `None` in a store.
+    journal: Option<Journal>,
     /// Windows that an earlier process has finished, and its sums.
     recorded: Recorded,
     /// The windows of this rank.
@@ -120,8 +126,11 @@ impl Conversion {
         if options.window_bytes == 0 || !options.window_bytes.is_multiple_of(WINDOW_ALIGNMENT) {
             return Err(Error::internal("windows of whole pages", format!("{} bytes", options.window_bytes)));
         }
+        if environment.disk.keeps_ledgers() {
+            return Self::begin_in_store(plan, path, kind, sharing, environment, options);
+        }
         let (parent, name) = singular::split(path)?;
-        let part = sharing.part(&plan.files, options.window_bytes);
+        let part = sharing.part(&plan.files, options.window_bytes, true);
         let this = Beginning { plan: Arc::new(plan), options, environment, part };
         let (prepared, has_files) = this.prepare(parent, &name, kind, sharing)?;
         let mut started = None;
@@ -154,7 +163,31 @@ impl Conversion {
         let recorded = recorded.unwrap_or_default();
         let Beginning { plan, options, part, .. } = this;
         let (environment, sharing) = (environment.clone(), Arc::clone(sharing));
+        let (output, journal) = (Output::Partial(output), Some(journal));
         Ok(Self { plan, options, environment, sharing, output, journal, recorded, part, lock })
+    }
+
+    fn begin_in_store(
+        mut plan: ConversionPlan,
+        path: &Path,
+        kind: OutputKind,
+        sharing: &Arc<Sharing>,
+        environment: &Environment,
+        options: ConversionOptions,
+    ) -> Result<Self> {
+        let (output, last) = StoreOutput::new(&*environment.disk, path, kind, &mut plan)?;
+        sharing.ask("begin a conversion", || output.check_free(environment))?;
+        Ok(Self {
+            part: sharing.part(&plan.files, options.window_bytes, false),
+            plan: Arc::new(plan),
+            options,
+            environment: environment.clone(),
+            sharing: Arc::clone(sharing),
+            output: Output::Store(output, last),
+            journal: None,
+            recorded: Recorded::default(),
+            lock: None,
+        })
     }
 
     /// Returns the session of the ranks that share it.
@@ -162,7 +195,7 @@ impl Conversion {
         &self.sharing
     }
 
-    /// Returns the temporary path of the output.
+    /// Returns the temporary path of the output. In a store it is the final one.
     pub fn partial(&self) -> PathBuf {
         self.output.path()
     }
@@ -178,10 +211,10 @@ impl Conversion {
     /// Writes all files below the temporary name, completely and durably, and waits for the other
     /// ranks. `go_on` gets the bytes of this rank's part, done and in all, and stops it by `false`.
     /// After an error, the finished windows stay, to be resumed, unless the source is damaged or
-    /// cannot be cast. The session of the ranks is then over.
+    /// cannot be cast, or the output is in a store. The session of the ranks is then over.
     pub fn write(self, source: &Reader, go_on: &mut dyn FnMut(u64, u64) -> bool) -> Result<Complete> {
         let Self { plan, options, environment, sharing, output, journal, recorded, part, lock } = self;
-        let (files, mut watch) = (output.files(&plan), sharing.watch());
+        let mut watch = sharing.watch();
         let wrote = output.dir().and_then(|dir| {
             let lock = lock.clone();
             let part =
@@ -192,17 +225,13 @@ impl Conversion {
         });
         // A removed output is the cause of other errors.
         let wrote = wrote.or_else(|error| output.check_there().and(Err(error)));
-        let finished = watch.agree("write a conversion", wrote, |_| {
-            let dir = output.dir()?;
-            settle_lengths(&*dir, &files)?;
-            Ok(dir.sync()?)
-        });
+        let finished = watch.agree("write a conversion", wrote, |_| output.settle(&plan));
         if let Err(error) = finished {
             sharing.fail(&error.to_string());
             // The leader keeps its lock until no other rank writes.
             if sharing.leads()
                 && sharing.have_others_left()
-                && is_permanent(&error)
+                && (is_permanent(&error) || matches!(output, Output::Store(..)))
                 && let Err(error) = output.give_up()
             {
                 tracing::warn!(%error, "a failed conversion left its output, which may be deleted");
@@ -210,6 +239,63 @@ impl Conversion {
             return Err(error);
         }
         Ok(Complete { sharing, output, lock })
+    }
+}
+
+/// The place of an output.
+enum Output {
+    Partial(PartialOutput),
+    /// With the files that are written last.
+    Store(StoreOutput, Vec<PlannedFile>),
+}
+
+impl Output {
+    fn path(&self) -> PathBuf {
+        match self {
+            Self::Partial(output) => output.path(),
+            Self::Store(output, _) => output.path().to_owned(),
+        }
+    }
+
+    fn dir(&self) -> Result<Arc<dyn Dir>> {
+        match self {
+            Self::Partial(output) => output.dir(),
+            Self::Store(output, _) => Ok(output.dir()),
+        }
+    }
+
+    /// Returns the files that ranks write, by their names in [`Self::dir`].
+    fn files(&self, plan: &ConversionPlan) -> Vec<OutputFile> {
+        match self {
+            Self::Partial(output) => output.files(plan),
+            Self::Store(..) => StoreOutput::files(plan),
+        }
+    }
+
+    fn check_there(&self) -> Result<()> {
+        match self {
+            Self::Partial(output) => output.check_there(),
+            Self::Store(..) => Ok(()),
+        }
+    }
+
+    /// Completes the output after all ranks have written their parts.
+    fn settle(&self, plan: &ConversionPlan) -> Result<()> {
+        match self {
+            Self::Partial(output) => {
+                let dir = output.dir()?;
+                settle_lengths(&*dir, &output.files(plan))?;
+                Ok(dir.sync()?)
+            }
+            Self::Store(output, last) => output.write_last(last),
+        }
+    }
+
+    fn give_up(&self) -> Result<()> {
+        match self {
+            Self::Partial(output) => output.give_up(),
+            Self::Store(output, _) => output.give_up(),
+        }
     }
 }
 
@@ -316,10 +402,11 @@ impl Beginning<'_> {
     }
 }
 
-/// A conversion whose output is complete and durable, below its temporary name.
+/// A conversion whose output is complete and durable, below its temporary name. In a store it has
+/// its name.
 pub struct Complete {
     sharing: Arc<Sharing>,
-    output: PartialOutput,
+    output: Output,
     lock: Option<Arc<dyn Lock>>,
 }
 
@@ -332,6 +419,7 @@ impl Complete {
     /// Gives the output its name.
     pub fn publish(self) -> Result<()> {
         let Self { sharing, output, lock } = self;
+        let Output::Partial(output) = output else { return Ok(()) };
         sharing.ask("publish a conversion", || {
             match aside::publish_copy(&*output.parent, &output.partial, &output.name) {
                 Err(error) if error.already_exists() => return Err(output.taken()),

@@ -244,20 +244,22 @@ impl Sharing {
     }
 
     /// Returns the windows that this rank writes: about as many bytes as each other rank. A file
-    /// with checksums is not divided.
-    pub(super) fn part(&self, files: &[PlannedFile], window_bytes: u64) -> Range<u64> {
+    /// with checksums is not divided, and without `divides` no file is.
+    pub(super) fn part(&self, files: &[PlannedFile], window_bytes: u64, divides: bool) -> Range<u64> {
         let (rank, ranks) = self.ranks();
-        start_of(files, window_bytes, rank, ranks)..start_of(files, window_bytes, rank + 1, ranks)
+        let start = |rank| start_of(files, window_bytes, rank, ranks, divides);
+        start(rank)..start(rank + 1)
     }
 }
 
 /// Returns the first window of a rank. That of the rank after the last is the number of windows.
-fn start_of(files: &[PlannedFile], window_bytes: u64, rank: u32, ranks: u32) -> u64 {
+fn start_of(files: &[PlannedFile], window_bytes: u64, rank: u32, ranks: u32, divides: bool) -> u64 {
     let total: u64 = files.iter().map(|file| file.length).sum();
     let start = (u128::from(total) * u128::from(rank) / u128::from(ranks)) as u64;
     let (mut before, mut end) = (0, 0);
     for window in windows(files, window_bytes) {
-        let is_whole = window.offset > 0 && files.get(window.file).is_some_and(PlannedFile::has_checksums);
+        let is_whole =
+            window.offset > 0 && (!divides || files.get(window.file).is_some_and(PlannedFile::has_checksums));
         if before >= start && rank < ranks && !is_whole {
             return window.number;
         }
@@ -282,11 +284,13 @@ mod tests {
     fn parts_of_ranks_are_all_windows_once() {
         let files = [file(1000, false), file(5000, true), file(1, true), file(3000, false)];
         for ranks in [1, 2, 3, 7, 64] {
-            let starts: Vec<u64> = (0..=ranks).map(|rank| start_of(&files, 100, rank, ranks)).collect();
+            let starts: Vec<u64> = (0..=ranks).map(|rank| start_of(&files, 100, rank, ranks, true)).collect();
             assert_eq!((starts[0], starts[ranks as usize]), (0, 91));
             assert!(starts.is_sorted(), "{starts:?}");
             // The windows of the second file are 10..60.
             assert!(starts.iter().all(|start| !(11..60).contains(start)), "{starts:?}");
+            let of_files = (0..=ranks).map(|rank| start_of(&files, 100, rank, ranks, false));
+            assert!(of_files.into_iter().all(|start| [0, 10, 60, 61, 91].contains(&start)));
         }
     }
 
@@ -304,7 +308,7 @@ mod tests {
     #[test]
     fn parts_of_ranks_have_about_the_same_bytes() {
         let files = [file(100_000, false), file(300_000, false)];
-        let starts: Vec<u64> = (0..=4).map(|rank| start_of(&files, 1000, rank, 4)).collect();
+        let starts: Vec<u64> = (0..=4).map(|rank| start_of(&files, 1000, rank, 4, true)).collect();
         assert_eq!(starts, [0, 100, 200, 300, 400]);
     }
 }

@@ -37,7 +37,8 @@ pub(super) struct WindowWriter {
     pub disk: Arc<dyn Disk>,
     pub dir: Arc<dyn Dir>,
     pub files: Vec<OutputFile>,
-    pub journal: Journal,
+    /// `None`: the files are objects, which are whole when they appear.
+    pub journal: Option<Journal>,
     /// Bytes between two records of the journal.
     pub journal_bytes: u64,
     /// Written bytes, for progress.
@@ -92,7 +93,10 @@ impl WindowWriter {
         };
         while let Some(FilledWindow { window, buffer, sums }) = self.next(&mut at, windows)? {
             let file = self.open(&mut at, &window)?;
-            let len = window.len.next_multiple_of(WINDOW_ALIGNMENT as usize);
+            let len = match self.journal {
+                Some(_) => window.len.next_multiple_of(WINDOW_ALIGNMENT as usize),
+                None => window.len,
+            };
             while at.queue.in_flight() >= QUEUE_DEPTH {
                 self.complete(&mut at)?;
             }
@@ -145,7 +149,10 @@ impl WindowWriter {
             return Err(Error::internal("a planned file", format!("file {}", window.file)));
         };
         let length = planned.length.next_multiple_of(WINDOW_ALIGNMENT);
-        let file = self.dir.overwrite_file(&planned.name, length)?;
+        let file = match self.journal {
+            Some(_) => self.dir.overwrite_file(&planned.name, length)?,
+            None => self.dir.create_file(&planned.name, length)?,
+        };
         at.file = Some((window.file, Arc::clone(&file)));
         Ok(file)
     }
@@ -174,7 +181,7 @@ impl WindowWriter {
         if let Some((number, file)) = at.file.take() {
             // An incomplete file loses only the space that was allocated behind its end.
             if let Some(planned) = self.files.get(number)
-                && file.len()? > planned.length
+                && (self.journal.is_none() || file.len()? > planned.length)
             {
                 file.set_len(planned.length)?;
             }
@@ -189,12 +196,13 @@ impl WindowWriter {
         let is_written =
             |record: &mut JournalRecord| at.in_flight.iter().all(|&(number, _)| number >= record.finished);
         let Some(record) = at.begun.take_if(is_written) else { return Ok(()) };
+        let Some(journal) = &mut self.journal else { return Ok(()) };
         if let Some((_, file)) = &at.file {
             file.sync()?;
         }
         if self.is_abandoned.load(Ordering::Relaxed) {
             return Err(stepwell_core::Error::Cancelled("the conversion was given up".to_owned()).into());
         }
-        self.journal.append(record.finished, &record.sums)
+        journal.append(record.finished, &record.sums)
     }
 }

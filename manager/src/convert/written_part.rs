@@ -15,11 +15,11 @@ use stepwell_core::io::{Dir, Disk, Lock};
 use stepwell_core::sys::{Buffer, Mapping, spawn};
 
 use super::ConversionOptions;
+use super::Output;
 use super::assembler::Assembler;
 use super::checksums::PieceSums;
 use super::file_plan::ConversionPlan;
 use super::journal::{Journal, Recorded};
-use super::partial_output::PartialOutput;
 use super::windows::{OutputWindow, windows_in};
 use super::writer::{FilledWindow, WindowWriter};
 use crate::error::{Error, Result};
@@ -48,9 +48,9 @@ impl WrittenPart<'_> {
     pub(super) fn write(
         self,
         source: &Reader,
-        journal: Journal,
+        journal: Option<Journal>,
         recorded: &Recorded,
-        output: &PartialOutput,
+        output: &Output,
         go_on: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<()> {
         let Self { plan, options, disk, dir, part, lock } = self;

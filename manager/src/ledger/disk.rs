@@ -6,7 +6,7 @@ use std::sync::Arc;
 use stepwell_core::Result;
 use stepwell_core::io::{Dir, Disk, EngineChoice, Queue};
 use stepwell_core::remote::probe::{ProbeFinding, probe};
-use stepwell_core::remote::{Store, StoreDisk, StoreOptions};
+use stepwell_core::remote::{ObjectFacts, Store, StoreDisk, StoreOptions};
 
 use super::client::{Ledger, LedgerPatience};
 use super::root_dir::{RootDir, check_new};
@@ -34,6 +34,20 @@ impl LedgerDisk {
     /// Tries the store below a path that nothing else uses, and removes all objects there.
     pub fn probe(&self, path: &Path) -> Result<Vec<ProbeFinding>> {
         probe(&*self.store, &self.disk.prefix(path)?)
+    }
+
+    /// Returns the objects below a path by their names there, or the object at the path by an empty
+    /// name.
+    pub fn objects(&self, path: &Path) -> Result<Vec<(String, ObjectFacts)>> {
+        let prefix = self.disk.prefix(path)?;
+        let name = |key: String| key.strip_prefix(&prefix).map(str::to_owned).unwrap_or(key);
+        let below = self.store.list_below(&prefix)?;
+        if below.is_empty()
+            && let Some(facts) = self.store.look(prefix.trim_end_matches('/'))?
+        {
+            return Ok(vec![(String::new(), facts)]);
+        }
+        Ok(below.into_iter().map(|(key, facts)| (name(key), facts)).collect())
     }
 
     fn ledger(&self, path: &Path) -> Result<Ledger> {
@@ -65,6 +79,10 @@ impl Disk for LedgerDisk {
 
     fn create_dir_all(&self, path: &Path) -> Result<Arc<dyn Dir>> {
         Ok(Arc::new(RootDir::new(self.disk.create_dir_all(path)?, self.ledger(path)?)))
+    }
+
+    fn open_foreign_dir(&self, path: &Path) -> Result<Arc<dyn Dir>> {
+        self.disk.create_dir_all(path)
     }
 
     fn is_remote(&self) -> bool {

@@ -308,16 +308,19 @@ impl Capturing {
 /// then takes longer, but does not fail.
 pub(crate) fn ensure_memory(pool: &Arc<StagingPool>, options: &Options, state_bytes: u64) -> Result<()> {
     let slot = pool.slot_bytes() as u64;
+    let least = 2 * slot;
     let wanted = if let Some(bytes) = options.staging_bytes {
         bytes
     } else {
         let whole = state_bytes.saturating_add(4 << 20).div_ceil(slot).saturating_add(1).saturating_mul(slot);
         if pool.bytes() as u64 >= whole {
-            return Ok(()); // without asking the kernel, which takes longer than planning a small save
+            return Ok(());
         }
-        whole.min(available_memory().unwrap_or(UNKNOWN_MEMORY) / 4)
+        // Asking the kernel takes longer than planning a small save.
+        let is_small = whole <= least;
+        if is_small { least } else { whole.min(available_memory().unwrap_or(UNKNOWN_MEMORY) / 4) }
     };
-    let wanted = wanted.max(2 * slot);
+    let wanted = wanted.max(least);
     let refused = |source| Error::NoStagingMemory { wanted, there: pool.bytes() as u64, source };
     let bytes = usize::try_from(wanted).map_err(|_| {
         Error::Invalid(format!("staging_bytes={wanted} is more than this machine can address: pass fewer"))

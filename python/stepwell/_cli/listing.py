@@ -13,7 +13,7 @@ import stepwell as sw
 from ..errors import MisuseError
 from .command import command
 from .leftovers import Leftovers, scan
-from .locations import is_root, location
+from .locations import is_directory, is_root, is_store, location
 from .output import FINE, PROBLEMS, Output, columns, count, local, safe, size
 from .targets import TARGET, Target, root_of_another
 
@@ -37,11 +37,13 @@ def ls(out: Output, path: Target, last: int | None) -> int:
     the root has no steps.
     """
     if path.step is None and not os.path.isfile(path.path):
-        # Imports no numpy, which takes longer than a listing of steps.
-        rows, root = sw.inspect(path.path), location(path.path)
-        if rows or is_root(root):
-            return _list_steps(out, root, rows, last)
-        if os.path.isdir(root) and (found := root_of_another(root)) is not None:
+        root = location(path.path)
+        if not is_store(root) or is_root(root):
+            # Imports no numpy, which takes longer than a listing of steps.
+            rows = sw.inspect(path.path)
+            if rows or is_root(root):
+                return _list_steps(out, root, rows, last)
+        if is_directory(root) and (found := root_of_another(root)) is not None:
             from .foreign_root import list_foreign_root
 
             return list_foreign_root(out, found, last)

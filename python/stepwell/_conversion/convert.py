@@ -11,7 +11,7 @@ from .. import _core, coordinators
 from .._checkpoint import Checkpoint
 from .._checks import progress_callback
 from .._choice import choice_of
-from .._locations import Path, absolute
+from .._locations import Location, is_store, location
 from .._opening import opened
 from .._public import public
 from .._restore.options import Globs
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @public
 def convert(
-    source: Path | Checkpoint,
-    destination: Path,
+    source: Location | Checkpoint,
+    destination: Location,
     *,
     to: Target,
     step: int | None = None,
@@ -54,10 +54,14 @@ def convert(
     beside its own: ``model.partial``. If a conversion is interrupted, the same call goes on where
     it was. With ``to="stepwell"`` it begins again.
 
+    An object store cannot rename. There each file appears when it is whole, and those by which
+    readers find the others come last. After a failure, what was written is deleted. After a kill,
+    delete it before the same call begins again.
+
     Args:
         source: a checkpoint, a step's directory, a root, files of another library, or an open
             checkpoint.
-        destination: a free path.
+        destination: a free path, or a free URL.
         to: the format. ``"safetensors"`` makes a directory, or one file if the destination's name
             ends with ``.safetensors``. ``"torch"`` and ``"npz"`` make one file. ``"dcp"``
             makes a directory of ``torch.distributed.checkpoint``, ``"megatron"`` one of
@@ -104,9 +108,9 @@ def convert(
         verify,
         dry_run,
     )
-    where = absolute(destination)
+    where = location(destination, "the destination")
     check_name(where, to)
-    if os.path.lexists(where):
+    if not is_store(where) and os.path.lexists(where):
         raise MisuseError(f"{where} exists already. Pass a free path, or move what is there away")
     found = coordinators.find(coordinator, what="converts")
     coordinators.check_meets_at_a_path(found, "a conversion")
@@ -125,8 +129,8 @@ def convert(
 
 @public
 def export(
-    source: Path | Checkpoint,
-    destination: Path,
+    source: Location | Checkpoint,
+    destination: Location,
     *,
     to: Target = "safetensors",
     step: int | None = None,

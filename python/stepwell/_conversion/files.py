@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from .. import _core
 from .._checkpoint import Checkpoint
+from .._locations import is_store
 from .._paths import listed, named
 from ..errors import CorruptCheckpoint, FormatError, MisuseError, StepwellError
 from ..formats import find
@@ -75,14 +76,16 @@ def write(
     conversion = _core.Conversion(core, where, is_in_files, rows, digests, limits, sharing)
     with contextlib.closing(conversion):
         resumed = conversion.resumed_bytes()
-        partial = conversion.partial()
+        # The location of a store has more than the text.
+        partial = where if is_store(where) else conversion.partial()
         try:
             conversion.write(core, progress, beside)
         except (KeyboardInterrupt, StepwellError) as interrupt:
-            interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
+            if not is_store(where):
+                interrupt.add_note(f"{partial} has what is done so far; the same call goes on from there")
             raise
         if what.verify:
-            _verify(core, conversion, content, writer.paths(content), sharing, beside)
+            _verify(core, conversion, partial, content, writer.paths(content), sharing, beside)
         conversion.publish()
     seconds = time.monotonic() - begun
     return replace(result, resumed_nbytes=resumed, seconds=seconds, verified=what.verify)
@@ -158,13 +161,13 @@ def _resume_digest(core: _core.Checkpoint, plan: bytes) -> bytes:
 def _verify(
     core: _core.Checkpoint,
     conversion: _core.Conversion,
+    partial: str,
     content: Content,
     paths: Mapping[str, str],
     sharing: _core.Sharing,
     beside: _core.Manager | None,
 ) -> None:
     """Reads the output back and compares it with the source. Removes it if they differ."""
-    partial = conversion.partial()
     try:
         wrong = _different(core, partial, content, paths, sharing, beside)
         if wrong:
@@ -172,9 +175,10 @@ def _verify(
                 f"{listed(tuple(paths[tensor.name] for tensor in wrong))} of {partial} differ from the source; the output was removed. "
                 "Convert again, and verify the disk"
             )
-    except CorruptCheckpoint:
-        # The same call would resume it, and find the same.
-        conversion.discard()
+    except BaseException as error:
+        # The same call would resume a wrong one, and find the same. In a store it has its name.
+        if isinstance(error, CorruptCheckpoint) or is_store(partial):
+            conversion.discard()
         raise
 
 

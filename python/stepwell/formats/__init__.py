@@ -19,7 +19,7 @@ from typing import TypeAlias
 from .. import _core
 from .._restore import collector as collecting
 from ..errors import FormatError, StepwellError, from_system
-from . import adoption, dcp, deepspeed, flax, megatron, npz, orbax, roots, safetensors, torch_save
+from . import adoption, dcp, deepspeed, flax, lookup, megatron, npz, orbax, roots, safetensors, torch_save
 from .description import Description, Value, of_parts
 from .files import json_value
 from .refused import refuse
@@ -47,8 +47,8 @@ def find(path: str, *, adopted: bool = True) -> Description | None:
     """Returns the description of what another library wrote at a path, if there is any. That of a
     root is its newest complete step. A known format that is not read is refused by its name. Reads
     are checked if the checkpoint was adopted, unless ``adopted`` is false."""
-    with _explaining(path):
-        found = _describe(path, _core.Reading(), adopted)
+    with _explaining(path), lookup.located(path):
+        found = _describe(path, lookup.reading(), adopted)
         if found is None and (listing := roots.find(path)) is not None:
             found = _of_step(listing, None, adopted)
         if found is None:
@@ -62,7 +62,7 @@ def find(path: str, *, adopted: bool = True) -> Description | None:
 def find_step(path: str, step: int | str | None, *, adopted: bool = True) -> Description | None:
     """Returns the description of a step of a root of another library; ``None`` if the path is no
     such root. ``adopted`` as of :func:`find`."""
-    with _explaining(path):
+    with _explaining(path), lookup.located(path):
         listing = roots.find(path)
         return None if listing is None else _of_step(listing, step, adopted)
 
@@ -72,7 +72,7 @@ def find_at(path: str, *, finished: bool = True) -> Description | None:
     """Returns the description of a path as a step of the root above it, with all its parts;
     ``None``: it is no step. Steps beside it are not looked at. Reads are checked if it was
     adopted. An unfinished step is refused unless ``finished`` is false."""
-    with _explaining(path):
+    with _explaining(path), lookup.located(path):
         if (listing := roots.containing(path)) is None:
             return None
         name = os.path.basename(path)
@@ -81,16 +81,16 @@ def find_at(path: str, *, finished: bool = True) -> Description | None:
 
 def list_steps(path: str) -> roots.Listing | None:
     """Returns the steps of a root of another library; ``None`` if the path is no such root."""
-    with _explaining(path):
+    with _explaining(path), lookup.located(path):
         return roots.find(path)
 
 
 def find_adoption(path: str, step: int | str | None) -> tuple[str, adoption.Adoption | None]:
     """Returns the path of a checkpoint, or of a step of a root, and its checksums. ``None``: it was
     not adopted."""
-    with _explaining(path):
+    with _explaining(path), lookup.located(path):
         target = path
-        if step is not None or not os.path.lexists(adoption.place(path)):
+        if step is not None or not lookup.is_named(adoption.place(path)):
             listing = roots.find(path)
             if listing is not None:
                 target = (listing.step(None) if step is None else listing.named(step)[-1]).path
@@ -136,7 +136,7 @@ def _of_step(listing: roots.Listing, wanted: int | str | None, adopted: bool) ->
 
 
 def _of_listed(listing: roots.Listing, step: roots.ForeignStep, adopted: bool) -> Description:
-    reading = _core.Reading()
+    reading = lookup.reading()
     known = _checking(step.path, reading, adopted)
     # The checksums of a step are those of its parts, and are read once.
     of_their_own = adopted and known is None
@@ -153,7 +153,7 @@ def _of_listed(listing: roots.Listing, step: roots.ForeignStep, adopted: bool) -
 def _step_at(path: str, adopted: bool) -> Description | None:
     """The description of a directory that is a checkpoint only as a step of the root above it."""
     try:
-        listing = roots.containing(path) if os.path.isdir(path) else None
+        listing = roots.containing(path) if lookup.is_dir(path) else None
     except StepwellError:  # of the directory above, which nobody has asked for
         return None
     return None if listing is None else _of_step(listing, os.path.basename(path), adopted)

@@ -15,15 +15,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from .. import _core
 from .._locations import MANIFEST
 from ..errors import CorruptCheckpoint, MisuseError, StepwellError
-from . import roots
-from .description import MAX_SIZE, Description, Guarded, Stamp, stamp_of
+from . import lookup, roots
+from .description import MAX_SIZE, Description, Guarded
 from .files import corrupt, is_file_name, is_path_below, read, read_whole
+from .lookup import Stamp
 
 _NAME = ".stepwell-checksums"
 #: The temporary name of that file.
@@ -67,6 +68,8 @@ class Adoption:
     #: rows begins with the same bytes.
     length: int
     crc: str
+    #: The reading that the files belong to.
+    reading: _core.Reading = field(default_factory=lookup.reading, compare=False)
 
     def check_in(self, reading: _core.Reading) -> None:
         """Has the reads of these files checked in a reading."""
@@ -87,41 +90,42 @@ class Adoption:
 
     def path(self, name: str) -> str:
         """The path of a file, without links."""
-        return os.path.realpath(os.path.join(self.directory, name))
+        return lookup.real(os.path.join(self.directory, name))
 
     def verify(self, known: Iterable[str], progress: Progress | None) -> tuple[int, int, list[DamageRow]]:
         """Compares the files with their checksums, except those with the paths ``known``. Returns
         files, bytes, and the damage."""
-        skipped, files = set(known), []
-        damages: list[DamageRow] = []
-        for name in self.rows:
-            place = self.path(name)
-            if not os.path.isfile(place):
-                damages.append(
-                    (
-                        os.path.join(self.directory, name),
-                        None,
-                        [],
-                        f"it is missing. Its checksums are in {self.file}",
+        with self.reading:
+            skipped, files = set(known), []
+            damages: list[DamageRow] = []
+            for name in self.rows:
+                place = self.path(name)
+                if not lookup.is_file(place):
+                    damages.append(
+                        (
+                            os.path.join(self.directory, name),
+                            None,
+                            [],
+                            f"it is missing. Its checksums are in {self.file}",
+                        )
                     )
-                )
-            elif place not in skipped:
-                files.append(place)
-        if not files:
-            return 0, 0, damages
-        description = Description("files", self.directory, {}, files=files)
-        self.check_in(description.reading)
-        core = description.open("auto")
-        try:
-            count, nbytes, _, found = core.verify(progress)
-        finally:
-            core.close()
-        return count, nbytes, damages + found
+                elif place not in skipped:
+                    files.append(place)
+            if not files:
+                return 0, 0, damages
+            description = Description("files", self.directory, {}, files=files)
+            self.check_in(description.reading)
+            core = description.open("auto")
+            try:
+                count, nbytes, _, found = core.verify(progress)
+            finally:
+                core.close()
+            return count, nbytes, damages + found
 
 
 def place(path: str) -> str:
     """The file with the checksums of a checkpoint."""
-    if os.path.isdir(path):
+    if lookup.is_dir(path):
         return os.path.join(path, _NAME)
     return os.path.join(os.path.dirname(path), f".{os.path.basename(path)}{_NAME}")
 
@@ -129,16 +133,16 @@ def place(path: str) -> str:
 def of(path: str) -> Adoption | None:
     """Returns the checksums of a checkpoint; ``None`` without any of its own."""
     file = place(path)
-    directory = path if os.path.isdir(path) else os.path.dirname(path)
-    return _read(directory, file) if os.path.lexists(file) else None
+    directory = path if lookup.is_dir(path) else os.path.dirname(path)
+    return _read(directory, file) if lookup.is_named(file) else None
 
 
 def find(path: str) -> Adoption | None:
     """Returns the checksums of a checkpoint, or of one that it is a part of; ``None`` if it was not
     adopted. Those of a link to a file may be at the file."""
     found = _find(path)
-    if found is None and os.path.islink(path) and os.path.isfile(path):
-        found = _find(os.path.realpath(path))
+    if found is None and os.path.islink(path) and lookup.is_file(path):
+        found = _find(lookup.real(path))
     return found
 
 
@@ -149,7 +153,7 @@ def _find(path: str) -> Adoption | None:
     for _ in range(_ABOVE):
         above = os.path.dirname(above)
         name = os.path.relpath(path, above)
-        if os.path.isfile(file := os.path.join(above, _NAME)) and (found := _above(above, file, name)):
+        if lookup.is_file(file := os.path.join(above, _NAME)) and (found := _above(above, file, name)):
             is_part = any(one == name or one.startswith(name + os.sep) for one in found.rows)
             return found if is_part else None
     return None
@@ -185,7 +189,7 @@ def _read(directory: str, file: str) -> Adoption:
     def too_long(length: int) -> Exception:
         return _damaged(file, f"{length} bytes")
 
-    with _core.Reading():  # not one of the files that are adopted
+    with lookup.reading():  # not one of the files that are adopted
         text, _, rest = read_whole(file, _MAX_BYTES, too_long).partition(b"\n")
     if rest.strip() != b"%08x" % _core.crc32c(text):
         raise _damaged(file, "they do not have their own checksum")
@@ -227,7 +231,7 @@ def write(
 ) -> Adoption:
     """Computes the checksums of files and keeps them for a checkpoint. A range with a checksum of
     its own is compared with it, and a file with its checksums ``before``."""
-    directory = path if os.path.isdir(path) else os.path.dirname(path)
+    directory = path if lookup.is_dir(path) else os.path.dirname(path)
     stamps = _settled(files)
     core = Description("files", path, {}, files=files, guarded=guarded).open("auto")
     try:
@@ -235,7 +239,7 @@ def write(
     finally:
         core.close()
     for file, stamp in zip(files, stamps, strict=True):
-        if stamp_of(os.stat(file)) != stamp:
+        if lookup.stamp(file) != stamp:
             raise _changing(file)
     rows = {
         os.path.relpath(file, directory): AdoptedRow(stamp[0], crcs)
@@ -264,7 +268,7 @@ def _settled(files: Sequence[str]) -> list[Stamp]:
     newest = max((os.stat(file).st_mtime_ns for file in files), default=0)
     if abs(time.time_ns() - newest) < _TICK_NS:
         time.sleep(_TICK_NS / 1e9)
-    stamps = [stamp_of(os.stat(file)) for file in files]
+    stamps = [lookup.stamp(file) for file in files]
     for file, stamp in zip(files, stamps, strict=True):
         if stamp[1] > newest:
             raise _changing(file)
@@ -279,7 +283,7 @@ def _changing(file: str) -> CorruptCheckpoint:
 def _check_same(before: Adoption, rows: Mapping[str, AdoptedRow]) -> None:
     """Raises if a file has changed since it was adopted: its new checksums would hide that."""
     changed = [name for name, row in before.rows.items() if rows.get(name) != row]
-    gone = [name for name in changed if name not in rows and not os.path.lexists(before.path(name))]
+    gone = [name for name in changed if name not in rows and not lookup.is_named(before.path(name))]
     if gone:
         raise _not_same(before, gone, "is missing", ", and had checksums", "removed")
     if changed:
@@ -313,14 +317,14 @@ def files_below(
         directory, depth = pending.pop()
         if depth > _MAX_DEPTH:
             raise MisuseError(f"{path} has more than {_MAX_DEPTH} directories in each other")
-        for name in sorted(os.listdir(directory)):
+        for name in sorted(lookup.names(directory)):
             one = os.path.join(directory, name)
             if not is_file_name(name):
                 raise MisuseError(f"{directory}: the name {name!a} is not UTF-8. Rename it")
             if one in steps or name.removesuffix(_NEW).endswith(_NAME):
                 continue
-            if os.path.isdir(one):
-                is_own = os.path.lexists(os.path.join(one, MANIFEST)) or name == ".stepwell"
+            if lookup.is_dir(one):
+                is_own = lookup.is_named(os.path.join(one, MANIFEST)) or name == ".stepwell"
                 is_read = any(file.startswith(one + os.sep) for file in read)
                 if is_own or (os.path.islink(one) and not is_read):
                     continue
@@ -328,6 +332,6 @@ def files_below(
                     pending.append((one, depth + 1))
                 else:
                     others.append(one)
-            elif os.path.isfile(one):
+            elif lookup.is_file(one):
                 found.append(one)
     return sorted(found), sorted(others)

@@ -18,7 +18,7 @@ from .. import _core
 from .._paths import named
 from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint, FormatError
-from . import megatron_files
+from . import lookup, megatron_files
 from .dcp_layouts import Layouts, TensorLayout
 from .dcp_metadata import Part, Place, Saved, SavedTensor, read_metadata
 from .description import Chunk, Compressed, Description, Guarded, Opaque, Tensor, Unlocated, fits, row_major
@@ -48,14 +48,14 @@ _RECORDS = ("/data.pkl", "/byteorder")
 
 def describe(path: str) -> Description | None:
     """Describes a directory with ``.metadata``, or with one such file for each rank."""
-    if not os.path.isdir(path):
+    if not lookup.is_dir(path):
         name = os.path.basename(path)
         if name.endswith(_DATA) or name == _METADATA or _OF_RANK.fullmatch(name):
             raise FormatError(
                 f"{path}: this is a file of a checkpoint of {FAMILY}. Pass its directory, {os.path.dirname(path)}"
             )
         return None
-    names = os.listdir(path)
+    names = lookup.names(path)
     if _METADATA in names:
         checkpoint = Checkpoint(path, [_METADATA])
         if megatron_files.COMMON_KEY in checkpoint.names:
@@ -239,7 +239,7 @@ class Checkpoint:
         if place in self._objects:
             head = min(_MAX_OBJECT_BYTES, max(_OBJECT_BYTES, _OBJECT_RATIO * place.length))
         at = (place.offset, place.length)
-        rows = _core.compressed_archives(os.path.realpath(where), [at], "zstd", _RECORDS, head)
+        rows = _core.compressed_archives(lookup.real(where), [at], "zstd", _RECORDS, head)
         members, offsets, records = rows[0]
         if self._is_raw(place, members):
             return None
@@ -341,7 +341,7 @@ class Checkpoint:
 
 
 def _zip_archives(where: str, places: Sequence[Place]) -> list[_core._Archive]:
-    return _core.zip_archives(os.path.realpath(where), [(one.offset, one.length) for one in places], _RECORDS)
+    return _core.zip_archives(lookup.real(where), [(one.offset, one.length) for one in places], _RECORDS)
 
 
 def _boxes_of_run(run: Chunk, shape: tuple[int, ...], stored: tuple[int, ...], itemsize: int) -> list[Chunk]:

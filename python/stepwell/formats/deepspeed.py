@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from . import torch_save
+from . import lookup, torch_save
 from .deepspeed_files import Grid, SaveFiles, files_of, is_save
 from .description import Description, Guarded, Tensor
 from .expert_names import ExpertNames
@@ -51,7 +51,7 @@ _EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 def describe(path: str) -> Description | None:
     """Describes a save."""
-    names = os.listdir(path) if os.path.isdir(path) else []
+    names = lookup.names(path) if lookup.is_dir(path) else []
     return _Save(path, files_of(path, names)).description() if is_save(names) else None
 
 
@@ -63,7 +63,7 @@ class _Save:
         self._read: dict[str, torch_save.TorchFile] = {}
         parameters = os.path.join(path, DIRECTORY)
         #: The directory of the parameters of a universal checkpoint.
-        self._universal = parameters if os.path.isdir(parameters) and not files.optimizers else None
+        self._universal = parameters if lookup.is_dir(parameters) and not files.optimizers else None
         #: The version of DeepSpeed, and the first file that names one.
         self._version: tuple[object, str] | None = None
         #: The content of the files ``*_model_states.pt`` and ``*_optim_states.pt`` of each

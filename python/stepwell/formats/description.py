@@ -15,6 +15,8 @@ from .._paths import Component, printable
 from .._restore import collector as collecting
 from .._state.specs import to_dtype
 from ..errors import FormatError
+from . import lookup
+from .lookup import Stamp
 
 if TYPE_CHECKING:
     from .adoption import Adoption
@@ -125,15 +127,6 @@ class Copy:
     other: Tensor
 
 
-#: Length, time of change and inode of a file.
-Stamp: TypeAlias = tuple[int, int, int]
-
-
-def stamp_of(stat: os.stat_result) -> Stamp:
-    """The stamp of a file. If it changes, so did the file."""
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
 @dataclass(slots=True)
 class Description:
     """A checkpoint of another library."""
@@ -162,7 +155,7 @@ class Description:
     #: The checksums of its files, if it was adopted.
     adoption: Adoption | None = None
     #: The reading that its files belong to.
-    reading: _core.Reading = field(default_factory=_core.Reading)
+    reading: _core.Reading = field(default_factory=lookup.reading)
     #: The stamps of its files when it was opened.
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
 
@@ -171,28 +164,29 @@ class Description:
         rows = _Rows()
         rows.add(self.state, 0, None)
         found = {self.path, *map(_path_of, self.files), *map(_path_of, rows.files)}
-        return sorted(file for file in found if os.path.isfile(file))
+        return sorted(file for file in found if lookup.is_file(file))
 
     @collecting.paused()
     def open(self, engine: str, given: str | None = None, step: Manifest | None = None) -> _core.Checkpoint:
         """Opens it. ``given``: the path that the caller has passed, if it is another one. ``step``:
         the manifest of the step that adopted it."""
+        with self.reading:
+            return self._opened(engine, given or self.path, step)
+
+    def _opened(self, engine: str, given: str, step: Manifest | None) -> _core.Checkpoint:
         rows = _Rows()
         rows.add(self.state, 0, None)
         for own in self.files:
             rows.file(own)
-        if not rows.files and os.path.isfile(self.path):
+        if not rows.files and lookup.is_file(self.path):
             rows.file(self.path)
         # Links are followed here: a hub's cache has its files behind links.
-        real = {file: os.path.realpath(file) for file in map(_path_of, rows.files) if file}
-        places = real.values() or [os.path.realpath(self.path)]
-        directory = os.path.commonpath(
-            [one if os.path.isdir(one) else os.path.dirname(one) for one in places]
-        )
-        stats = {file: os.stat(place) for file, place in real.items()}
-        self.stamps = {file: stamp_of(stat) for file, stat in stats.items()}
+        real = {file: lookup.real(file) for file in map(_path_of, rows.files) if file}
+        found = real.values() or [lookup.real(self.path)]
+        directory = lookup.common(one if lookup.is_dir(one) else os.path.dirname(one) for one in found)
+        self.stamps = {file: lookup.stamp(place) for file, place in real.items()}
         names = {file: os.path.relpath(place, directory) for file, place in real.items()} | {"": ""}
-        newest = max((one.st_mtime_ns for one in stats.values()), default=0)
+        newest = max((stamp[1] for stamp in self.stamps.values()), default=0)
         files: list[_core._ForeignFile] = []
         for file in rows.files:
             name = names[_path_of(file)]
@@ -200,7 +194,7 @@ class Description:
                 stream = (file.compression, file.offset, file.nbytes, file.crc)
                 files.append((name, file.length, stream))
             else:
-                files.append((name, stats[file].st_size, None))
+                files.append((name, self.stamps[file][0], None))
         manifest: Manifest = {
             "format_version": 0,
             "required_features": [],
@@ -221,7 +215,7 @@ class Description:
                 }
             ],
             "files": [
-                {"path": name, "length": stats[file].st_size, "trailer_crc32c": "", "file_id": ""}
+                {"path": name, "length": self.stamps[file][0], "trailer_crc32c": "", "file_id": ""}
                 for file, name in names.items()
                 if file
             ],
@@ -236,19 +230,18 @@ class Description:
             manifest["metrics"] = step["metrics"]
             if step["custom_metadata"] is not None:
                 manifest["custom_metadata"] = step["custom_metadata"]
-        with self.reading:
-            return _core.Checkpoint.foreign(
-                given or self.path,
-                directory,
-                files,
-                rows.nodes,
-                rows.leaves,
-                rows.objects,
-                _Details(rows, self.guarded, self.reading),
-                self.memory,
-                json.dumps(manifest),
-                engine,
-            )
+        return _core.Checkpoint.foreign(
+            given,
+            directory,
+            files,
+            rows.nodes,
+            rows.leaves,
+            rows.objects,
+            _Details(rows, self.guarded, self.reading),
+            self.memory,
+            json.dumps(manifest),
+            engine,
+        )
 
 
 def of_parts(family: str, path: str, parts: Mapping[str, Description]) -> Description:

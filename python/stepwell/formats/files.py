@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from .. import _core
 from .._paths import printable
 from ..errors import CorruptCheckpoint, from_engine
-from .description import Guarded, Stamp, stamp_of
+from . import lookup
+from .description import Guarded
+from .lookup import Stamp
 
 #: The longest index that is read.
 _MAX_INDEX_BYTES = 256 << 20
@@ -23,14 +25,12 @@ _LISTED, _LISTED_RANKS = 5, 10
 
 def read(path: str, offset: int, length: int) -> tuple[bytes, int]:
     """Reads bytes of a file, and returns its length too. Links to files are followed."""
-    return _core.read_foreign(os.path.realpath(path), offset, length)
+    return _core.read_foreign(lookup.real(path), offset, length)
 
 
 def read_ranges(ranges: Iterable[tuple[str, int, int]]) -> list[bytes]:
     """Reads many short ranges of files together: path, offset and length of each."""
-    return _core.read_foreign_ranges(
-        [(os.path.realpath(path), offset, length) for path, offset, length in ranges]
-    )
+    return _core.read_foreign_ranges([(lookup.real(path), offset, length) for path, offset, length in ranges])
 
 
 def read_whole(path: str, limit: int, too_long: Callable[[int], Exception]) -> bytes:
@@ -78,10 +78,16 @@ def corrupt(path: str, what: str) -> CorruptCheckpoint:
 
 def check_unwritten(stamps: Mapping[str, Stamp]) -> None:
     """Raises if a file was written to since its stamp. One that was replaced or removed was read as
-    it was."""
+    it was. An object is read in parts, so it must not be replaced."""
+    if (changed := lookup.replaced_object(stamps)) is not None:
+        raise corrupt(
+            changed,
+            "the object was replaced while it was read, so the restored values may be of two states. "
+            "Restore again when its writer has ended",
+        )
     for file, stamp in stamps.items():
         try:
-            now = stamp_of(os.stat(file))
+            now = lookup.stamp(file)
         except FileNotFoundError:
             continue
         if now != stamp and now[2] == stamp[2]:
@@ -170,7 +176,7 @@ def check_ranks(path: str, what: str, ranks: Sequence[int], count: int) -> None:
 
 def _is_missing(path: str) -> bool:
     try:
-        os.stat(path)
+        lookup.stamp(path)
     except FileNotFoundError:
         return True
     return False

@@ -14,6 +14,7 @@ from .. import _core
 from .._paths import extend, named
 from .._state.specs import to_dtype
 from ..errors import CorruptCheckpoint
+from . import lookup
 from .description import Chunk, Description, Opaque, Tensor, fits
 from .files import corrupt, read
 from .numpy_symbols import MAX_DIMS
@@ -36,9 +37,9 @@ _DTYPES = frozenset(_core.dtype_names())
 
 def describe(path: str) -> Description | None:
     """Describes a file, or a directory with ``flax_model.msgpack``."""
-    if os.path.isdir(path):
+    if lookup.is_dir(path):
         path = os.path.join(path, _MODEL)
-    if not os.path.isfile(path):
+    if not lookup.is_file(path):
         return None
     start, _ = read(path, 0, _START_BYTES)
     if not _START.match(start):
@@ -48,7 +49,7 @@ def describe(path: str) -> Description | None:
 
 def tree(path: str) -> object:
     """The state in a file."""
-    value = _core.msgpack(os.path.realpath(path), (_ARRAY, _COMPLEX, _SCALAR))
+    value = _core.msgpack(lookup.real(path), (_ARRAY, _COMPLEX, _SCALAR))
     return _Reader(path).value(value, "")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .._paths import named, printable
 from ..errors import FormatError
-from . import dcp, zarr
+from . import dcp, lookup, zarr
 from .description import Description, Guarded, Opaque, Value
 from .files import corrupt, read_whole
 from .megatron_files import COMMON, COMMON_KEY, CONFIG, no_common, no_config
@@ -53,9 +53,9 @@ _DIMENSIONS = (
 
 def describe(path: str) -> Description | None:
     """Describes the directory of a checkpoint."""
-    if not os.path.isdir(path):
+    if not lookup.is_dir(path):
         return None
-    names = os.listdir(path)
+    names = lookup.names(path)
     backend = _backend(path) if CONFIG in names else None
     if backend is None and COMMON in names and (CONFIG in names or _METADATA in names):
         raise no_config(path)
@@ -68,14 +68,14 @@ def describe(path: str) -> Description | None:
             f"{path}: a checkpoint of Megatron with the backend `{printable(backend)}`; torch_dist and zarr are read"
         )
     ranks = sorted(name for name in names if RANK.fullmatch(name))
-    ranks = [name for name in ranks if os.path.isfile(os.path.join(path, name, _RANK_FILE))]
+    ranks = [name for name in ranks if lookup.is_file(os.path.join(path, name, _RANK_FILE))]
     return _of_ranks(path, ranks) if ranks else None
 
 
 def _backend(path: str) -> str | None:
     """The backend of a distributed checkpoint. ``None`` if the file is another library's."""
     file = os.path.join(path, CONFIG)
-    if os.path.getsize(file) > _MAX_CONFIG_BYTES:
+    if (lookup.length(file) or 0) > _MAX_CONFIG_BYTES:
         return None
     try:
         config = json.loads(read_whole(file, _MAX_CONFIG_BYTES, lambda _: ValueError()))
@@ -175,7 +175,7 @@ def _of_zarr(path: str, names: Sequence[str]) -> Description:
     # Writers of flattened tensors lock them with files in ``KEY.sync``.
     locks = {f"{name}.sync" for name in names}
     present = sorted(set(names) - locks)
-    stored = {key for key in present if os.path.isfile(os.path.join(path, key, ".zarray"))}
+    stored = {key for key in present if lookup.is_file(os.path.join(path, key, ".zarray"))}
     arrays = zarr.arrays(
         store, [key for key in present if key in stored and _refused(key) is None], is_3=False
     )
@@ -185,12 +185,12 @@ def _of_zarr(path: str, names: Sequence[str]) -> Description:
     leaves.add_common(common.state)
     for key in present:
         directory = os.path.join(path, key)
-        if not os.path.isdir(directory):
+        if not lookup.is_dir(directory):
             continue
         if key in stored:
             leaves.add(key, _refused(key) or arrays[key])
             continue
-        for name in sorted(os.listdir(directory)):
+        for name in sorted(lookup.names(directory)):
             shard = _SHARD.fullmatch(f"{key}/{name.removesuffix('.pt')}")
             if shard is None or not name.endswith(".pt"):
                 continue
@@ -211,7 +211,7 @@ def _of_ranks(path: str, ranks: Sequence[str]) -> Description:
         file = os.path.join(path, rank, _RANK_FILE)
         files[file] = required(file)
         state = files[file].state
-        if isinstance(state, dict) and os.path.isfile(os.path.join(path, rank, _RANK_OPTIMIZER)):
+        if isinstance(state, dict) and lookup.is_file(os.path.join(path, rank, _RANK_OPTIMIZER)):
             what = f"Megatron's optimizer in {_RANK_OPTIMIZER}. Pass that file to read its buffers"
             state = {**state, _RANK_OPTIMIZER: Opaque(what)}
         states[rank] = state

@@ -7,10 +7,10 @@ is a pickle, or has a dtype that no tensor has, is listed, and cannot be restore
 from __future__ import annotations
 
 import math
-import os
 import re
 
 from .. import _core
+from . import lookup
 from .description import Chunk, Compressed, Description, Opaque, Tensor, fits
 from .files import corrupt, guarded, read
 
@@ -49,7 +49,7 @@ _ENGINE_DTYPES = frozenset(_core.dtype_names())
 
 def describe(path: str) -> Description | None:
     """Describes an array, or an archive with an array."""
-    if not os.path.isfile(path):
+    if not lookup.is_file(path):
         return None
     start, length = read(path, 0, _START_BYTES)
     if start == _MAGIC:
@@ -59,7 +59,7 @@ def describe(path: str) -> Description | None:
 
 
 def _archive(path: str, file_length: int) -> Description | None:
-    directory = _core.ZipDirectory(os.path.realpath(path))
+    directory = _core.ZipDirectory(lookup.real(path))
     members = directory.members()
     if not any(member[0].endswith(_SUFFIX) for member in members) and (members or not path.endswith(".npz")):
         return None
@@ -95,7 +95,7 @@ def _arrays(path: str, places: list[tuple[str, str | Compressed, int, int]]) -> 
             rows.append((name, file.offset, file.nbytes, file.compression))
         else:
             rows.append((name, offset, length, None))
-    headers = _core.npy_headers(os.path.realpath(path), rows)
+    headers = _core.npy_headers(lookup.real(path), rows)
     found: list[Tensor | Opaque] = []
     for (name, file, offset, length), (descr, fortran, sizes, header) in zip(places, headers, strict=True):
         shape = tuple(sizes)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .. import _core
 from ..errors import FormatError
-from . import flax, zarr
+from . import flax, lookup, zarr
 from .description import Description, Value
 from .files import corrupt, is_path_below, json_value, read_ranges
 
@@ -37,17 +37,17 @@ _EMPTY: Mapping[str, object] = {"None": None, "Dict": {}, "List": [], "Tuple": (
 
 def describe(path: str) -> Description | None:
     """Describes an item, or a step with items."""
-    if not os.path.isdir(path):
+    if not lookup.is_dir(path):
         return None
-    names = os.listdir(path)
+    names = lookup.names(path)
     items = [path]
     if _METADATA not in names:
         items = [os.path.join(path, name) for name in sorted(names) if _is_item(os.path.join(path, name))]
         if OF_CHECKPOINT not in names and items and all(map(_is_step, items)):
             return None  # a root
-    if not any(os.path.exists(os.path.join(item, _METADATA)) for item in items):
+    if not any(lookup.exists(os.path.join(item, _METADATA)) for item in items):
         return None
-    if _UNFINISHED in os.path.basename(os.path.realpath(path)):
+    if _UNFINISHED in os.path.basename(lookup.real(path)):
         raise FormatError(f"{path}: this save of Orbax was never finished. Pass another step")
     memory = bytearray()
     states: dict[str, object] = {}
@@ -57,27 +57,27 @@ def describe(path: str) -> Description | None:
         files.append(os.path.join(item, _METADATA))
     main = [name for name in states if name not in _BESIDE]
     state = states[main[0]] if len(main) == 1 else states
-    present = [file for file in files if os.path.exists(file)]
+    present = [file for file in files if lookup.exists(file)]
     return Description(FAMILY, path, state, files=present, memory=bytes(memory))
 
 
 def _is_step(path: str) -> bool:
     """True if a directory with a tree is a step of a root. Versions before 0.5 show it only by its
     name."""
-    names = os.listdir(path)
+    names = lookup.names(path)
     return OF_CHECKPOINT in names or STEP.fullmatch(os.path.basename(path)) is not None
 
 
 def _is_item(path: str) -> bool:
-    return os.path.isdir(path) and any(
-        os.path.isfile(os.path.join(path, name)) for name in (_METADATA, *_JSON_FILES, "metrics")
+    return lookup.is_dir(path) and any(
+        lookup.is_file(os.path.join(path, name)) for name in (_METADATA, *_JSON_FILES, "metrics")
     )
 
 
 def _item(path: str, memory: bytearray) -> object:
-    if os.path.isfile(os.path.join(path, _METADATA)):
+    if lookup.is_file(os.path.join(path, _METADATA)):
         return _Item(path, memory).state()
-    name = next(name for name in (*_JSON_FILES, "metrics") if os.path.isfile(os.path.join(path, name)))
+    name = next(name for name in (*_JSON_FILES, "metrics") if lookup.is_file(os.path.join(path, name)))
     return Value(json_value(os.path.join(path, name)))
 
 
@@ -88,7 +88,7 @@ class _Database:
         self.path = path
         self._memory = memory
         self._places: dict[str, zarr.Stored] = {}
-        names, entries = _core.ocdbt_entries(os.path.realpath(path))
+        names, entries = _core.ocdbt_entries(lookup.real(path))
         for name in names:
             if not is_path_below(name):
                 raise corrupt(path, f"its database names the file {name[:100]!r}, which is no path below it")
@@ -126,14 +126,14 @@ class _Item:
         #: Versions before this key left out chunks of zeros in Zarr 3.
         keeps_zeros = not self._is_3 or metadata.get("store_array_data_equal_to_fill_value") is True
         self._zeros = None if keeps_zeros else zarr.Zeros(memory)
-        is_database = os.path.isfile(os.path.join(path, _MANIFEST))
+        is_database = lookup.is_file(os.path.join(path, _MANIFEST))
         #: Orbax writes no database for a tree without arrays.
         self._lacks_database = metadata.get("use_ocdbt") is True and not is_database
         self._store: zarr.Store = _Database(path, memory) if is_database else zarr.Files(path)
         aggregate = os.path.join(path, _AGGREGATE)
-        self._aggregate = flax.tree(aggregate) if os.path.isfile(aggregate) else None
+        self._aggregate = flax.tree(aggregate) if lookup.is_file(aggregate) else None
         strings = os.path.join(path, _STRINGS)
-        self._strings = json_value(strings) if os.path.isfile(strings) else {}
+        self._strings = json_value(strings) if lookup.is_file(strings) else {}
 
     def state(self) -> object:
         """The tree, with arrays as tensors."""

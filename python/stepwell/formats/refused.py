@@ -3,12 +3,12 @@ recognised."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 
 from .. import _core
 from .._locations import container_of
 from ..errors import CorruptCheckpoint, FormatError
+from . import lookup
 from .files import read
 
 #: Offset and value of first bytes, and the message.
@@ -58,8 +58,8 @@ def refuse_members(path: str, names: Collection[str]) -> None:
 def refuse(path: str) -> None:
     """Raises :class:`FormatError` for what is in a known format that is not read, and for a file in
     no known format that is in no checkpoint of ours."""
-    if os.path.isdir(path):
-        names = os.listdir(path)
+    if lookup.is_dir(path):
+        names = lookup.names(path)
         if any(name in names for name in _OF_ORBAX):
             raise FormatError(
                 f"{path}: this checkpoint of Orbax has no tree of arrays that is read. Restore it with "
@@ -76,7 +76,7 @@ def refuse(path: str) -> None:
                 "then pass its arrays to sw.save"
             )
         return
-    if not os.path.isfile(path):
+    if not lookup.is_file(path):
         return
     start, _ = read(path, 0, 512)
     for at, beginning, what in _BEGINNINGS:
@@ -84,7 +84,7 @@ def refuse(path: str) -> None:
             raise FormatError(f"{path}: this is {what}")
     if start.startswith(b"PK\x03\x04"):
         try:
-            names = [one[0] for one in _core.ZipDirectory(os.path.realpath(path)).members()]
+            names = [one[0] for one in _core.ZipDirectory(lookup.real(path)).members()]
         except CorruptCheckpoint:
             names = []
         refuse_members(path, names)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from .. import _core
 from .._state.specs import to_dtype
+from . import lookup
 from .description import MAX_SIZE, Chunk, Description, Opaque, Tensor, fits
 from .files import corrupt, of_model, read, weight_map
 
@@ -68,16 +69,16 @@ class Header:
 def describe(path: str) -> Description | None:
     """Describes a file, an index, or a directory with either. A directory with several files and no
     index is read whole, if no name occurs twice except for parts. A single file has its parts."""
-    if os.path.isfile(path):
+    if lookup.is_file(path):
         if path.endswith(_INDEX):
             return _sharded(path)
         if not path.endswith(_SUFFIX):
             return None
         header = read_header(path)
         return Description(FAMILY, path, header.tensors, header.texts)
-    if not os.path.isdir(path):
+    if not lookup.is_dir(path):
         return None
-    names = sorted(os.listdir(path))
+    names = sorted(lookup.names(path))
     chosen = of_model(path, names, "model.safetensors", "adapter_model.safetensors", _INDEX)
     if chosen is not None:
         return _sharded(chosen) if chosen.endswith(_INDEX) else _whole(path, [chosen])

@@ -5,7 +5,6 @@ An archive has the pickle of the object in ``data.pkl``, and its storages as mem
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from .. import _core
 from ..errors import FormatError
+from . import lookup
 from .description import Chunk, Compressed, Guarded, Place, Unlocated
 from .files import corrupt, guarded, read
 from .old_torch_stream import MAX_PICKLE_BYTES
@@ -95,7 +95,7 @@ class Archive:
     @classmethod
     def of_file(cls, path: str) -> Archive | None:
         """The archive that is a whole file. ``None`` if ``torch.save`` did not write it."""
-        directory = _core.ZipDirectory(os.path.realpath(path))
+        directory = _core.ZipDirectory(lookup.real(path))
         members = directory.members()
         return cls(path, members, directory) if roots_of(one[0] for one in members) else None
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from . import deepspeed_symbols, numpy_symbols, python_symbols
+from . import deepspeed_symbols, lookup, numpy_symbols, python_symbols
 from .description import Compressed, Description, Guarded
 from .files import corrupt, of_model, read, weight_map
 from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
@@ -46,9 +46,9 @@ class TorchFile:
 
 def describe(path: str) -> Description | None:
     """Describes a file, an index of shards, or a directory of ``save_pretrained`` or of verl."""
-    if os.path.isdir(path):
+    if lookup.is_dir(path):
         return _directory(path)
-    if not os.path.isfile(path):
+    if not lookup.is_file(path):
         return None
     if path.endswith(_INDEX):
         return _sharded(path)
@@ -69,7 +69,7 @@ def with_streams(files: Mapping[str, TorchFile]) -> list[str | Compressed]:
 
 
 def _directory(path: str) -> Description | None:
-    names = sorted(os.listdir(path))
+    names = sorted(lookup.names(path))
     chosen = of_model(path, names, "pytorch_model.bin", "adapter_model.bin", _INDEX)
     if chosen is not None:
         return describe(chosen)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from . import lookup
 from .description import Chunk, Tensor
 from .files import corrupt, is_file_name
 from .parameter_shapes import shapes_of
@@ -57,7 +58,7 @@ def _add(state: ZeroState, path: str, name: str, size: Size | None, rows: int | 
     if not is_file_name(name):
         raise corrupt(path, f"parameter `{name[:200]}` cannot be the name of a directory")
     directory = os.path.join(path, name)
-    files = os.listdir(directory) if os.path.isdir(directory) else []
+    files = lookup.names(directory) if lookup.is_dir(directory) else []
     if _WEIGHTS + _END not in files:
         raise corrupt(path, f"parameter `{name[:200]}` has no {_WEIGHTS}{_END}. Copy the whole directory")
     for file in sorted(files):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from .. import _core
 from .._paths import printable
 from .._state.specs import to_dtype
 from ..errors import FormatError
+from . import lookup
 from .description import MAX_SIZE, Chunk, Compressed, Opaque, Tensor, fits, row_major
 from .files import corrupt, is_path_below, read_ranges
 from .numpy_symbols import MAX_DIMS
@@ -97,11 +97,8 @@ class Files:
         if not is_path_below(key):
             return None
         file = os.path.join(self.path, key)
-        try:
-            found = os.stat(file)
-        except OSError:
-            return None
-        return Stored(file, 0, found.st_size) if stat.S_ISREG(found.st_mode) else None
+        length = lookup.length(file)
+        return None if length is None else Stored(file, 0, length)
 
     def contents(self, places: Sequence[Stored]) -> list[bytes]:
         """The bytes of values."""

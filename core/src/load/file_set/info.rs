@@ -120,7 +120,8 @@ impl FileInfo {
 
     /// Checks the header of our own object, unless that was done before.
     pub(in crate::load) fn check_object(&self, file: &dyn File) -> Result<()> {
-        if file.is_object() { self.check_header(&exactly(file, 0, PAGE)?) } else { Ok(()) }
+        let is_own = self.file_id.is_some();
+        if is_own && file.is_object() { self.check_header(&exactly(file, 0, PAGE)?) } else { Ok(()) }
     }
 
     /// Checks a header against the trailer of its file.

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 from ...errors import FormatError
+from .. import lookup
 from . import hugging_face, lightning, plain, trackers
 from .listing import Family, ForeignStep, Listing
 
@@ -42,8 +43,8 @@ def find(path: str) -> Listing | None:
     """Lists the steps of another library in a directory, or in its directory ``checkpoints``;
     ``None`` without any."""
     for where in (path, *(os.path.join(path, name) for name in _INNER)):
-        if os.path.isdir(where):
-            names = sorted(os.listdir(where))
+        if lookup.is_dir(where):
+            names = sorted(lookup.names(where))
             found = [listing for family in _FAMILIES if (listing := family(where, names)) is not None]
             if len(found) > 1:
                 several = " and of ".join(f"{one.family} ({one.steps[-1].name})" for one in found)
@@ -61,7 +62,7 @@ def containing(path: str) -> Listing | None:
     are not looked at: there may be very many."""
     root, name = os.path.split(path)
     beside = (name, f"{name}{lightning.UNFINISHED}", *trackers.POINTERS)
-    names = sorted({one for one in beside if os.path.lexists(os.path.join(root, one))})
+    names = sorted({one for one in beside if lookup.is_named(os.path.join(root, one))})
     listings = (family(root, names) for family in _FAMILIES)
     found = [one for one in listings if one is not None and any(step.path == path for step in one.steps)]
     return found[0] if len(found) == 1 else None

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 
+from .. import lookup
 from ..files import read, read_whole
 from .listing import ForeignStep, Listing, entries, missing, numbered
 
@@ -34,7 +35,7 @@ _OF_DEEPSPEED = re.compile(r"global_step(\d+)")
 
 def trainer(path: str, names: Sequence[str]) -> Listing | None:
     """Lists the checkpoints of a Trainer, and of what is built on it (TRL, Axolotl)."""
-    found = [one for one in numbered(path, names, _OF_TRAINER) if os.path.isdir(one[2])]
+    found = [one for one in numbered(path, names, _OF_TRAINER) if lookup.is_dir(one[2])]
     steps = []
     for number, name, place in found:
         inside = entries(place)
@@ -54,7 +55,7 @@ def accelerate(path: str, names: Sequence[str]) -> Listing | None:
     """Lists what ``Accelerator.save_state`` has named by itself."""
     steps = []
     for number, name, place in numbered(path, names, _OF_ACCELERATE):
-        inside = entries(place) if os.path.isdir(place) else ()
+        inside = entries(place) if lookup.is_dir(place) else ()
         if any(_weights(inside)) or "random_states_0.pkl" in inside:
             reason = missing(inside, "random_states_0.pkl")
             steps.append(_step(number, name, place, inside, reason))

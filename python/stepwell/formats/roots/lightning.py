@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ... import _core
 from ...errors import CorruptCheckpoint, StepwellError
-from .. import torch_save
+from .. import lookup, torch_save
 from ..description import Value
 from ..files import read
 from .listing import ForeignStep, Listing, entries, missing, number_of
@@ -61,16 +61,16 @@ def _order(step: ForeignStep) -> tuple[int, bool, int, str]:
 def _lightning_step(path: str, name: str) -> ForeignStep:
     place, number = os.path.join(path, name), number_of(_NUMBER.search(name.removesuffix(_END)))
     save = os.path.join(place, _OF_DEEPSPEED)
-    if os.path.isdir(save):
+    if lookup.is_dir(save):
         return ForeignStep(number, name, place, missing(entries(place), _LATEST), save)
-    if os.path.isdir(place):
+    if lookup.is_dir(place):
         reason = missing(entries(place), ".metadata", _META)
-    elif not os.path.exists(place):
+    elif not lookup.exists(place):
         reason = "it is a link that leads nowhere"
     else:
         reason = _torn(place)
     if number is None and reason is None:
-        found = _read_state(os.path.join(place, _META) if os.path.isdir(place) else place).get("global_step")
+        found = _read_state(os.path.join(place, _META) if lookup.is_dir(place) else place).get("global_step")
         number = found if type(found) is int and found >= 0 else None
     return ForeignStep(number, name, place, reason)
 
@@ -81,7 +81,7 @@ def _torn(file: str) -> str | None:
         return "it is empty: the save was not finished"
     if read(file, 0, 4)[0] == b"PK\x03\x04":
         try:
-            _core.ZipDirectory(os.path.realpath(file)).members()
+            _core.ZipDirectory(lookup.real(file)).members()
         except CorruptCheckpoint:
             return "it ends early: the save was not finished"
     return None
@@ -98,7 +98,7 @@ def _read_state(file: str) -> dict[object, object]:
 
 def _best(place: str) -> str | None:
     """The name of the best checkpoint, as its callback has noted it."""
-    state = _read_state(os.path.join(place, _META) if os.path.isdir(place) else place)
+    state = _read_state(os.path.join(place, _META) if lookup.is_dir(place) else place)
     callbacks = state.get("callbacks")
     for key, values in (callbacks if isinstance(callbacks, dict) else {}).items():
         values = values.value if isinstance(values, Value) else values
@@ -117,17 +117,17 @@ def nemo(path: str, names: Sequence[str]) -> Listing | None:
     steps = []
     for name in names:
         number, place = number_of(_OF_NEMO.fullmatch(name)), os.path.join(path, name)
-        if number is None or name.endswith((_END, UNFINISHED)) or not os.path.isdir(place):
+        if number is None or name.endswith((_END, UNFINISHED)) or not lookup.is_dir(place):
             continue
         weights = os.path.join(place, "weights")
         if f"{name}{UNFINISHED}" in names:
             reason: str | None = f"{name}{UNFINISHED} is beside it: the save was not finished"
-        elif not os.path.isdir(weights):
+        elif not lookup.is_dir(weights):
             reason = "its directory weights is missing: the save was not finished"
         else:
             reason = missing(entries(weights), ".metadata")
         steps.append(ForeignStep(number, name, place, reason, weights))
-    if not any(step.checkpoint and os.path.isdir(step.checkpoint) for step in steps):
+    if not any(step.checkpoint and lookup.is_dir(step.checkpoint) for step in steps):
         return None
     steps.sort(key=lambda step: (step.number or 0, not step.name.endswith("-last"), step.name))
     return Listing(NEMO, path, steps)

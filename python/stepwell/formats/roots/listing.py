@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ... import _core
 from ..._checks import shown
 from ..._paths import printable
 from ...errors import CorruptCheckpoint, MisuseError, StepNotFound
+from .. import lookup
 from ..files import corrupt, read
 
 #: The longest file with the name of a step.
@@ -55,6 +57,8 @@ class Listing:
     newest: str | None = None
     #: Returns the name of the best step, if the library notes it.
     best: Callable[[], str | None] = _no_best
+    #: The reading that its files belong to.
+    reading: _core.Reading = field(default_factory=lookup.reading)
 
     def latest(self) -> ForeignStep | None:
         """The newest complete step."""
@@ -64,7 +68,8 @@ class Listing:
 
     def best_step(self) -> ForeignStep | None:
         """The best step, if the library notes it and it is there and complete."""
-        name = self.best()
+        with self.reading:
+            name = self.best()
         found = [step for step in self.steps if step.name == name and step.incomplete is None]
         return found[0] if found else None
 
@@ -125,7 +130,7 @@ def number_of(match: re.Match[str] | None) -> int | None:
 def entries(path: str) -> Collection[str]:
     """The entries of a directory. Empty if it cannot be listed."""
     try:
-        return os.listdir(path)
+        return lookup.names(path)
     except OSError:
         return ()
 
@@ -133,7 +138,7 @@ def entries(path: str) -> Collection[str]:
 def pointer(path: str, name: str, expected: str) -> str | None:
     """Returns the text of a file that names a step; ``None`` without that file."""
     file = os.path.join(path, name)
-    if not os.path.isfile(file):
+    if not lookup.is_file(file):
         return None
     content, length = read(file, 0, _MAX_POINTER_BYTES)
     text = content.decode("utf-8", "replace").strip()

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 
+from .. import lookup
 from ..files import read_whole
 from ..orbax import FAMILY as ORBAX
 from ..orbax import OF_CHECKPOINT, STEP
@@ -25,7 +26,7 @@ _OF_FLAX = re.compile(r"checkpoint_(\d+)")
 
 def torchtitan(path: str, names: Sequence[str]) -> Listing | None:
     """Lists the steps of torchtitan: of DCP, or of Hugging Face."""
-    found = [one for one in numbered(path, names, _OF_TORCHTITAN) if os.path.isdir(one[2])]
+    found = [one for one in numbered(path, names, _OF_TORCHTITAN) if lookup.is_dir(one[2])]
     steps = []
     for number, name, place in found:
         inside = entries(place)
@@ -36,9 +37,9 @@ def torchtitan(path: str, names: Sequence[str]) -> Listing | None:
 
 def flax(path: str, names: Sequence[str]) -> Listing | None:
     """Lists the files of ``flax.training.checkpoints``. A complete one gets its name."""
-    found = [one for one in numbered(path, names, _OF_FLAX) if os.path.isfile(one[2])]
+    found = [one for one in numbered(path, names, _OF_FLAX) if lookup.is_file(one[2])]
     steps = [
-        ForeignStep(number, name, place, None if os.path.getsize(place) else "it is empty")
+        ForeignStep(number, name, place, None if lookup.length(place) else "it is empty")
         for number, name, place in found
     ]
     return Listing(FLAX, path, steps) if steps else None
@@ -46,9 +47,9 @@ def flax(path: str, names: Sequence[str]) -> Listing | None:
 
 def orbax(path: str, names: Sequence[str]) -> Listing | None:
     """Lists the steps of a ``CheckpointManager`` or ``Checkpointer`` of Orbax."""
-    found = [one for one in numbered(path, names, STEP) if os.path.isdir(one[2])]
+    found = [one for one in numbered(path, names, STEP) if lookup.is_dir(one[2])]
     inside = {name: _inside(place) for _, name, place in found}
-    unfinished = [one for one in numbered(path, names, _UNFINISHED) if os.path.isdir(one[2])]
+    unfinished = [one for one in numbered(path, names, _UNFINISHED) if lookup.is_dir(one[2])]
     if not unfinished and not any(map(_is_of_orbax, inside.values())):
         return None
     of_orbax = {_prefix(name) for name, some in inside.items() if _is_of_orbax(some)}
@@ -72,7 +73,7 @@ def _inside(path: str) -> Collection[str]:
     """The entries of a step, and those of its items that show how far its save was."""
     own = entries(path)
     marks = [f"{one}/{mark}" for one in own for mark in (_TREE, _SUCCESS)]
-    return {*own, *(mark for mark in marks if os.path.isfile(os.path.join(path, mark)))}
+    return {*own, *(mark for mark in marks if lookup.is_file(os.path.join(path, mark)))}
 
 
 def _is_of_orbax(inside: Collection[str]) -> bool:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from ...errors import CorruptCheckpoint, FormatError
+from .. import lookup
 from ..deepspeed import FAMILY as DEEPSPEED
 from ..deepspeed_files import MODEL_STATES
 from ..megatron import FAMILY as MEGATRON
@@ -76,7 +77,7 @@ def _megatron_reason(place: str) -> str | None:
 
 def verl(path: str, names: Sequence[str]) -> Listing | None:
     """Lists the steps of verl. Each has a directory for each model, with files by rank."""
-    found = [one for one in numbered(path, names, _OF_VERL) if os.path.isdir(one[2])]
+    found = [one for one in numbered(path, names, _OF_VERL) if lookup.is_dir(one[2])]
     if not found:
         return None
     noted = tracked(path, _TRACKER)
@@ -85,7 +86,7 @@ def verl(path: str, names: Sequence[str]) -> Listing | None:
         parts, lacking = {}, None
         for model in sorted(entries(place)):
             inside = os.path.join(place, model)
-            if os.path.isdir(inside):
+            if lookup.is_dir(inside):
                 parts[model] = inside
                 lacking = lacking or _missing_ranks(inside, model)
         reason = newer(number, noted, _TRACKER) or lacking
@@ -132,4 +133,4 @@ def deepspeed(path: str, names: Sequence[str]) -> Listing | None:
 
 
 def _model_states(path: str) -> bool:
-    return os.path.isdir(path) and any(MODEL_STATES.fullmatch(name) for name in entries(path))
+    return lookup.is_dir(path) and any(MODEL_STATES.fullmatch(name) for name in entries(path))
