@@ -135,6 +135,8 @@ fn each_step_arrives_and_is_restored_after_the_node_is_lost() {
     for step in 1..=4 {
         assert_restores(&second, step);
     }
+    let missing = second.checkpoint(Some(9)).err().unwrap().to_string();
+    assert!(missing.contains("the latest is 4"), "{missing}");
     assert_eq!(second.save(request(4)).unwrap_err().kind(), "step_exists");
     assert_eq!(second.save(request(3)).unwrap_err().kind(), "step_exists");
     commit(&second, 5);

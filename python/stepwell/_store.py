@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias, TypeGuard, final
 
@@ -137,7 +137,7 @@ def url_of(given: str | Store, what: str) -> StoreUrl:
     function = store.credentials
     if function is None and profile is not None:
         function = _of_profile(profile)
-    found.credentials = None if function is None else _asked(function)
+    found.credentials = None if function is None else _asked(_hashable(function))
     return found
 
 
@@ -170,7 +170,10 @@ def _any_variable(names: tuple[str, ...]) -> bool:
 
 
 def _default_profile() -> str | None:
-    """The profile of ``AWS_PROFILE``, or the default one if nothing else gives credentials."""
+    """The profile of ``AWS_PROFILE``, or the default one if nothing else gives credentials. Keys in
+    variables count before a profile in one, as for the clients of AWS."""
+    if _any_variable(("AWS_ACCESS_KEY_ID",)):
+        return None
     if named := os.environ.get("AWS_PROFILE"):
         return named
     if _any_variable(_WITHOUT_PROFILE):
@@ -231,6 +234,26 @@ def _of_profile(profile: str) -> CredentialFunction:
         }
 
     return by_boto3
+
+
+class _ByIdentity:
+    """A function that has no hash, such as an object with ``__call__`` and ``__eq__``."""
+
+    def __init__(self, function: CredentialFunction) -> None:
+        self._function = function
+
+    def __call__(self) -> CredentialValues:
+        return self._function()
+
+    def __hash__(self) -> int:
+        return id(self._function)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and other._function is self._function
+
+
+def _hashable(function: CredentialFunction) -> CredentialFunction:
+    return function if isinstance(function, Hashable) else _ByIdentity(function)
 
 
 @functools.lru_cache(maxsize=64)

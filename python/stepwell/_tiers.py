@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, TypeAlias, final, get_args
@@ -120,7 +121,8 @@ class Tiers:
         last = len(self.all) - 1
         defaults = ["near" if at == 0 else "home" if at == last else f"tier{at}" for at in range(last + 1)]
         self.names = [tier.name or default for tier, default in zip(self.all, defaults, strict=True)]
-        for given, what in ((self.roots, "location"), (self.names, "name")):
+        places = [root if is_store(root) else os.path.realpath(root) for root in self.roots]
+        for given, what in ((places, "location"), (self.names, "name")):
             if twice := {one for one in given if given.count(one) > 1}:
                 raise MisuseError(f"two tiers have the {what} {min(twice)}; each has its own")
         first = self.all[0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -304,18 +305,26 @@ def test_credentials_come_from_a_function(
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
         monkeypatch.delenv(name)
-    calls = []
 
-    def give() -> dict[str, Any]:
-        calls.append(threading.current_thread().name)
-        expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
-        return {"access_key_id": "someone", "secret_access_key": "wonderful-secret", "expires_at": expires}
+    @dataclass
+    class Vault:  # it has no hash
+        calls: list[str]
 
+        def __call__(self) -> dict[str, Any]:
+            self.calls.append(threading.current_thread().name)
+            expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+            return {
+                "access_key_id": "someone",
+                "secret_access_key": "wonderful-secret",
+                "expires_at": expires,
+            }
+
+    give = Vault([])
     store = sw.Store(url, endpoint=server["AWS_ENDPOINT_URL"], region="us-east-1", credentials=give)
     with sw.CheckpointManager(store) as mgr:
         mgr.save(1, state(1)).result()
     np.testing.assert_array_equal(sw.restore(store)["b"], state(1)["b"])
-    assert calls == ["stepwell-credentials"]
+    assert give.calls == ["stepwell-credentials"]
     assert "secret" not in repr(store)
 
 
@@ -354,6 +363,10 @@ def test_keys_come_from_a_profile_of_the_shared_files(
     sw.save(sw.Store(url, profile="work"), {"x": 1})
     monkeypatch.setenv("AWS_PROFILE", "work")
     assert sw.restore(url) == {"x": 1}
+    # Keys in variables count before a profile in one.
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wonderful-secret")
+    assert _store._default_profile() is None
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,13 @@ def test_ranks_find_the_steps_of_every_tier(home: str, tmp_path: Path) -> None:
     assert [row.step for row in sw.inspect(home)] == [0, 1, 2, 3]
 
 
+def test_a_link_to_a_tier_is_the_same_tier(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "near")
+    with pytest.raises(sw.MisuseError, match="two tiers have the location"):
+        sw.CheckpointManager(tiers=[sw.Tier(tmp_path / "near"), sw.Tier(tmp_path / "link")])
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
 def test_wrong_tiers_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     near, home = sw.Tier(tmp_path / "near"), sw.Tier(tmp_path / "home")
     for arguments, message in [

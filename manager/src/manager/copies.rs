@@ -66,7 +66,19 @@ impl Inner {
         }
         // Perhaps it is damaged everywhere. Then a read says where.
         let elsewhere = || self.roots().find_map(|root| Some((root, root.find(step).ok()?)));
-        self.root.find(step).map(|found| (&self.root, found)).or_else(|error| elsewhere().ok_or(error))
+        let found = self.root.find(step).map(|found| (&self.root, found));
+        found.or_else(|error| elsewhere().ok_or_else(|| self.in_all_tiers(error)))
+    }
+
+    /// Completes the error of the near tier that a step is missing: other tiers may have newer ones.
+    fn in_all_tiers(&self, error: Error) -> Error {
+        match error {
+            Error::StepNotFound { step, root, latest } => {
+                let latest = self.newest_step().unwrap_or(latest);
+                Error::StepNotFound { step, root, latest }
+            }
+            other => other,
+        }
     }
 
     /// Opens and leases a step (`None`: the newest) in the nearest tier that has it whole.
@@ -101,7 +113,7 @@ impl Inner {
                 return Err(error);
             }
         }
-        Err(self.root.not_found(step))
+        Err(self.in_all_tiers(self.root.not_found(step)))
     }
 
     /// Returns the tiers that are farther than one with this root.

@@ -101,7 +101,8 @@ def convert(
     """Write the checkpoint SOURCE (a path, or ROOT@STEP) to DESTINATION in another format.
 
     SOURCE may also be a checkpoint of another library. DESTINATION is a free path. It appears whole
-    and durable, or not at all. After an interrupt, the same command goes on where it was.
+    and durable, or not at all. After an interrupt, the same command goes on where it was. Both may
+    be URLs. In a store, the files of DESTINATION appear one by one, and an interrupt deletes them.
     """
     return write(out, source, destination, to, choice, verify=verify, dry_run=dry_run)
 
