@@ -70,7 +70,7 @@ impl Inner {
         found.or_else(|error| elsewhere().ok_or_else(|| self.in_all_tiers(error)))
     }
 
-    /// Completes the error of the near tier that a step is missing: other tiers may have newer ones.
+    /// Completes the error that the near tier lacks a step: other tiers may have newer ones.
     fn in_all_tiers(&self, error: Error) -> Error {
         match error {
             Error::StepNotFound { step, root, latest } => {
