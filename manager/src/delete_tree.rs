@@ -7,7 +7,7 @@ use crate::directory_layout::{EXPORT_RECORD, LEASE};
 /// The deepest nesting. Steps are less deep, and a deeper foreign tree is not deleted.
 const MAX_DEPTH: usize = 64;
 /// The objects that one request deletes.
-const DELETED_AT_ONCE: usize = 1000;
+pub(crate) const DELETED_AT_ONCE: usize = 1000;
 
 /// Deletes a directory with its content. A missing one is ENOENT.
 pub fn delete_tree(parent: &dyn Dir, name: &str) -> stepwell_core::Result<()> {

@@ -37,7 +37,7 @@ thread_local! {
 /// A reading, for the thread that has entered it.
 #[derive(Clone, Default)]
 pub struct Entered {
-    /// What is known of its files.
+    /// The known facts about its files.
     pub reading: Arc<ForeignReading>,
     /// The store that has them.
     store: Option<Arc<EnteredStore>>,

@@ -10,16 +10,13 @@ use stepwell_core::io::{Dir, Disk};
 use super::OutputKind;
 use super::file_plan::{ConversionPlan, PieceContent, PlannedFile};
 use super::writer::OutputFile;
+use crate::delete_tree::DELETED_AT_ONCE;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::root::{PathKind, path_kind};
 use crate::singular;
 
-/// The objects that one request deletes.
-const DELETED_AT_ONCE: usize = 1000;
-
 /// See the module documentation.
-#[derive(Clone)]
 pub(super) struct StoreOutput {
     /// The prefix of the files.
     dir: Arc<dyn Dir>,

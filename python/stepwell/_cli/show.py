@@ -145,8 +145,8 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
 def metrics_of(checkpoint: sw.Checkpoint) -> dict[str, float]:
     """The metrics of a checkpoint, with those that were added later, which belong to its root."""
     above, name = os.path.split(checkpoint.path)
-    # A checkpoint may lie in the bucket itself, which is no location.
-    is_bucket = os.path.dirname(above).endswith(":")
+    # A bucket itself cannot be a root.
+    is_bucket = "://" in above and above.count("/") == 2
     rows = root_of(above) if not is_bucket and is_root(location(above)) else None
     later = [row.metrics for row in rows or [] if row.name == name and row.step is not None]
     return later[0] if later else checkpoint.metadata().metrics
