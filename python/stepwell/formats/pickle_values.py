@@ -114,8 +114,8 @@ Symbol: TypeAlias = Callable[[Made], Found]
 #: Returns the object of a persistent id.
 PersistentLoad: TypeAlias = Callable[[object], Found]
 
-#: Types of values that have no parts.
-_ATOMS = frozenset((int, bool, float, type(None)))
+#: Types of values of which a call copies nothing.
+_UNCOPIED = frozenset((int, bool, float, type(None), Name, Tensor, Opaque))
 #: Types of keys and of elements of sets.
 _KEY_TYPES = (str, int, float, bool, bytes, type(None))
 
@@ -143,11 +143,13 @@ def _is_count(value: object) -> bool:
 class _Frame:
     """An object whose parts are being converted."""
 
-    __slots__ = ("children", "node", "results")
+    __slots__ = ("children", "node", "rest", "results")
 
     def __init__(self, node: object, children: Sequence[object]) -> None:
         self.node = node
         self.children = children
+        #: Those that are not converted yet.
+        self.rest = iter(children)
         self.results: list[Found] = []
 
 
@@ -184,13 +186,13 @@ class Converter:
         frames = [self._enter(root)]
         while True:
             frame = frames[-1]
-            if len(frame.results) < len(frame.children):
-                child = frame.children[len(frame.results)]
+            for child in frame.rest:
                 found = self._at_once(child)
                 if found is None:
                     frames.append(self._enter(child))
-                else:
-                    frame.results.append(found)
+                    break
+                frame.results.append(found)
+            if frame is not frames[-1]:
                 continue
             frames.pop()
             try:
@@ -214,13 +216,16 @@ class Converter:
     def _at_once(self, node: object) -> Found | None:
         """Converts an object that needs no frame."""
         kind = type(node)
+        # Most objects are of these types, so they are made without further calls.
         if kind is str:
-            return plain(node, len(str(node)))
+            return Found(node, node, True, 1, len(node))  # type: ignore[arg-type]
         if kind is int:
-            bits = int.bit_length(node)  # type: ignore[arg-type]
-            return plain(node) if bits <= _MAX_INTEGER_BITS else opaque(f"integer of {bits} bits")
+            bits = node.bit_length()  # type: ignore[attr-defined]
+            if bits > _MAX_INTEGER_BITS:
+                return opaque(f"integer of {bits} bits")
+            return Found(node, node, True)
         if kind is float or kind is bool or node is None:
-            return plain(node)
+            return Found(node, node, True)
         if isinstance(node, Name):
             return self._named(node)
         if isinstance(node, tuple) and 0 < len(node) <= _MAX_AT_ONCE and all(map(_is_count, node)):
@@ -278,7 +283,7 @@ class Converter:
         entries = results[at + len(node.items) :]
         made = Made(node, name, self._stream, results[: len(node.args)], state, items, entries)
         for part in results[:at]:
-            if type(part.value) not in _ATOMS:
+            if type(part.value) not in _UNCOPIED:
                 self._copied += _copied_bytes(part.value)
         if self._copied > self._max_copied:
             return opaque(f"{name_of(name)}, of a pickle with too many copies")
@@ -286,7 +291,8 @@ class Converter:
             found = self._symbols[name.module, name.name](made)
         except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
             return opaque(name_of(name))
-        self._copied += _copied_bytes(found.value)
+        if type(found.value) not in _UNCOPIED:
+            self._copied += _copied_bytes(found.value)
         return found
 
     def _bounded(self, frame: _Frame, found: Found) -> Found:
