@@ -185,6 +185,36 @@ impl CarryQueue {
         is_carried
     }
 
+    /// Returns the step to carry when little time is left: the newest one, with its bytes. If it
+    /// does not fit into the bytes that can still be carried, and a started step has fewer bytes
+    /// left, that one.
+    pub fn most_useful(&self, newest: (u64, u64), left_of_carried: u64, affordable: u64) -> u64 {
+        let (newest, bytes) = newest;
+        let started = self.carried().filter(|&step| self.is_wanted(step));
+        match started {
+            Some(started) if bytes > affordable && left_of_carried < bytes => started,
+            _ => newest,
+        }
+    }
+
+    /// Makes a step the only one that is due, at once. All others are passed over, also one that is
+    /// carried.
+    pub fn carry_only(&mut self, step: u64) {
+        let others: Vec<u64> = self.due().filter(|&other| other != step).collect();
+        for other in others {
+            match self.due.get_mut(&other) {
+                Some(due) if due.phase != CarryPhase::Waits => {
+                    due.phase = CarryPhase::Removed;
+                    self.superseded += 1;
+                    self.end(other, CarryEnd::Superseded);
+                }
+                _ => self.pass_over(other),
+            }
+        }
+        self.ended.remove(&step);
+        self.due.entry(step).or_default().not_before = Duration::ZERO;
+    }
+
     /// Returns the steps that the first tier has to keep.
     pub fn due(&self) -> impl Iterator<Item = u64> {
         self.due.keys().copied()
@@ -323,6 +353,37 @@ mod tests {
         assert_eq!(queue.take(NOW), NextStep::Carry(3));
         queue.ended(3, CarryEnd::GivenUp("damaged".to_owned()));
         assert_eq!(queue.take(NOW), NextStep::Carry(2));
+    }
+
+    #[test]
+    fn a_step_that_is_carried_alone_takes_the_place_of_all_others() {
+        let mut queue = queue(10, true);
+        for step in [10, 20, 30] {
+            queue.committed(step, false);
+        }
+        assert_eq!(queue.take(NOW), NextStep::Carry(10));
+        queue.carry_only(31);
+        assert!(!queue.is_wanted(10));
+        assert_eq!(due(&queue), [10, 31], "until the carrier has stopped");
+        queue.ended(10, CarryEnd::Arrived);
+        assert_eq!((queue.superseded(), queue.end_of(10)), (3, Some(&CarryEnd::Superseded)));
+        assert_eq!(queue.take(NOW), NextStep::Carry(31));
+        queue.failed(31, "no answer".to_owned(), NOW);
+        queue.carry_only(31);
+        assert_eq!(queue.take(NOW), NextStep::Carry(31), "without the pause after a failure");
+    }
+
+    #[test]
+    fn a_started_step_is_finished_if_the_newest_does_not_fit() {
+        let mut queue = queue(1, false);
+        assert_eq!(queue.most_useful((2, 100), 0, 10), 2, "none was started");
+        queue.committed(1, false);
+        queue.take(NOW);
+        for (left, affordable, chosen) in [(50, 100, 2), (50, 99, 1), (50, 10, 1), (100, 10, 2)] {
+            assert_eq!(queue.most_useful((2, 100), left, affordable), chosen, "{left} {affordable}");
+        }
+        queue.committed(1, false);
+        assert_eq!(queue.most_useful((2, 100), 50, 99), 2, "what is carried was replaced");
     }
 
     #[test]

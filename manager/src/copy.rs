@@ -170,7 +170,7 @@ pub(crate) fn publish(
 }
 
 /// Returns the bytes of a copy.
-fn total(manifest: &Manifest) -> u64 {
+pub(crate) fn total(manifest: &Manifest) -> u64 {
     stored_files(&manifest.files).iter().map(|(_, length)| length).sum()
 }
 

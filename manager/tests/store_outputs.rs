@@ -15,8 +15,9 @@ use stepwell_core::remote::StoreOptions;
 use stepwell_core::remote::simulated::{Fate, SimStore};
 use stepwell_manager::convert::{
     Conversion, ConversionOptions, ConversionPlan, NO_OWNER, OutputKind, PieceContent, PlannedFile,
-    PlannedPiece, Sharing,
+    PlannedPiece, Sharing, remove_objects, write_record,
 };
+use stepwell_manager::directory_layout::EXPORT_RECORD;
 use stepwell_manager::ledger::{LedgerDisk, LedgerPatience};
 use stepwell_manager::{Checkpoint, Environment};
 
@@ -47,6 +48,15 @@ fn environment(world: &World, store: &Arc<SimStore>) -> Environment {
 }
 
 fn convert(world: &World, source: &Checkpoint, store: &Arc<SimStore>) -> stepwell_manager::Result<()> {
+    write(world, source, store, plan())
+}
+
+fn write(
+    world: &World,
+    source: &Checkpoint,
+    store: &Arc<SimStore>,
+    plan: ConversionPlan,
+) -> stepwell_manager::Result<()> {
     let environment = environment(world, store);
     let sharing = Arc::new(Sharing::alone(&environment));
     let options = ConversionOptions {
@@ -57,7 +67,7 @@ fn convert(world: &World, source: &Checkpoint, store: &Arc<SimStore>) -> stepwel
     };
     let path = Path::new(OUTPUT);
     let begun =
-        Conversion::begin(source, plan(), path, OutputKind::Directory, &sharing, &environment, options)?;
+        Conversion::begin(source, plan, path, OutputKind::Directory, &sharing, &environment, options)?;
     begun.write(source, &mut |_, _| true)?.publish()
 }
 
@@ -103,6 +113,60 @@ fn the_index_is_there_only_with_what_it_names() {
             assert!(ended.is_err() || has_index, "{what}");
         }
     }
+}
+
+/// The output of an export.
+fn export_plan() -> ConversionPlan {
+    ConversionPlan { owner: [2; 32], ..plan() }
+}
+
+/// Writes an export, and removes it.
+fn export(world: &World, source: &Checkpoint, store: &Arc<SimStore>) -> stepwell_manager::Result<()> {
+    let environment = environment(world, store);
+    let path = Path::new(OUTPUT);
+    write_record(&path.join(EXPORT_RECORD), b"begun", &environment)?;
+    write(world, source, store, export_plan())?;
+    write_record(&path.join(EXPORT_RECORD), b"done", &environment)?;
+    write_record(&path.join(EXPORT_RECORD), b"removed", &environment)?;
+    remove_objects(path, OutputKind::Directory, &environment)
+}
+
+#[test]
+fn whatever_is_left_of_an_export_has_its_record() {
+    let world = World::default();
+    let source = source(&world);
+    let store = SimStore::new("s3://bucket");
+    export(&world, &source, &store).unwrap();
+    assert!(written(&store).is_empty());
+    let mut found = std::collections::BTreeSet::new();
+    for number in 0..store.requests().len() as u64 {
+        for fate in [Fate::Killed, Fate::KilledAfterwards, Fate::AnswerLost, Fate::Dropped] {
+            let store = SimStore::new("s3://bucket");
+            let process = store.process();
+            process.script(move |request| if request.number == number { fate } else { Fate::Served });
+            let ended = export(&world, &source, &process);
+            let what = format!("{fate:?} at request {number}: {ended:?}, {:?}", written(&store));
+            let record = store.bytes(&format!("models/out/{EXPORT_RECORD}"));
+            assert!(record.is_some() || written(&store).is_empty(), "{what}");
+            assert!(record.as_deref() != Some(b"done") || is_whole(&store), "{what}");
+            found.insert(record);
+        }
+    }
+    assert_eq!(found.len(), 4, "begun, done, removed, and nothing");
+}
+
+#[test]
+fn an_export_replaces_nothing_but_its_record() {
+    let world = World::default();
+    let source = source(&world);
+    let store = SimStore::new("s3://bucket");
+    let environment = environment(&world, &store);
+    let theirs = Path::new(OUTPUT).join("theirs");
+    write_record(&theirs, b"theirs", &environment).unwrap();
+    write_record(&Path::new(OUTPUT).join(EXPORT_RECORD), b"begun", &environment).unwrap();
+    let error = write(&world, &source, &store, export_plan()).unwrap_err();
+    assert!(error.to_string().contains("exists already"), "{error}");
+    assert_eq!(written(&store).len(), 2);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Conversions into files of other formats, as Python sees them. The package's writers plan the
 //! files.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -388,8 +389,34 @@ pub fn remove_output_file(py: Python<'_>, path: PathBuf) -> PyResult<()> {
 
 /// Writes a small file beside an output, or replaces it. It is durable and whole.
 #[pyfunction]
-pub fn write_record(py: Python<'_>, path: PathBuf, text: String) -> PyResult<()> {
-    call(py, move || convert::write_record(&path, text.as_bytes(), &environment_of(&path)?))
+pub fn write_record(py: Python<'_>, path: Location, text: String) -> PyResult<()> {
+    call(py, move || {
+        let environment = path.environment(Engine::Auto, Purpose::Write)?;
+        convert::write_record(&path.path, text.as_bytes(), &environment)
+    })
+}
+
+/// Returns the names below a URL, of one level.
+#[pyfunction]
+pub fn stored_level(py: Python<'_>, url: Location) -> PyResult<Vec<String>> {
+    call(py, move || convert::stored_level(&url.path, &url.environment(Engine::Auto, Purpose::Write)?))
+}
+
+/// Returns a small object. `None` if it does not exist.
+#[pyfunction]
+pub fn read_object(py: Python<'_>, url: Location) -> PyResult<Option<Cow<'static, [u8]>>> {
+    let read =
+        call(py, move || convert::read_object(&url.path, &url.environment(Engine::Auto, Purpose::Write)?))?;
+    Ok(read.map(Cow::Owned))
+}
+
+/// Deletes an export in a store, its record last.
+#[pyfunction]
+pub fn remove_objects(py: Python<'_>, url: Location, is_directory: bool) -> PyResult<()> {
+    call(py, move || {
+        let environment = url.environment(Engine::Auto, Purpose::Write)?;
+        convert::remove_objects(&url.path, kind_of(is_directory), &environment)
+    })
 }
 
 /// Removes the directory of an earlier conversion; `only_rest`: only what an interrupted removal

@@ -66,7 +66,8 @@ mod _core {
     #[pymodule_export]
     use crate::convert::{
         Conversion, Sharing, StoredReads, StoredTensor, compare_tensors, discard_conversion,
-        leftover_conversions, removal_of, remove_conversion, remove_output_file, write_record,
+        leftover_conversions, read_object, removal_of, remove_conversion, remove_objects, remove_output_file,
+        stored_level, write_record,
     };
     #[cfg(feature = "remote")]
     #[pymodule_export]
@@ -81,7 +82,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::manager::{
-        Held, Manager, Ticket, saves_until_full, tier_states, tiers_of, wait_carried, wait_until_carried,
+        Held, Manager, Ticket, carry_within, saves_until_full, tier_states, tiers_of, wait_carried,
+        wait_until_carried,
     };
     #[pymodule_export]
     use crate::matching::{first_globs, flat_pieces, match_state, renamed};

@@ -37,6 +37,7 @@ __all__ = [
     "add_metrics",
     "array_group",
     "array_type",
+    "carry_within",
     "compare_tensors",
     "compressed_archives",
     "covers",
@@ -65,10 +66,12 @@ __all__ = [
     "probe_store",
     "read_foreign",
     "read_foreign_ranges",
+    "read_object",
     "read_traces",
     "removal_of",
     "remove_conversion",
     "remove_guest",
+    "remove_objects",
     "remove_output_file",
     "renamed",
     "repair",
@@ -76,6 +79,7 @@ __all__ = [
     "safetensors_header_length",
     "saves_until_full",
     "shared_memory",
+    "stored_level",
     "stored_names",
     "stored_objects",
     "supported_calls",
@@ -273,6 +277,7 @@ _TierRow = tuple[str, str, list[int], list[int], tuple[int, int, int] | None, in
 
 def tier_states(manager: Manager) -> list[_TierRow]: ...
 def tiers_of(manager: Manager, step: int) -> list[str]: ...
+def carry_within(manager: Manager, seconds: float) -> None: ...
 def wait_carried(manager: Manager, step: int, tier: str, timeout: float | None = None) -> bool: ...
 def wait_until_carried(manager: Manager, timeout: float | None = None) -> bool: ...
 
@@ -515,6 +520,9 @@ def removal_of(path: str) -> str: ...
 def remove_conversion(path: _Path, only_rest: bool) -> None: ...
 def remove_output_file(path: _Path) -> None: ...
 def write_record(path: _Path, text: str) -> None: ...
+def stored_level(url: _Path) -> list[str]: ...
+def read_object(url: _Path) -> bytes | None: ...
+def remove_objects(url: _Path, is_directory: bool) -> None: ...
 
 @final
 class StoredReads:

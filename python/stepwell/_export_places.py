@@ -1,4 +1,8 @@
-"""Places of exports: their names, the records that say whose they are, and their removal."""
+"""Places of exports: their names, the records that say whose they are, and their removal.
+
+On a disk, an export has a temporary name until it is complete. In a store, the record is written
+first. It says that the export has begun, until one that does not say so replaces it.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,11 @@ from . import _core
 from . import _lifecycle as lifecycle
 from ._checkpoint import Checkpoint
 from ._checks import shown
-from ._locations import Path, absolute
+from ._locations import Location, is_store, location
+from ._store import StoreUrl
 from .errors import MisuseError, StepwellError
 from .formats.files import read
+from .formats.writers import OutputFile
 
 _MAX_RECORD_BYTES: Final = 1 << 20
 #: ``{step}``, ``{step:08}`` and the like.
@@ -37,8 +43,11 @@ class Template:
     after: str
 
     @classmethod
-    def of(cls, destination: Path) -> Template:
-        folder, name = os.path.split(absolute(destination, "the destination of an export"))
+    def of(cls, destination: Location) -> Template:
+        where = location(destination, "the destination of an export")
+        folder, name = os.path.split(where)
+        if isinstance(where, StoreUrl):
+            folder = where.above()
         wrong = MisuseError(
             f'the destination of an export has {{step}} once, in its last part, such as "hf/{{step}}" or "hf/{{step:08}}"; this one is {shown(destination)}'
         )
@@ -59,7 +68,7 @@ class Template:
         return f"{self.before}{step:{self.spec}}{self.after}"
 
     def path(self, step: int) -> str:
-        return os.path.join(self.folder, self.name(step))
+        return _below(self.folder, self.name(step))
 
     def step(self, name: str) -> int | None:
         """The step of a name; ``None``: it is no export's."""
@@ -79,6 +88,12 @@ class Places:
     template: Template
     is_directory: bool
 
+    @classmethod
+    def of(cls, root: str, template: Template, is_directory: bool) -> Places:
+        """The places of exports on a disk or in a store."""
+        kind = StoredPlaces if is_store(template.folder) else cls
+        return kind(root, template, is_directory)
+
     def owner(self, step: int) -> bytes:
         """Names this root and a step, in the journal of an export."""
         return hashlib.sha256(json.dumps([self.root, step]).encode()).digest()
@@ -94,22 +109,47 @@ class Places:
 
     def _record_file(self, step: int) -> str:
         if self.is_directory:
-            return os.path.join(self.template.path(step), _core.EXPORT_RECORD)
-        return os.path.join(self.template.folder, f".{self.template.name(step)}.{_core.EXPORT_RECORD}")
+            return _below(self.template.path(step), _core.EXPORT_RECORD)
+        return _below(self.template.folder, f".{self.template.name(step)}.{_core.EXPORT_RECORD}")
+
+    def _content(self, file: str) -> bytes:
+        """The bytes of a record; none without one."""
+        try:
+            length = read(file, 0, 0)[1]
+            return read(file, 0, min(length, _MAX_RECORD_BYTES))[0]
+        except (StepwellError, OSError):
+            return b""
 
     def _read(self, file: str, step: int) -> Record | None:
         try:
-            length = read(file, 0, 0)[1]
-            record = json.loads(read(file, 0, min(length, _MAX_RECORD_BYTES))[0])
-        except (StepwellError, OSError, ValueError, RecursionError):
+            record = json.loads(self._content(file))
+        except (ValueError, RecursionError):
             return None
         if not isinstance(record, dict) or not isinstance(record.get("committed_unix_ns"), int):
             return None
         return record if (record.get("root"), record.get("step")) == (self.root, step) else None
 
-    def write_record(self, step: int, record: Record) -> None:
+    def files(self, record: Record) -> list[OutputFile]:
+        """The files of an export that only exports have."""
+        found = [OutputFile(_core.EXPORT_RECORD)] if self.is_directory else []
+        for file in found:
+            file.add_bytes(json.dumps(record, indent=2).encode())
+        return found
+
+    def end(self, step: int, record: Record) -> None:
+        """Makes an export complete that was written and verified."""
+
+    def is_taken(self, step: int) -> bool:
+        """True if something is in the place of an export."""
+        return os.path.lexists(self.template.path(step))
+
+    def begin(self, step: int, record: Record) -> None:
         """Writes the record of a file, durably. The file does not exist yet: after a crash, a
         record alone does no harm, and a file alone would be somebody else's."""
+        if not self.is_directory:
+            self._write(step, record)
+
+    def _write(self, step: int, record: Record) -> None:
         _core.write_record(self._record_file(step), json.dumps(record, indent=2))
 
     def remove(self, step: int) -> None:
@@ -176,3 +216,67 @@ class Places:
 
     def _names(self) -> list[str]:
         return os.listdir(self.template.folder) if os.path.isdir(self.template.folder) else []
+
+
+#: The state that a record in a store shows while its export is not complete.
+_STATE: Final = "state"
+_BEGUN, _REMOVED = "begun", "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlaces(Places):
+    """The exports in an object store."""
+
+    def _content(self, file: str) -> bytes:
+        return _core.read_object(file) or b""
+
+    def is_taken(self, step: int) -> bool:
+        path = self.template.path(step)
+        return bool(_core.stored_level(path)) or _core.read_object(path) is not None
+
+    def files(self, record: Record) -> list[OutputFile]:
+        return []
+
+    def begin(self, step: int, record: Record) -> None:
+        self._write(step, {**record, _STATE: _BEGUN} if self.is_directory else record)
+
+    def end(self, step: int, record: Record) -> None:
+        if self.is_directory:
+            self._write(step, record)
+
+    def remove(self, step: int) -> None:
+        path, record = self.template.path(step), self.record(step)
+        if record is not None and self.is_directory:
+            self._write(step, {**record, _STATE: _REMOVED})
+        _core.remove_objects(path, self.is_directory)
+
+    def discard(self, step: int) -> None:
+        if self.is_directory and self._state(step) == _BEGUN:
+            _core.remove_objects(self.template.path(step), self.is_directory)
+
+    def discard_record(self, step: int) -> None:
+        if not self.is_directory and self.record(step) is not None:
+            _core.remove_objects(self._record_file(step), self.is_directory)
+
+    def interrupted(self) -> set[int]:
+        steps = set()
+        for step in map(self.template.step, self._names() if self.is_directory else []):
+            if step is None:
+                continue
+            state = self._state(step)
+            if state == _BEGUN:
+                steps.add(step)
+            elif state == _REMOVED:
+                self.remove(step)
+        return steps
+
+    def _state(self, step: int) -> object:
+        record = self.record(step)
+        return None if record is None else record.get(_STATE)
+
+    def _names(self) -> list[str]:
+        return _core.stored_level(self.template.folder)
+
+
+def _below(folder: str, name: str) -> str:
+    return folder.below(name) if isinstance(folder, StoreUrl) else os.path.join(folder, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +16,8 @@ from ._conversion.spec import ConversionResult
 from ._opening import opened
 from ._options import reader_json
 from ._save_result import Save
-from .errors import StepwellError
+from .errors import MisuseError, StepwellError
 from .events import ExportEvent, OnEvent, tell
-from .formats.writers import OutputFile
 
 if TYPE_CHECKING:
     from ._exports import Export
@@ -220,19 +218,17 @@ class Exporter:
             self.progress += 1
 
         with opened(self._root, job.step, export.map) as checkpoint:
-            what, extra, path = export._conversion(), [], places.template.path(job.step)
-            if places.is_directory:
-                extra.append(OutputFile(_core.EXPORT_RECORD))
-                record = places.record_for(job.step, checkpoint)
-                extra[0].add_bytes(json.dumps(record, indent=2).encode())
-            owner = places.owner(job.step)
-            return write(
-                *(checkpoint, path, what, sharing),
-                extra=extra,
+            record = places.record_for(job.step, checkpoint)
+            made = write(
+                *(checkpoint, places.template.path(job.step), export._conversion(), sharing),
+                extra=places.files(record),
                 progress=progress,
                 beside=self._core,
-                owner=owner,
+                owner=places.owner(job.step),
             )
+        if self._leads:
+            places.end(job.step, record)
+        return made
 
     def _decide(self, job: _Job) -> Literal["write", "skip", "done"]:
         """The leader's decision. A step is skipped if a newer one waits. Prepares the place of one
@@ -244,18 +240,19 @@ class Exporter:
             queued = {one.step for one in self._queue if one.number == job.number}
         if any(step > job.step for step in queued.intersection(committed)):
             return "skip"
-        path, record = places.template.path(job.step), places.record(job.step)
+        record = places.record(job.step)
         with opened(self._root, job.step, None) as checkpoint:
             wanted = places.record_for(job.step, checkpoint)
-        if os.path.lexists(path):
+        if places.is_taken(job.step):
             if record == wanted:
                 return "done"
             if record is None:
-                return "write"  # which fails, because the name is taken
+                raise MisuseError(
+                    f"{places.template.path(job.step)} exists already, and is no export of this root. Pass another destination, or delete what is there"
+                )
             # The step was saved again, after a rewind.
             places.remove(job.step)
-        if not places.is_directory:
-            places.write_record(job.step, wanted)
+        places.begin(job.step, wanted)
         return "write"
 
     def _report(

@@ -16,7 +16,7 @@ from ._choice import choice_of
 from ._conversion.passed_along import Files, passed_along
 from ._conversion.spec import Conversion, Target, is_directory
 from ._export_places import Places, Template
-from ._locations import Path
+from ._locations import Location
 from ._public import public
 from ._restore.options import Globs
 from .errors import MisuseError
@@ -33,8 +33,9 @@ class Export:
     """An export of committed steps, for ``CheckpointManager(exports=[…])``.
 
     Args:
-        destination: the path of an export, with ``{step}`` in its last part: ``"hf/{step}"`` or
-            ``"weights/{step:08}.safetensors"``. Relative to the working directory.
+        destination: the path or URL of an export, with ``{step}`` in its last part:
+            ``"hf/{step}"``, ``"weights/{step:08}.safetensors"`` or ``"s3://bucket/hf/{step}"``. A
+            path is relative to the working directory.
         every: the steps to export are multiples of it.
         keep: exports that stay: the newest ones. Older ones of this root are deleted. ``None``:
             all. For directories only.
@@ -46,7 +47,7 @@ class Export:
         MisuseError: an argument is invalid.
     """
 
-    destination: Path
+    destination: Location
     every: int = 1
     keep: int | None = None
     to: Target = "safetensors"
@@ -86,7 +87,7 @@ class Export:
         return Template.of(self.destination).path(step)
 
     def _places(self, root: str) -> Places:
-        return Places(root, Template.of(self.destination), is_directory(self.to, self._path(0)))
+        return Places.of(root, Template.of(self.destination), is_directory(self.to, self._path(0)))
 
 
 def checked(exports: Sequence[Export], root: str) -> Sequence[Export]:

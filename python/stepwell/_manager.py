@@ -47,7 +47,7 @@ from ._save_result import Save, TierWaits
 from ._state.specs import as_rank
 from ._state.stateful import is_callable_state
 from ._store import StoreUrl
-from ._timeouts import seconds, stall_seconds
+from ._timeouts import finite_seconds, seconds, stall_seconds
 from ._types import Metrics
 from .errors import ClosedError, MisuseError
 from .events import OnEvent, tell_save
@@ -682,6 +682,20 @@ class CheckpointManager(Reading):
             raise TimeoutError(
                 f"waited {limit:.1f} s for the tiers of {self._root}; their steps are still on the way"
             )
+
+    def carry_within(self, time_left: float) -> list[TierStatus]:
+        """Makes the best of the time before this machine is taken away: commits pending saves, then
+        carries the newest step to every tier, also to one whose ``every=`` leaves it out. Returns
+        the states of the tiers, at the latest after ``time_left`` seconds.
+
+        The carriers make no pauses, and ``bytes_per_second`` does not limit them. Older steps that
+        are due are passed over. If the newest step does not fit into the time, and one that is on
+        its way has fewer bytes left, that one is carried instead. Call it on rank 0, after the
+        last save.
+        """
+        core, limit = self._open(), finite_seconds(time_left, "time_left")
+        _core.carry_within(core, limit)
+        return self.tiers()
 
     def check_for_errors(self) -> None:
         """Raises a failure of a background save that nobody has seen."""

@@ -101,7 +101,14 @@ class StoreUrl(str):
 
     def below(self, name: str) -> StoreUrl:
         """Returns the URL of a name below this one, in the same store."""
-        found = StoreUrl(f"{self}/{name}")
+        return self._other(f"{self}/{name}")
+
+    def above(self) -> StoreUrl:
+        """Returns the URL without its last name, in the same store."""
+        return self._other(self.rpartition("/")[0])
+
+    def _other(self, url: str) -> StoreUrl:
+        found = StoreUrl(url)
         found.__dict__.update(self.__dict__)
         return found
 

@@ -460,7 +460,7 @@ def test_a_save_does_not_wait_for_a_search_of_exports(
         ({"destination": "hf/{step!r}"}, r"has \{step\} once"),
         ({"destination": "hf/{step:x}"}, r"has \{step\} once"),
         ({"destination": "hf/{name}"}, r"has \{step\} once"),
-        ({"destination": "s3://bucket/{step}"}, "s3"),
+        ({"destination": "http://bucket/{step}"}, "http"),
         ({"every": 0}, "every"),
         ({"keep": 0}, "keep"),
         ({"destination": "hf/{step}.safetensors", "keep": 1}, "keep= is for directories"),

@@ -217,6 +217,32 @@ def test_ranks_find_the_steps_of_every_tier(home: str, tmp_path: Path) -> None:
     assert [row.step for row in sw.inspect(home)] == [0, 1, 2, 3]
 
 
+def test_a_notice_brings_the_newest_step_to_every_tier(home: str, tmp_path: Path) -> None:
+    slow = sw.Tier(home, every=100, bytes_per_second=1000)
+    with sw.CheckpointManager(tiers=[sw.Tier(tmp_path / "near"), slow]) as mgr:
+        for step in (100, 101, 102):
+            mgr.save(step, state(step))
+        _, far = mgr.carry_within(60)
+        assert (far.steps[-1], far.due) == (102, ())
+        assert mgr.carry_within(0)[1].steps == far.steps
+    with sw.CheckpointManager(home, read_only=True) as mgr:
+        assert is_state(mgr.restore(), 102)
+
+
+def test_a_notice_ends_in_time(store: dict[str, str], home: str, tmp_path: Path) -> None:
+    with sw.CheckpointManager(tiers=near_and_home(tmp_path / "near", home)) as mgr:
+        mgr.save(0, state(0)).result(tier="home")
+        control(store, "faults", {"kinds": ["unavailable"]})
+        mgr.save(1, state(1))
+        begun = time.monotonic()
+        near, far = mgr.carry_within(2)
+        assert time.monotonic() - begun < 30
+        assert (near.steps, far.steps, far.due) == ((1,), (0,), (1,))
+        with pytest.raises(sw.MisuseError, match="time_left"):
+            mgr.carry_within(-1)
+        control(store, "faults")
+
+
 def test_a_link_to_a_tier_is_the_same_tier(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "near")
     with pytest.raises(sw.MisuseError, match="two tiers have the location"):

@@ -24,7 +24,7 @@ pub struct ObjectFacts {
     pub len: u64,
     /// Differs between two contents of one key (an ETag).
     pub tag: String,
-    /// When it was stored, in nanoseconds since 1970 by the store's clock.
+    /// When it was stored, in nanoseconds since 1970 by the store's clock. Whole seconds.
     pub modified: i64,
 }
 

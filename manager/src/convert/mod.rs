@@ -13,7 +13,7 @@
 //! | `written_part` | the windows of a rank: their memory, and the loop that reads them |
 //! | `writer` `journal` | windows to disk, and how far they are durable |
 //! | `partial_output` | the output until it has its name |
-//! | `store_output` | an output in an object store |
+//! | `store_output` `stored_export` | an output in an object store, an export there |
 //! | [`Sharing`] | ranks that write parts of one output |
 //! | [`SavePauses`] | pauses for the saves of a manager |
 //! | [`StoredProvider`] `bands` | tensors of a checkpoint as leaves of a save |
@@ -33,6 +33,7 @@ mod partial_output;
 mod save_pauses;
 mod sharing;
 mod store_output;
+mod stored_export;
 mod stored_provider;
 mod windows;
 mod writer;
@@ -65,6 +66,7 @@ pub use partial_output::{
 };
 pub use save_pauses::SavePauses;
 pub use sharing::Sharing;
+pub use stored_export::{read_object, remove_objects, stored_level};
 pub use stored_provider::{StoredProvider, StoredReads};
 
 /// How long a write of an output or of its journal may take.

@@ -14,6 +14,7 @@ use stepwell_core::io::{Dir, EntryKind, File, Lock, LockKind};
 use super::OutputKind;
 use super::file_plan::ConversionPlan;
 use super::journal::{self, Recorded};
+use super::stored_export::parts;
 use super::windows::OutputWindow;
 use super::writer::OutputFile;
 use crate::commit::aside;
@@ -399,10 +400,12 @@ pub fn remove_file(path: &Path, environment: &Environment) -> Result<()> {
 
 /// Writes a small file beside an output, or replaces it. It is durable and whole.
 pub fn write_record(path: &Path, bytes: &[u8], environment: &Environment) -> Result<()> {
-    let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|name| name.to_str())) else {
-        return Err(Error::internal("the path of a file", path.display().to_string()));
+    let (parent, name) = parts(path)?;
+    let parent = if environment.disk.keeps_ledgers() {
+        environment.disk.open_foreign_dir(parent)?
+    } else {
+        environment.disk.create_dir_all(parent)?
     };
-    let parent = environment.disk.create_dir_all(parent)?;
     Ok(parent.replace_file(name, &format!("{name}.new"), bytes)?)
 }
 

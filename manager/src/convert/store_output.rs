@@ -8,9 +8,10 @@ use std::sync::Arc;
 use stepwell_core::io::{Dir, Disk};
 
 use super::OutputKind;
-use super::file_plan::{ConversionPlan, PieceContent, PlannedFile};
+use super::file_plan::{ConversionPlan, NO_OWNER, PieceContent, PlannedFile};
 use super::writer::OutputFile;
 use crate::delete_tree::DELETED_AT_ONCE;
+use crate::directory_layout::EXPORT_RECORD;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::root::{PathKind, path_kind};
@@ -23,6 +24,8 @@ pub(super) struct StoreOutput {
     path: PathBuf,
     /// The names of the files in the order of the plan.
     names: Vec<String>,
+    /// True for an export in a directory. Its record is there already, and stays.
+    has_record: bool,
 }
 
 impl StoreOutput {
@@ -48,14 +51,21 @@ impl StoreOutput {
             std::mem::take(&mut plan.files).into_iter().partition(is_literal);
         let names = files.iter().chain(&last).map(|file| file.name.clone()).collect();
         plan.files = files;
-        Ok((Self { dir, path: path.to_owned(), names }, last))
+        let has_record = plan.owner != NO_OWNER && kind == OutputKind::Directory;
+        Ok((Self { dir, path: path.to_owned(), names, has_record }, last))
     }
 
     /// Fails if something is there, or if the output would be in a root or in a checkpoint.
     pub(super) fn check_free(&self, environment: &Environment) -> Result<()> {
         let (parent, name) = singular::split(&self.path)?;
         let path = self.path.display();
-        if environment.disk.open_foreign_dir(parent)?.stat(&name)?.is_some() {
+        let is_taken = if self.has_record {
+            let found = self.dir.lengths("")?.unwrap_or_default();
+            !found.into_keys().eq([EXPORT_RECORD])
+        } else {
+            environment.disk.open_foreign_dir(parent)?.stat(&name)?.is_some()
+        };
+        if is_taken {
             return Err(Error::Invalid(format!(
                 "{path} exists already. Pass a free URL, or delete what is there"
             )));

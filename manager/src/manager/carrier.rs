@@ -13,7 +13,7 @@ use stepwell_core::format::manifest::Attempt;
 use stepwell_core::sys::{lower_priority, spawn};
 
 use super::Inner;
-use super::tiers::Tier;
+use super::tiers::{CarryPace, Tier};
 use crate::carry_queue::{CarryEnd, NextStep};
 use crate::checkpoint::Checkpoint;
 use crate::convert::SavePauses;
@@ -104,19 +104,23 @@ impl Inner {
     fn copy(&self, tier: &Tier, source: &Checkpoint, step: u64) -> Result<()> {
         let mut pauses = SavePauses::default();
         let begun = Instant::now();
+        let (mut worked, mut resumed) = (Duration::ZERO, begun);
         let goes_on = || {
             let state = tier.lock();
             !state.stop && state.queue.is_wanted(step)
         };
+        let may_pause = || goes_on() && tier.lock().pace == CarryPace::Background;
         tier.manager.add_carried(source, &mut |done, total| {
-            tier.lock().record_arrival(step, done, total);
-            pauses.wait(|| goes_on() && !self.saves.lock().pending.is_empty());
+            worked += resumed.elapsed();
+            tier.lock().record_arrival(step, done, total, worked);
+            pauses.wait(|| may_pause() && !self.saves.lock().pending.is_empty());
             if let Some(rate) = tier.bytes_per_second {
                 let due = Duration::from_secs_f64(done as f64 / rate.max(1) as f64);
-                while begun.elapsed() < due && goes_on() {
+                while begun.elapsed() < due && may_pause() {
                     std::thread::sleep(PAUSE_INTERVAL.min(due.saturating_sub(begun.elapsed())));
                 }
             }
+            resumed = Instant::now();
             goes_on()
         })
     }

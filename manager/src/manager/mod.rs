@@ -13,6 +13,7 @@
 //! | `persister` | the threads that write and commit, first in, first out |
 //! | `retaining` | retention, after each commit |
 //! | `tiers`, `carrier` | further roots, and the threads that copy steps there |
+//! | `notice` | the best use of the time before a machine is taken away |
 //! | `copies` | the copies of a step in all tiers, the nearest first |
 //! | `left_steps` | the steps of a machine that was absent while the run went on |
 //! | `queries` | steps, metrics, metadata, plans |
@@ -43,6 +44,7 @@ mod changes;
 mod copies;
 mod history;
 mod left_steps;
+mod notice;
 mod open;
 mod persister;
 mod queries;

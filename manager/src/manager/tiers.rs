@@ -23,6 +23,8 @@ use crate::root::{Root, VISIBLE_WITHIN};
 
 /// The longest wait for a carrier to stop carrying a step.
 const STOP_CARRYING: Duration = Duration::from_secs(60);
+/// The bytes that show how fast a carrier is. The time of fewer bytes is that of requests.
+const MEASURED_BYTES: u64 = 4 << 20;
 /// Waits for a carrier look at it at this interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -70,12 +72,24 @@ pub(super) struct Tier {
     pub(super) changed: Condvar,
 }
 
+/// The pace of a carrier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum CarryPace {
+    /// It pauses for saves, and keeps to the tier's rate.
+    Background,
+    /// Little time is left: it does neither.
+    Hurried,
+}
+
 pub(super) struct TierState {
     pub(super) queue: CarryQueue,
     /// The steps of the tier, as its only writer knows them.
     pub(super) steps: BTreeMap<u64, Attempt>,
     /// Bytes of the carried step that have arrived, and all of its bytes.
     pub(super) arrived: (u64, u64),
+    /// Bytes per second of the carrier, without its pauses. `None` before it has carried enough.
+    pub(super) speed: Option<u64>,
+    pub(super) pace: CarryPace,
     /// The step that was carried last, and the most of its bytes that have arrived in a try.
     farthest: (u64, u64),
     /// Changes with all progress. A further try that repeats bytes makes none.
@@ -90,9 +104,14 @@ pub(super) struct TierState {
 }
 
 impl TierState {
-    /// Records the bytes of a carried step that have arrived, and all of its bytes.
-    pub(super) fn record_arrival(&mut self, step: u64, done: u64, total: u64) {
+    /// Records the bytes of a carried step that have arrived, all of its bytes, and the time of the
+    /// carrier's work.
+    pub(super) fn record_arrival(&mut self, step: u64, done: u64, total: u64, worked: Duration) {
         self.arrived = (done, total);
+        if done >= MEASURED_BYTES {
+            let micros = u64::try_from(worked.as_micros()).unwrap_or(u64::MAX).max(1);
+            self.speed = Some(done.saturating_mul(1_000_000) / micros);
+        }
         if self.farthest.0 != step || self.farthest.1 < done {
             self.farthest = (step, done);
             self.progress += 1;
@@ -109,6 +128,8 @@ impl Tier {
             queue: CarryQueue::new(place.rule),
             steps,
             arrived: (0, 0),
+            speed: None,
+            pace: CarryPace::Background,
             farthest: (0, 0),
             progress: 0,
             given_up: None,
@@ -430,7 +451,7 @@ impl Manager {
 
 impl Inner {
     /// Passes after a close, too: what has arrived is still known.
-    fn check_carrying(&self) -> Result<()> {
+    pub(super) fn check_carrying(&self) -> Result<()> {
         self.birth.check("manager")?;
         if self.carries() {
             return Ok(());

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
-use stepwell_core::deadline::StallTimer;
+use stepwell_core::deadline::{StallTimer, deadline_after};
 use stepwell_core::io::{Engine, Purpose};
 use stepwell_manager::{Options, TierPlace, TierReport, TierRule};
 
@@ -91,6 +91,20 @@ pub fn wait_carried(
 #[pyo3(signature = (manager, timeout = None))]
 pub fn wait_until_carried(py: Python<'_>, manager: &Manager, timeout: Option<f64>) -> PyResult<bool> {
     manager.wait_for_carriers(py, timeout, |interval| manager.inner.wait_until_carried(Some(interval)))
+}
+
+/// Waits for pending saves, then brings the newest step that it can to every tier. Returns at the
+/// latest after that many seconds.
+#[pyfunction]
+pub fn carry_within(py: Python<'_>, manager: &Manager, seconds: f64) -> PyResult<()> {
+    let deadline = deadline_after(wait::seconds(Some(seconds)).unwrap_or_default());
+    let left = move || deadline.saturating_duration_since(Instant::now());
+    let rest = move || Some(left().as_secs_f64());
+    // After a timeout, a step that is committed is carried.
+    manager.wait_for_carriers(py, rest(), |interval| manager.inner.wait_until_saved(interval))?;
+    manager.query(py, move |inner| inner.hurry_carriers(left()))?;
+    manager.wait_for_carriers(py, rest(), |interval| manager.inner.wait_until_carried(Some(interval)))?;
+    Ok(())
 }
 
 impl Manager {

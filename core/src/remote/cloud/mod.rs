@@ -158,11 +158,14 @@ fn of_store(op: &'static str, path: PathBuf, error: &object_store::Error) -> Err
     Error::io(op, path, std::io::Error::new(kind, without_secrets(error)))
 }
 
+/// Returns the same facts of an object from a listing and from the answer about itself: the latter
+/// has whole seconds, and quotes around the tag. Some stores list milliseconds, or no quotes.
 fn facts(meta: &ObjectMeta) -> ObjectFacts {
+    let tag = meta.e_tag.as_deref().unwrap_or_default();
     ObjectFacts {
         len: meta.size,
-        tag: meta.e_tag.clone().unwrap_or_default(),
-        modified: meta.last_modified.timestamp_nanos_opt().unwrap_or_default(),
+        tag: tag.trim_matches('"').to_owned(),
+        modified: meta.last_modified.timestamp().saturating_mul(1_000_000_000),
     }
 }
 
