@@ -17,6 +17,7 @@ const DEPTH_OF_STEPS: usize = 2;
 
 /// Deletes a guest. Its name is free at once, also after a crash. Its files stay while readers hold
 /// its steps, and the next call for a guest beside it deletes them. Returns false if they stay.
+/// Trash of other guests that cannot be deleted is logged and passed over.
 pub fn remove(path: &Path, environment: &Environment) -> Result<bool> {
     let (parent, name) = singular::split(path)?;
     let parent = environment.disk.open_dir(parent)?;
@@ -28,8 +29,15 @@ pub fn remove(path: &Path, environment: &Environment) -> Result<bool> {
         if let Some(OwnName::Trash { label }) = directory_layout::parse(&entry.name)
             && !directory_layout::is_step_label(&label)
         {
-            let is_deleted = delete_unread(&*parent, &entry.name)?;
-            is_gone &= is_deleted || entry.name != trash;
+            match delete_unread(&*parent, &entry.name) {
+                Ok(is_deleted) => is_gone &= is_deleted || entry.name != trash,
+                Err(error) if entry.name == trash => return Err(error.into()),
+                Err(error) => tracing::warn!(
+                    path = %parent.path().join(&entry.name).display(),
+                    %error,
+                    "deleting the trash of another checkpoint failed. Delete it by hand if this is repeated"
+                ),
+            }
         }
     }
     Ok(is_gone)

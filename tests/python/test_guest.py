@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -141,3 +142,18 @@ def test_an_interrupted_deletion_is_ended_by_the_next(tmp_path: Path) -> None:
     os.rename(tmp_path / "one", tmp_path / f".trash-one-{1:032x}")
     assert _core.remove_guest(tmp_path / "two")
     assert os.listdir(tmp_path) == []
+
+
+def test_trash_that_cannot_be_deleted_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deep = tmp_path / f".trash-foreign-{1:032x}"
+    (deep / "/".join("d" * 80)).mkdir(parents=True)  # deeper than any checkpoint
+    checkpoint(tmp_path, "one")
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        assert _core.remove_guest(tmp_path / "one")
+        assert os.listdir(tmp_path) == [deep.name]
+        deadline = time.monotonic() + 30
+        while str(deep) not in caplog.text:  # another thread logs
+            assert time.monotonic() < deadline, caplog.text
+            time.sleep(0.01)
