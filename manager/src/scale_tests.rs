@@ -337,6 +337,7 @@ fn what_planning_and_committing_cost() {
                     attempt: attempt.clone(),
                     stale: false,
                     claims: draft.claims.clone(),
+                    unsupported: Vec::new(),
                     parts: Ok(parts.collect()),
                 };
                 if rank == first {

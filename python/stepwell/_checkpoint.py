@@ -101,8 +101,8 @@ class Metadata:
     nbytes: int
     #: The whole manifest.
     manifest: Manifest
-    #: Leaves that were left out because they could not be stored, with the reasons. Of several
-    #: processes, those of the first one.
+    #: Leaves that were left out because they could not be stored, with the reasons. Those of all
+    #: processes, each path once.
     unsupported: dict[str, str] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stepwell as sw
+from ranks import run_forked
 
 Pair = namedtuple("Pair", ["weights", "hook"])
 
@@ -166,3 +167,16 @@ def test_a_save_to_a_path_drops_and_converts(tmp_path: Path, caplog: pytest.LogC
     assert sw.metadata(tmp_path / "one").unsupported.keys() == {"f"}
     sw.save_async(tmp_path / "two", {"f": act}, unsupported=lambda path, value: path).result()
     assert sw.restore(tmp_path / "two") == {"f": "f"}
+
+
+DROPS = """
+import numpy as np
+state = {"w": np.ones(3), f"of_{RANK}": print, "hook": print}
+with sw.CheckpointManager(ROOT, coordinator=sw.coordinators.SharedDirectory(RANK, WORLD, "job")) as mgr:
+    mgr.save(0, state, unsupported="drop").result()
+"""
+
+
+def test_a_step_names_what_any_rank_left_out(tmp_path: Path, root: Path) -> None:
+    run_forked(tmp_path, "numpy", DROPS, 2, root)
+    assert sw.metadata(root).unsupported.keys() == {"of_0", "of_1", "hook"}

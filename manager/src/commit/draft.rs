@@ -94,7 +94,7 @@ impl Draft {
         self.manifest(&attempt, world_size, i64::MAX, items.collect(), files.collect())
     }
 
-    /// Returns the manifest of the step.
+    /// Returns the manifest of the step, with the unsupported leaves of this rank.
     pub(super) fn manifest(
         &self,
         attempt: &Attempt,

@@ -265,6 +265,7 @@ impl Machine {
             attempt: self.plan.attempt.clone(),
             stale,
             claims: self.draft.claims.clone(),
+            unsupported: self.draft.unsupported.clone(),
             parts,
         }
     }

@@ -5,14 +5,16 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use stepwell_core::format::index_v1;
-use stepwell_core::format::manifest::{self, Attempt, FileEntry, IndexEntry, Item, Others, stored_files};
+use stepwell_core::format::manifest::{
+    self, Attempt, FileEntry, IndexEntry, Item, Manifest, Others, stored_files,
+};
 use stepwell_core::format::merge;
 
 use super::coverage::check_coverage;
 use super::draft::Draft;
 use super::gathered::GatheredVotes;
 use super::rank_parts::merge_parts;
-use super::vote::Vote;
+use super::vote::{Vote, all_unsupported};
 use crate::directory_layout::{INDEX, LEASE, MANIFEST};
 use crate::error::{Error, Result};
 
@@ -39,6 +41,7 @@ pub fn records(
     votes: Vec<Vote>,
     committed_unix_ns: i64,
 ) -> Result<(DataFiles, Records)> {
+    let unsupported = all_unsupported(&votes);
     let (mut gathered, compared) = GatheredVotes::of(draft, votes)?;
     let mut merged = Vec::new();
     for mut item in gathered.take_items() {
@@ -91,7 +94,8 @@ pub fn records(
     }
     number(&mut items);
     let data = stored_files(&files).into_iter().map(|(path, length)| (path.to_owned(), length)).collect();
-    let manifest = draft.manifest(attempt, world_size, committed_unix_ns, items, files);
+    let manifest =
+        Manifest { unsupported, ..draft.manifest(attempt, world_size, committed_unix_ns, items, files) };
     out.push((None, Record { path: LEASE.to_owned(), bytes: Vec::new() }));
     out.push((None, Record { path: MANIFEST.to_owned(), bytes: manifest.encode()? }));
     Ok((data, out))

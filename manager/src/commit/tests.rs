@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use stepwell_core::format::index::Index;
-use stepwell_core::format::manifest::Attempt;
+use stepwell_core::format::manifest::{Attempt, Manifest, Others, UnsupportedLeaf};
 use stepwell_core::io::Rename;
 
 use super::vote::merge_votes;
@@ -281,6 +281,7 @@ fn the_leader_waits_for_progress_and_names_the_stuck() {
         attempt: attempt(counter),
         stale: false,
         claims: vec![],
+        unsupported: vec![],
         parts: Ok(vec![]),
     };
     let mut machine_ = machine(plan(0, 4));
@@ -324,8 +325,20 @@ fn on_nodes(rank: u32) -> Machine {
     machine
 }
 
+fn left_out(path: &str, reason: &str) -> UnsupportedLeaf {
+    UnsupportedLeaf { path: path.into(), reason: reason.into(), others: Others::new() }
+}
+
 fn yes(rank: u32) -> Vote {
-    Vote { rank, step: 5, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) }
+    Vote {
+        rank,
+        step: 5,
+        attempt: attempt(1),
+        stale: false,
+        claims: vec![],
+        unsupported: vec![],
+        parts: Ok(parts()),
+    }
 }
 
 #[test]
@@ -392,6 +405,7 @@ fn a_failing_rank_is_named_on_the_others() {
         attempt: attempt(1),
         stale: false,
         claims: vec![],
+        unsupported: vec![],
         parts: Err(relayed(1, "its disk is full")),
     };
     let told = machine_.on(votes(vec![vote]), at(0));
@@ -455,6 +469,7 @@ fn an_unsynced_root_is_uncertain_on_every_rank() {
                 attempt: attempt(1),
                 stale: false,
                 claims: vec![],
+                unsupported: vec![],
                 parts: Ok(vec![]),
             }]),
             Action::CheckWriter => Event::OtherWriter(None),
@@ -556,8 +571,7 @@ fn a_vote_on_another_step_is_none_on_this_one() {
     leader.start();
     leader.on(Event::Done, at(0));
     leader.on(Event::Data(parts()), at(0));
-    let other =
-        Vote { rank: 1, step: 6, attempt: attempt(1), stale: false, claims: vec![], parts: Ok(parts()) };
+    let other = Vote { step: 6, ..yes(1) };
     let told = leader.on(votes(vec![other]), at(1));
     let failure = announced(&told);
     let text = failure.to_string();
@@ -586,9 +600,31 @@ fn a_difference_within_a_node_is_refused() {
 }
 
 #[test]
+fn the_manifest_has_what_any_rank_left_out() {
+    let draft = Draft { step: 5, items: vec![item()], ..Draft::default() };
+    let node = |first: u32| {
+        let votes = [first, first + 1].map(|rank| Vote {
+            unsupported: vec![
+                left_out("hook", &format!("of rank {rank}")),
+                left_out(&rank.to_string(), "odd"),
+            ],
+            ..yes(rank)
+        });
+        let told = merge_votes(&draft, &attempt(1), first, votes.into()).encode().unwrap();
+        Vote::decode(first, &told).unwrap()
+    };
+    let (_, written) = records::records(&draft, &attempt(1), 4, vec![node(0), node(2)], 0).unwrap();
+    let (_, record) = written.last().unwrap();
+    let manifest = Manifest::decode(&record.bytes, &draft.root).unwrap();
+    let expected = ["hook", "0", "1", "2", "3"];
+    assert_eq!(manifest.unsupported.iter().map(|leaf| &leaf.path).collect::<Vec<_>>(), expected);
+    assert_eq!(manifest.unsupported[0], left_out("hook", "of rank 0"));
+}
+
+#[test]
 fn a_vote_survives_its_journey() {
     let claims = vec![Claim { rank: 2, path: u64::MAX, part: 1, kind: u32::MAX, value: 3 }];
-    let vote = Vote { rank: 3, step: 5, attempt: attempt(1), stale: false, claims, parts: Ok(parts()) };
+    let vote = Vote { claims, unsupported: vec![left_out("a/b", "a function")], ..yes(3) };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);
     let vote = Vote {
         rank: 3,
@@ -596,6 +632,7 @@ fn a_vote_survives_its_journey() {
         attempt: attempt(1),
         stale: false,
         claims: vec![],
+        unsupported: vec![],
         parts: Err(relayed(3, "no")),
     };
     assert_eq!(Vote::decode(3, &vote.encode().unwrap()).unwrap(), vote);

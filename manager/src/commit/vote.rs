@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::index::Within;
-use stepwell_core::format::manifest::Attempt;
+use stepwell_core::format::manifest::{Attempt, UnsupportedLeaf};
 use stepwell_core::format::{index_v1, merge};
 
 use super::announcement::failure;
@@ -29,6 +29,8 @@ pub struct Vote {
     pub stale: bool,
     /// This rank's values of leaves that should be equal on others.
     pub claims: Vec<Claim>,
+    /// Leaves that it has left out, with those of the ranks whose votes it gathered.
+    pub unsupported: Vec<UnsupportedLeaf>,
     /// Its parts, with those of the ranks whose votes it gathered, or a failure.
     pub parts: Result<Vec<ItemPart>, Relayed>,
 }
@@ -37,11 +39,20 @@ pub struct Vote {
 /// vote.
 pub fn merge_votes(draft: &Draft, attempt: &Attempt, rank: u32, votes: Vec<Vote>) -> Vote {
     let stale = votes.iter().any(|vote| vote.stale);
+    let unsupported = all_unsupported(&votes);
     let (claims, parts) = match merge_vote_parts(draft, votes) {
         Ok((claims, parts)) => (claims, Ok(parts)),
         Err(error) => (Vec::new(), Err(failure(rank, &error))),
     };
-    Vote { rank, step: draft.step, attempt: attempt.clone(), stale, claims, parts }
+    Vote { rank, step: draft.step, attempt: attempt.clone(), stale, claims, unsupported, parts }
+}
+
+/// Returns the leaves that any of these ranks has left out. If several have one path, the first
+/// rank's reason counts.
+pub(super) fn all_unsupported(votes: &[Vote]) -> Vec<UnsupportedLeaf> {
+    let mut known = HashSet::new();
+    let leaves = votes.iter().flat_map(|vote| &vote.unsupported);
+    leaves.filter(|leaf| known.insert(leaf.path.as_str())).cloned().collect()
 }
 
 fn merge_vote_parts(draft: &Draft, votes: Vec<Vote>) -> Result<(Vec<Claim>, Vec<ItemPart>)> {
@@ -75,6 +86,8 @@ struct VoteHead {
     attempt: Attempt,
     stale: bool,
     claims: u64,
+    #[serde(default)]
+    unsupported: Vec<UnsupportedLeaf>,
     failure: Option<Relayed>,
     parts: Vec<VotePart>,
 }
@@ -113,6 +126,7 @@ impl Vote {
             attempt: self.attempt.clone(),
             stale,
             claims,
+            unsupported: self.unsupported.clone(),
             failure: self.parts.as_ref().err().cloned(),
             parts,
         };
@@ -126,7 +140,15 @@ impl Vote {
 
     /// Returns a failed vote.
     pub fn failed(rank: u32, step: u64, attempt: Attempt, failure: Relayed) -> Self {
-        Self { rank, step, attempt, stale: false, claims: Vec::new(), parts: Err(failure) }
+        Self {
+            rank,
+            step,
+            attempt,
+            stale: false,
+            claims: Vec::new(),
+            unsupported: Vec::new(),
+            parts: Err(failure),
+        }
     }
 
     /// Decodes a vote of that rank.
@@ -150,6 +172,7 @@ impl Vote {
                 attempt: head.attempt,
                 stale: head.stale,
                 claims,
+                unsupported: head.unsupported,
                 parts: Err(failure),
             });
         }
@@ -164,6 +187,14 @@ impl Vote {
             }
             parts.push(ItemPart { item: part.item, index, tensor_bytes: part.tensor_bytes });
         }
-        Ok(Self { rank, step: head.step, attempt: head.attempt, stale: head.stale, claims, parts: Ok(parts) })
+        Ok(Self {
+            rank,
+            step: head.step,
+            attempt: head.attempt,
+            stale: head.stale,
+            claims,
+            unsupported: head.unsupported,
+            parts: Ok(parts),
+        })
     }
 }
