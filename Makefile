@@ -13,8 +13,6 @@ BIN := $(VENV)/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find core reshard manager python/src -name '*.rs' -o -name Cargo.toml)
 # Notes when a part of the checks begins. `.ci/run` prints how long each took.
 began = @mkdir -p target && echo "$$(date +%s) $(1)" >> target/times
-# Installs a tool of cargo, which need not be fast: building it with optimisations takes minutes.
-install = command -v $(1) >/dev/null || CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off cargo install --quiet --locked $(1)
 # Installs Python packages. uv needs a fraction of the time of pip, which does it where uv cannot.
 python_packages = $(BIN)/python -m uv pip install --quiet --no-cache --python $(BIN)/python $(1) || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(1)
@@ -77,7 +75,7 @@ wheel: $(VENV)/.tools | tools ## build a release wheel into target/wheels, and i
 
 .PHONY: release
 release: | tools ## build sources and wheel of a release into target/release-files, twice, and try it with every Python (about 20 minutes)
-	$(call install,cargo-deny)
+	tests/cargo_tool.sh cargo-deny
 	PYTHON=$(PYTHON) tests/release/run.sh
 
 .PHONY: demo
@@ -112,7 +110,7 @@ lint: $(VENV)/.tools ## formatting and lints
 .PHONY: licences
 licences: | tools ## licences and sources of all dependencies
 	$(call began,licences)
-	$(call install,cargo-deny)
+	tests/cargo_tool.sh cargo-deny
 	cargo deny --all-features --log-level error check licenses bans sources
 
 .PHONY: test-rust
@@ -194,7 +192,7 @@ test-long: build models ## hours: longer sweeps of the same proofs, and the lice
 	$(MAKE) fuzz SECONDS=1800
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/disks/requirements.txt
 	STEPWELL_LONG=1 $(MAKE) test-disks
-	$(call install,cargo-deny)
+	tests/cargo_tool.sh cargo-deny
 	cargo deny --all-features check
 
 .PHONY: bench

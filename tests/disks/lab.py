@@ -19,7 +19,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
-LONG = bool(os.environ.get("STEPWELL_LONG"))
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", PROJECT / "target")).absolute()
 CHRONICLER = TARGET / "debug" / "chronicler"
 SAVER = TARGET / "debug" / "saver"

@@ -17,7 +17,8 @@ import pytest
 import uml
 from block_log import Log, Replay, State
 from conftest import need, need_nothing_of
-from lab import CHRONICLER, LONG, Lab
+from lab import CHRONICLER, Lab
+from longer import LONG
 from verdicts import Tally, judge_image
 
 OPERATIONS = 40 if LONG else 12

@@ -12,7 +12,8 @@ import images
 import pytest
 from conftest import need
 from histories import assert_told, live, summary
-from lab import LONG, Lab, output
+from lab import Lab, output
+from longer import LONG
 from verdicts import Tally, judge
 
 OPERATIONS = 8

@@ -16,7 +16,8 @@ import images
 import pytest
 from conftest import need_nothing_of
 from histories import Failure, live, summary
-from lab import LONG, Lab, unmount
+from lab import Lab, unmount
+from longer import LONG
 from verdicts import Tally, judge
 
 OPERATIONS = 6

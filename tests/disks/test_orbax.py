@@ -10,7 +10,8 @@ from pathlib import Path
 
 import images
 import pytest
-from lab import LONG, Lab, die_with_parent, kill
+from lab import Lab, die_with_parent, kill
+from longer import LONG
 from test_block_states import check_ready, images_of, recorded
 
 STEPS = 3

@@ -15,7 +15,8 @@ import images
 import pytest
 import uml
 from conftest import need, need_nothing_of
-from lab import CHRONICLER, LONG, Lab
+from lab import CHRONICLER, Lab
+from longer import LONG
 from verdicts import Tally, judge_image, promises
 
 CUTS = 60 if LONG else 4

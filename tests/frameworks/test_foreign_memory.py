@@ -19,14 +19,16 @@ import numpy as np
 import pytest
 from stepwell._conversion import files
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+from longer import LONG
+
 torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 from torch.distributed.checkpoint import save as dcp_save  # noqa: E402
 from torch.distributed.checkpoint.filesystem import FileSystem  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    "STEPWELL_LONG" not in os.environ, reason="writes 17 GB: STEPWELL_LONG=1 runs it"
-)
+pytestmark = pytest.mark.skipif(not LONG, reason="writes 17 GB: STEPWELL_LONG=1 runs it")
 
 LAYERS, WIDTH, INNER, VOCAB, RANKS = 40, 4096, 11008, 32000, 4
 NUMBERS = {"heads": 32, "kv_heads": 32, "head_dim": 128, "vocab": VOCAB}

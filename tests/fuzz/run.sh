@@ -32,7 +32,7 @@ echo 'fn main() {}' >"$probe/main.rs"
 if ! rustc --target "$HOST" -Zsanitizer=address -o "$probe/main" "$probe/main.rs" >"$probe/log" 2>&1; then
     skip "this compiler has no address sanitizer for $HOST: $(tail -1 "$probe/log")"
 fi
-if ! command -v cargo-fuzz >/dev/null && ! env -u RUSTC_BOOTSTRAP CARGO_PROFILE_RELEASE_OPT_LEVEL=0 cargo install --locked --quiet cargo-fuzz >"$probe/log" 2>&1; then
+if ! env -u RUSTC_BOOTSTRAP tests/cargo_tool.sh cargo-fuzz >"$probe/log" 2>&1; then
     skip "cargo-fuzz cannot be installed: $(tail -1 "$probe/log")"
 fi
 

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../.."
 shard=${1:-0/1}
 out=target/mutants
 least=95
-command -v cargo-mutants >/dev/null || cargo install --quiet --locked cargo-mutants
+tests/cargo_tool.sh cargo-mutants
 
 # The exit status of cargo-mutants tells of missed changes; the share below decides.
 run() {

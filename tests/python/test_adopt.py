@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from command_line import run
+from longer import LONG
 from safetensors.numpy import load_file, save_file
 
 BLOCK = 64 << 10
@@ -380,7 +381,7 @@ def test_files_beside_an_adopted_model_are_checked(model: Path) -> None:
         sw.export(model, model.parent / "out", files=model)
 
 
-KILLS = 100 if os.environ.get("STEPWELL_LONG") else 10
+KILLS = 100 if LONG else 10
 
 
 def test_a_killed_adoption_leaves_nothing_half(model: Path) -> None:

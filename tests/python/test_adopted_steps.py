@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import stepwell as sw
 from command_line import run
+from longer import LONG
 from safetensors.numpy import save_file
 
-KILLS = 100 if os.environ.get("STEPWELL_LONG") else 10
+KILLS = 100 if LONG else 10
 
 
 def state(step: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ before anything is written."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -17,11 +16,11 @@ import pytest
 import stepwell as sw
 from command_line import document, documented, flip_a_bit, keys, run
 from conftest import partials
+from longer import LONG
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from stepwell._conversion import files
 
-LONG = "STEPWELL_LONG" in os.environ
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((300, 400)).astype(np.float32)
 PARAMS: dict[str, Any] = {

@@ -15,10 +15,9 @@ import pytest
 import stepwell as sw
 from command_line import flip_a_bit
 from conftest import partials, same
+from longer import LONG
 from safetensors.numpy import load_file, save_file
 from stepwell._conversion import files
-
-LONG = "STEPWELL_LONG" in os.environ
 
 
 class _Stop(Exception):

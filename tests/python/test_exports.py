@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -18,10 +17,10 @@ import numpy as np
 import pytest
 import stepwell as sw
 from conftest import partials, same
+from longer import LONG
 from ranks import run
 from safetensors.numpy import load_file
 
-LONG = "STEPWELL_LONG" in os.environ
 RECORD = "stepwell_export.json"
 
 

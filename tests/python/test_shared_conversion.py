@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import shutil
 import signal
@@ -16,11 +15,10 @@ import numpy as np
 import pytest
 import stepwell as sw
 from conftest import partials, same
+from longer import LONG
 from ranks import start
 from stepwell import _core
 from stepwell._conversion import files, save
-
-LONG = "STEPWELL_LONG" in os.environ
 
 
 @pytest.fixture

@@ -27,10 +27,10 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import stepwell as sw
+from longer import LONG
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
-LONG = bool(os.environ.get("STEPWELL_LONG"))
 FIRST, STEPS = 10, 4
 SAMPLE = 60
 ERRNOS = ("ENOSPC", "EIO", "EDQUOT", "EINTR", "EAGAIN", "EMFILE", "ENOMEM", "EROFS")
