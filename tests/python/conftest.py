@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from s3_server import s3_server
 from stepwell._conversion import files
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that:
@@ -28,6 +29,21 @@ def root(tmp_path: Path) -> Path:
 def partials(folder: Path) -> list[str]:
     """Names of incomplete conversions in a directory, and of their journals."""
     return sorted(one.name for one in folder.iterdir() if ".partial" in one.name)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    """A server with an empty bucket, for the tests of a module: the variables that lead to it."""
+    with s3_server("bucket") as variables:
+        yield variables
+
+
+@pytest.fixture
+def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A URL in the bucket at which there is nothing, and the variables that lead to the server."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://bucket/{request.node.name.replace('[', '-').rstrip(']')}"
 
 
 @pytest.fixture

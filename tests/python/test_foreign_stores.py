@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ pytest.importorskip("moto")
 sys.path.append(str(Path(__file__).parent))
 from command_line import process
 from ranks import run
-from s3_server import s3_server
 
 #: The end of the URL by format.
 FORMATS = {
@@ -29,20 +27,6 @@ FORMATS = {
     "orbax": "",
     "stepwell": "",
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with s3_server("bucket") as variables:
-        yield variables
-
-
-@pytest.fixture
-def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A free URL."""
-    for name, value in server.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://bucket/{request.node.name.replace('[', '-').rstrip(']')}"
 
 
 def client(server: dict[str, str]) -> Any:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,6 @@ pytest.importorskip("moto")
 sys.path.append(str(Path(__file__).parent))
 from command_line import process
 from ranks import run
-from s3_server import s3_server
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with s3_server("bucket") as variables:
-        yield variables
-
-
-@pytest.fixture
-def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The URL of a root that is not there."""
-    for name, value in server.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://bucket/{request.node.name}"
 
 
 def state(step: int) -> dict[str, np.ndarray]:
