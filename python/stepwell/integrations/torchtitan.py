@@ -9,7 +9,6 @@ goes on while a step is written. Steps that torchtitan has written to the folder
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -27,9 +26,9 @@ from .._restore.options import ResumeKeywords
 from .._save_result import Save
 from .._state.specs import Replicated
 from ..errors import MismatchError, MisuseError
+from ..formats.roots.plain import resumable
 from . import _guest
 
-_DCP_STEP = re.compile(r"step-(\d{1,18})")
 #: The metadata of a step that ``last_save_model_only`` has made.
 _MODEL_ONLY = "model only"
 #: Each rank wants its own state of the loader.
@@ -133,7 +132,7 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
     def _load(self, step: int = -1) -> bool:
         manager = self._manager
         ours = [] if manager is None else manager.all_steps()
-        theirs = self._dcp_steps()
+        theirs = resumable(self.folder)
         found = max([*ours, *theirs], default=-1) if step == -1 else step
         is_old = found in theirs and found not in ours
         if is_old and found < max(ours, default=-1) and not self.load_only:
@@ -185,16 +184,6 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
             self._wanted(self.initial_load_model_only),
             lambda into: _guest.restored(checkpoint_id, into, board),
         )
-
-    def _dcp_steps(self) -> list[int]:
-        """The steps of torchtitan in the folder."""
-        names = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
-        return [
-            int(match[1])
-            for name in names
-            if (match := _DCP_STEP.fullmatch(name))
-            and filesystem.isfile(filesystem.join(filesystem.join(self.folder, name), ".metadata"))
-        ]
 
     def _wanted(self, is_model_only: bool) -> list[str]:
         names = [name for name in self.states if name not in self.exclude_from_loading]

@@ -17,6 +17,7 @@ TORCHTITAN = "torchtitan"
 FLAX = "Flax"
 _OF_TORCHTITAN = re.compile(r"step-(\d+)")
 _INDEX = "model.safetensors.index.json"
+_DCP = ".metadata"
 _UNFINISHED = re.compile(r"(?:.+_)?(\d+)\.orbax-checkpoint-tmp.*")
 _MAX_METADATA_BYTES = 64 << 20
 _SUCCESS = "commit_success.txt"
@@ -30,9 +31,20 @@ def torchtitan(path: str, names: Sequence[str]) -> Listing | None:
     steps = []
     for number, name, place in found:
         inside = entries(place)
-        reason = None if _INDEX in inside else missing(inside, ".metadata")
+        reason = None if _INDEX in inside else missing(inside, _DCP)
         steps.append(ForeignStep(number, name, place, reason))
     return Listing(TORCHTITAN, path, steps) if steps else None
+
+
+def resumable(path: str) -> list[int]:
+    """Returns the steps of torchtitan in a directory from which it resumes: complete ones of DCP.
+    Those of Hugging Face have the model only."""
+    listing = torchtitan(path, sorted(entries(path)))
+    return [
+        step.number
+        for step in (() if listing is None else listing.steps)
+        if step.number is not None and step.incomplete is None and _DCP in entries(step.path)
+    ]
 
 
 def flax(path: str, names: Sequence[str]) -> Listing | None:
