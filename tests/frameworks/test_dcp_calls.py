@@ -124,19 +124,24 @@ def fail(path, text):
     raise OSError(28, "No space left on device", path)
 
 state = {"w": torch.arange(4.0)}
+dcp.save(state, checkpoint_id=f"{ROOT}/zeroth")
 if RANK == 0:  # after the commit, so the other rank does not hear of it
     dcp._core = SimpleNamespace(write_record=fail)
 wait([dcp.async_save(state, checkpoint_id=f"{ROOT}/first")], timeout=60)
 try:
-    dcp.save(state, checkpoint_id=f"{ROOT}/second")
+    if sys.argv[6] == "save":
+        dcp.save(state, checkpoint_id=f"{ROOT}/second")
+    else:
+        dcp.load(state, checkpoint_id=f"{ROOT}/zeroth")
 except (OSError, sw.StepwellError) as error:
     print(type(error).__name__)
 """
 )
 
 
-def test_an_unseen_failure_of_a_rank_fails_the_next_save(tmp_path: Path) -> None:
-    found = run_forked(tmp_path, MODULES, UNSEEN, 2, tmp_path, free_port())
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_an_unseen_failure_of_a_rank_fails_the_next_call(tmp_path: Path, call: str) -> None:
+    found = run_forked(tmp_path, MODULES, UNSEEN, 2, tmp_path, free_port(), call)
     assert [one.split()[-1] for one in found] == ["OSError", "RankFailed"]
 
 

@@ -58,7 +58,7 @@ from .._opening import is_own
 from .._opening import open as open_checkpoint
 from .._state.specs import to_dtype
 from ..coordinators import TorchStore
-from ..errors import MisuseError
+from ..errors import MisuseError, RankFailed
 from ..sharding import LocalShard
 from . import _guest
 
@@ -197,14 +197,38 @@ def load(
 def _load(
     state_dict: _State, path: str, is_partial: bool, group: dist.ProcessGroup | None, no_dist: bool
 ) -> None:
-    _guest.raise_unseen()
-    into = _values(state_dict)
-    _fill(into, _guest.restored(path, into, _coordinator(group, no_dist), is_partial))
+    coordinator = _coordinator(group, no_dist)
+    with _failing_together(coordinator):
+        _guest.raise_unseen()
+        into = _values(state_dict)
+    _fill(into, _guest.restored(path, into, coordinator, is_partial))
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(into[key])
         else:
             state_dict[key] = into[key]
+
+
+@contextmanager
+def _failing_together(coordinator: TorchStore | None) -> Iterator[None]:
+    """If the block raises on one rank, the others raise :class:`RankFailed` at its end."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told: list[str | None] = []
+    if coordinator is not None:
+        told = [None] * coordinator.world_size
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(told, own, group=coordinator.group)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(told):
+        if text is not None:
+            other = RankFailed(f"rank {rank} could not load: {text}")
+            other.rank = rank
+            raise other
 
 
 def __getattr__(name: str) -> object:
