@@ -177,6 +177,13 @@ def test_a_machine_with_other_cuda_devices_loads(
     assert other.train() == {step: plain[step] for step in range(6, 12)}
 
 
+def test_a_load_logs_no_patterns_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Run(tmp_path).train(steps=6)
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        Run(tmp_path).resume()
+    assert not caplog.records
+
+
 def test_without_a_complete_checkpoint_nothing_loads(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with pytest.raises(ValueError, match="no complete checkpoint"):

@@ -210,14 +210,16 @@ def test_files_of_hugging_face_are_written_and_loaded(tmp_path: Path) -> None:
     assert sorted(Run(tmp_path / "first", sd_adapter=adapter).train()) == [10, 11, 12]
 
 
-def test_a_seed_checkpoint_begins_with_the_model(tmp_path: Path) -> None:
+def test_a_seed_checkpoint_begins_with_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seed = Run(tmp_path, last_save_model_only=True)
     with torch.no_grad():
         seed.model[0].weight.fill_(0.5)
     seed.checkpointer.save(curr_step=0, last_step=True)
     seed.checkpointer.close()
     run = Run(tmp_path)
-    assert run.checkpointer.load()
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        assert run.checkpointer.load()
+    assert not [record for record in caplog.records if record.name.startswith("stepwell")]
     assert (run.step, run.model[0].weight.unique().tolist()) == (0, [0.5])
 
 

@@ -249,6 +249,13 @@ def test_a_machine_with_other_cuda_devices_resumes(
     )
 
 
+def test_a_resume_logs_no_patterns_of_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours.use(trainer(tmp_path / "run", Losses(), max_steps=4)).train()
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        ours.use(trainer(tmp_path / "run", Losses(), max_steps=6)).train(resume_from_checkpoint=True)
+    assert not caplog.records
+
+
 def test_save_only_model_writes_no_step(tmp_path: Path) -> None:
     ours.use(trainer(tmp_path / "run", Losses(), max_steps=4, save_only_model=True)).train()
     assert not set(committed(tmp_path / "run"))

@@ -33,7 +33,7 @@ from .._state.specs import PerRank, Replicated
 from ..errors import MisuseError, StepwellError
 from ..torch import TrainState
 from . import _guest
-from ._random_numbers import CUDA_GENERATORS, random_numbers
+from ._random_numbers import on_other_devices, random_numbers
 
 _Accelerator = TypeVar("_Accelerator", bound=accelerate.Accelerator)
 _Value = TypeVar("_Value")
@@ -176,6 +176,8 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
         }
         exclude = self._stepwell_globs(taken & set(stored["models"]))
         state = self._stepwell_state()
+        state["random"] = numbers = random_numbers()
+        missing, unexpected = on_other_devices(numbers, root)
         if stored["world_size"] != self.num_processes:
             _guest.log(
                 _guest.INFO,
@@ -183,14 +185,11 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
             )
             exclude.append("random/**")
             del state["random"]
-        missing = self._stepwell_globs(taken - set(stored["models"]))
+            missing, unexpected = {}, {}
+        for glob in self._stepwell_globs(taken - set(stored["models"])):
+            missing[glob] = "keep"
         with CheckpointManager(root, read_only=True, coordinator=self._stepwell_board()) as manager:
-            manager.restore(
-                into=state,
-                exclude=exclude,
-                missing=dict.fromkeys([*missing, CUDA_GENERATORS], "keep"),
-                unexpected={CUDA_GENERATORS: "ignore"},
-            )
+            manager.restore(into=state, exclude=exclude, missing=missing, unexpected=unexpected)
         self.step = stored["step"]
 
     # ---- the state

@@ -144,11 +144,12 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
         if manager is None or is_old or found == -1:
             return bool(super()._load(found))
         names = self._wanted(is_model_only=found == 0)
+        options: ResumeKeywords = _OPTIONS if DATALOADER in names else {}
         try:
             if step == -1:
-                self._fill(names, lambda into: manager.resume(into, fallback=True, **_OPTIONS)[0])
+                self._fill(names, lambda into: manager.resume(into, fallback=True, **options)[0])
             else:
-                self._fill(names, lambda into: manager.restore(found, into=into, **_OPTIONS))
+                self._fill(names, lambda into: manager.restore(found, into=into, **options))
         except MismatchError as error:
             if manager.metadata(error.step).custom_metadata == _MODEL_ONLY:
                 raise MisuseError(

@@ -31,7 +31,7 @@ from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
-from ._random_numbers import CUDA_GENERATORS, random_numbers
+from ._random_numbers import on_other_devices, random_numbers
 
 _Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
 
@@ -196,13 +196,10 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
                 f"{checkpoint} was saved by another number of ranks: random numbers begin with the seed",
             )
             return
-        restore(
-            root,
-            into={"random": random_numbers()},
-            include="random/**",
-            missing={CUDA_GENERATORS: "keep"},
-            unexpected={CUDA_GENERATORS: "ignore"},
-        )
+        numbers = random_numbers()
+        missing, unexpected = on_other_devices(numbers, root)
+        wanted = {"random": numbers}
+        restore(root, into=wanted, include="random/**", missing=missing, unexpected=unexpected)
 
 
 def newest_checkpoint(output_dir: str, before: int | None = None) -> str | None:
