@@ -167,6 +167,8 @@ def test_damage_is_named_and_a_failed_save_is_raised(tmp_path: Path) -> None:
     with ours.CheckpointManager(tmp_path) as manager:
         manager.save(0, args=args)
         manager.wait_until_finished()
+        with pytest.raises(sw.StepExists, match=r"delete\(\)"):
+            manager.save(0, args=args, force=True)
         flip_a_bit(next((tmp_path / "stepwell" / "step_00000000").rglob("*.data")))
         with pytest.raises(sw.CorruptCheckpoint, match="w"):
             manager.restore(0)

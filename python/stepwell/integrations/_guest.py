@@ -25,6 +25,7 @@ from .._state.specs import as_rank
 from .._timeouts import stall_seconds
 from ..coordinators import Coordinator
 from ..errors import MisuseError, StalledError, StepwellError
+from ._terms import TRAINER, Terms, in_terms, reworded
 
 #: The directory of our root in that of a trainer's checkpoint.
 DIRECTORY = "stepwell"
@@ -56,10 +57,15 @@ class GuestSave(Future[_T]):
     ``committed``, which runs on the thread of this save after the commit, on each rank."""
 
     def __init__(
-        self, manager: CheckpointManager, save: Save, path: str, committed: Callable[[], _T]
+        self,
+        manager: CheckpointManager,
+        save: Save,
+        path: str,
+        committed: Callable[[], _T],
+        terms: Terms = TRAINER,
     ) -> None:
         super().__init__()
-        self.path = path
+        self.path, self._terms = path, terms
         self.what = f"the save to {path}"
         self._manager, self._save, self._committed = manager, save, committed
         self._is_seen = False
@@ -111,6 +117,7 @@ class GuestSave(Future[_T]):
                 self._manager.close()
             found = self._committed()
         except BaseException as failure:
+            reworded(failure, self._terms)
             failure.add_note(f"This was {self.what}.")
             self.set_exception(failure)
         else:
@@ -132,9 +139,11 @@ def save(
     metadata: object,
     committed: Callable[[], _T],
     exclude: Globs = None,
+    terms: Terms = TRAINER,
 ) -> GuestSave[_T]:
     """Begins a save. Returns when the state may change. ``state`` may be a function that returns
-    it. If that raises on one rank, the save fails on all of them."""
+    it. If that raises on one rank, the save fails on all of them. Errors name what can be done by
+    these terms."""
     global _kept_in
     if coordinator is None:
         raise_unseen()
@@ -144,13 +153,14 @@ def save(
     if _kept_in != os.getpid():
         _core.keep_staging_memory()
         _kept_in = os.getpid()
-    manager = CheckpointManager(path, retention=1, coordinator=coordinator)
-    try:
-        found = manager.save(manager.next_step(), given, custom_metadata=metadata, exclude=exclude)
-    except BaseException:
-        manager.close()
-        raise
-    guest = GuestSave(manager, found, path, committed)
+    with in_terms(terms):
+        manager = CheckpointManager(path, retention=1, coordinator=coordinator)
+        try:
+            found = manager.save(manager.next_step(), given, custom_metadata=metadata, exclude=exclude)
+        except BaseException:
+            manager.close()
+            raise
+    guest = GuestSave(manager, found, path, committed, terms)
     _saves.append(cast("GuestSave[object]", guest))
     return guest
 
@@ -161,20 +171,26 @@ def _when_seen(state: object) -> object:
 
 
 def restored(
-    path: str, into: dict[str, object], coordinator: Coordinator | None, is_partial: bool = False
+    path: str,
+    into: dict[str, object],
+    coordinator: Coordinator | None,
+    is_partial: bool = False,
+    terms: Terms = TRAINER,
 ) -> dict[str, object]:
-    """Returns ``into`` with the values of a checkpoint, or of the newest step of a root."""
+    """Returns ``into`` with the values of a checkpoint, or of the newest step of a root. Errors
+    name what can be done by these terms."""
     # As DCP does it: what is stored beside is ignored, and floating-point values are cast.
     options: ResumeKeywords = {
         "missing": "keep" if is_partial else "error",
         "unexpected": "ignore",
         "cast": "lossy",
     }
-    if os.path.lexists(os.path.join(path, CONTROL)):
-        with CheckpointManager(path, read_only=True, coordinator=coordinator) as manager:
-            return manager.restore(into=into, **options)
-    with open_checkpoint(path) as checkpoint:
-        return checkpoint.restore(into=into, **options)
+    with in_terms(terms):
+        if os.path.lexists(os.path.join(path, CONTROL)):
+            with CheckpointManager(path, read_only=True, coordinator=coordinator) as manager:
+                return manager.restore(into=into, **options)
+        with open_checkpoint(path) as checkpoint:
+            return checkpoint.restore(into=into, **options)
 
 
 def check(state: object, rank: int, world_size: int) -> None:

@@ -34,11 +34,13 @@ from ..errors import MisuseError, StepwellError
 from ..torch import TrainState
 from . import _guest
 from ._random_numbers import on_other_devices, random_numbers
+from ._terms import Terms, in_terms
 
 _Accelerator = TypeVar("_Accelerator", bound=accelerate.Accelerator)
 _Value = TypeVar("_Value")
 
 _TESTED = "accelerate 1.15"
+_TERMS = Terms(per_rank="Resume with as many processes as have saved, or without use_stateful_dataloader")
 #: The names of a step in its folder: those that accelerate gives, and others with a number.
 _STEP = re.compile(r".*?(\d{1,18})")
 _AUTOMATIC = re.compile(r"checkpoint_(\d{1,18})")
@@ -188,7 +190,10 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
             missing, unexpected = {}, {}
         for glob in self._stepwell_globs(taken - set(stored["models"])):
             missing[glob] = "keep"
-        with CheckpointManager(root, read_only=True, coordinator=self._stepwell_board()) as manager:
+        with (
+            in_terms(_TERMS),
+            CheckpointManager(root, read_only=True, coordinator=self._stepwell_board()) as manager,
+        ):
             manager.restore(into=state, exclude=exclude, missing=missing, unexpected=unexpected)
         self.step = stored["step"]
 

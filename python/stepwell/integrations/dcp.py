@@ -61,6 +61,7 @@ from ..coordinators import TorchStore
 from ..errors import MisuseError, RankFailed
 from ..sharding import LocalShard
 from . import _guest
+from ._terms import Terms
 
 _Path: TypeAlias = str | os.PathLike[str]
 #: A state dict of torch.
@@ -72,6 +73,13 @@ _torch_save, _torch_async_save, _torch_load = (
     state_dict_loader.load,
 )
 
+#: The caller makes the state dict, and may wrap its values.
+_TERMS = Terms(
+    missing="leave these out of the state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True)",
+    mismatch="give the state dict what is stored; sw.restore reads parts of the checkpoint",
+    differs=None,
+    per_rank=None,
+)
 #: What a checkpoint holds that a plan of DCP wrote: each value under its name with dots.
 _BY_PLAN = {"stepwell.integrations.dcp": "plan"}
 #: Trainers look for this file of DCP in a directory before they load it.
@@ -201,7 +209,7 @@ def _load(
     with _failing_together(coordinator):
         _guest.raise_unseen()
         into = _values(state_dict)
-    _fill(into, _guest.restored(path, into, coordinator, is_partial))
+    _fill(into, _guest.restored(path, into, coordinator, is_partial, _TERMS))
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             value.load_state_dict(into[key])
@@ -444,7 +452,7 @@ def _begin(
         with open_checkpoint(path) as checkpoint:
             return _metadata(_rows(checkpoint))
 
-    return _guest.save(path, state, coordinator, kind, committed)
+    return _guest.save(path, state, coordinator, kind, committed, terms=_TERMS)
 
 
 def _fill(into: Any, values: Any) -> None:  # dicts and lists

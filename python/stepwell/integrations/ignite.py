@@ -29,6 +29,10 @@ from .._save_result import Save
 from .._singular import save_async
 from ..errors import StepwellError
 from . import _guest
+from ._terms import Terms, in_terms
+
+#: The caller passes ``options=``.
+_TERMS = Terms(memory=None)
 
 
 class StepwellSaver(BaseSaveHandler):
@@ -62,9 +66,10 @@ class StepwellSaver(BaseSaveHandler):
             return
         self.wait_until_finished()
         os.makedirs(self._directory, exist_ok=True)
-        save = save_async(
-            self._path(filename), checkpoint, exists="replace", coordinator=None, options=self._options
-        )
+        with in_terms(_TERMS):
+            save = save_async(
+                self._path(filename), checkpoint, exists="replace", coordinator=None, options=self._options
+            )
         unwanted, self._unwanted, self._pending = self._unwanted - {filename}, set(), save
         _guest.remove_after(
             partial(_guest.all_committed, [save], self._options), [self._path(name) for name in unwanted]

@@ -21,8 +21,11 @@ from .._options import Options
 from .._policies import SavePolicy
 from .._retention import Retention
 from ..errors import MisuseError
+from ._terms import Terms, in_terms
 
 _TESTED = "keras 3.15"
+#: The caller passes ``options=``.
+_TERMS = Terms(memory=None, lockless=None)
 
 
 class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # keras declares no types
@@ -69,15 +72,16 @@ class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # ker
             )
         if self._manager is not None:
             self._manager.close()  # an exception ended the training before
-        self._manager = CheckpointManager(
-            self._root,
-            save_policy=self._save_policy,
-            retention=self._retention,
-            options=self._options,
-        )
-        state = _state(model)
-        self._manager.check(state)
-        state, first = self._manager.resume(state, fallback=True)
+        with in_terms(_TERMS):
+            self._manager = CheckpointManager(
+                self._root,
+                save_policy=self._save_policy,
+                retention=self._retention,
+                options=self._options,
+            )
+            state = _state(model)
+            self._manager.check(state)
+            state, first = self._manager.resume(state, fallback=True)
         model.set_state_tree(state["model"])
         model._initial_epoch = first
 
@@ -91,13 +95,15 @@ class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         assert self._manager is not None
         metrics = {name: float(value) for name, value in (logs or {}).items()}
         model = self.model
-        self._manager.save(epoch, lambda: _state(model), metrics=metrics)
+        with in_terms(_TERMS):
+            self._manager.save(epoch, lambda: _state(model), metrics=metrics)
 
     def on_train_end(self, logs: object = None) -> None:
         """Waits for the saves, and raises a failure. Called by Keras."""
         assert self._manager is not None
         self.model._initial_epoch = None  # if no epoch has begun
-        self._manager.close()
+        with in_terms(_TERMS):
+            self._manager.close()
 
 
 def _state(model: keras.Model) -> dict[str, object]:

@@ -26,10 +26,13 @@ from .._save_result import Save
 from .._singular import save_async
 from ..errors import MisuseError
 from . import _guest
+from ._terms import Terms, in_terms
 
 _Module = TypeVar("_Module")
 _Path = str | os.PathLike[str]
 
+#: The caller passes ``options=``.
+_TERMS = Terms(memory=None)
 #: Lightning has two packages with classes of their own. Each checks its own base. By the Fabric of
 #: each, the package with the ``Trainer``.
 TRAINERS = {"lightning.fabric": "lightning.pytorch", "lightning_fabric": "pytorch_lightning"}
@@ -91,14 +94,15 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         if is_replaced:  # Lightning has written it
             os.rename(where, aside)
         try:
-            save = save_async(
-                where,
-                checkpoint,
-                exclude=self._exclude,
-                exists="replace",
-                coordinator=None,
-                options=self._options,
-            )
+            with in_terms(_TERMS):
+                save = save_async(
+                    where,
+                    checkpoint,
+                    exclude=self._exclude,
+                    exists="replace",
+                    coordinator=None,
+                    options=self._options,
+                )
         except BaseException:
             if is_replaced:
                 os.rename(aside, where)

@@ -28,6 +28,7 @@ from .._restore.options import Globs
 from .._state.specs import Replicated
 from ..errors import MisuseError
 from . import _guest
+from ._terms import Terms
 from .lightning import TRAINERS, fabrics
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _Path = str | os.PathLike[str]
+_TERMS = Terms(
+    missing="set strict_loading to False, or build the model and the optimizers as they were at the save"
+)
 _MODEL, _OPTIMIZERS = "state_dict", "optimizer_states"
 _base = importlib.import_module(f"{TRAINERS[fabrics()[0]]}.strategies").ModelParallelStrategy
 
@@ -139,7 +143,7 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
             _MODEL: get_model_state_dict(self.model),
             _OPTIMIZERS: [get_optimizer_state_dict(self.model, one) for one in self.optimizers],
         }
-        values = _guest.restored(path, into, self._board(), is_partial=not strict)
+        values = _guest.restored(path, into, self._board(), not strict, _TERMS)
         self.model.load_state_dict(values[_MODEL], strict=strict)
         states = cast("list[OptimizerStateType]", values[_OPTIMIZERS])
         for optimizer, state in zip(self.optimizers, states, strict=True):

@@ -27,6 +27,7 @@ from .._opening import open as open_checkpoint
 from .._restore.options import ChoiceKeywords
 from .._roots import RootStep, open_root
 from ..errors import MisuseError, StepNotFound
+from ._terms import Terms, in_terms
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -35,6 +36,15 @@ if TYPE_CHECKING:
 _DIRECTORY = "stepwell"
 #: The metric of a step that has the value of ``best_fn``.
 _BEST = "best_fn"
+#: The caller makes the state, and has ``read_only=``.
+_TERMS = Terms(
+    missing="leave these out of the target of the restore",
+    mismatch="give the target what is stored, or leave args= out",
+    differs=None,
+    per_rank=None,
+    exists="Call delete() of that step first",
+    locked=None,
+)
 
 
 def _refuse(call: str, given: Mapping[str, object]) -> None:
@@ -185,12 +195,13 @@ class CheckpointManager:
         if not options.create and not os.path.isdir(self.directory):
             raise StepNotFound(f"{self.directory} does not exist, and create=False")
         self._old: dict[int, RootStep] = {}
-        self._mgr = Manager(
-            os.path.join(self.directory, _DIRECTORY),
-            save_policy=options.policy,
-            retention=options.retention,
-            read_only=options.read_only,
-        )
+        with in_terms(_TERMS):
+            self._mgr = Manager(
+                os.path.join(self.directory, _DIRECTORY),
+                save_policy=options.policy,
+                retention=options.retention,
+                read_only=options.read_only,
+            )
         self.reload()
 
     # ---- saves
@@ -219,15 +230,16 @@ class CheckpointManager:
             state = {name: _saved(one) for name, one in args.items()}
         else:
             state = _saved(args)
-        save = self._mgr.save(
-            step,
-            state,
-            metrics=numbers,
-            force=True,
-            custom_metadata=custom_metadata,
-        )
-        if save and not options.enable_async_checkpointing:
-            save.result()
+        with in_terms(_TERMS):
+            save = self._mgr.save(
+                step,
+                state,
+                metrics=numbers,
+                force=True,
+                custom_metadata=custom_metadata,
+            )
+            if save and not options.enable_async_checkpointing:
+                save.result()
         return bool(save)
 
     def should_save(self, step: int) -> bool:
@@ -237,7 +249,8 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Waits until no save is pending, and raises a failure."""
-        self._mgr.wait_until_finished()
+        with in_terms(_TERMS):
+            self._mgr.wait_until_finished()
 
     def is_saving_in_progress(self) -> bool:
         """True while a save is pending."""
@@ -245,7 +258,8 @@ class CheckpointManager:
 
     def check_for_errors(self) -> None:
         """Raises the failure of a save that nobody has seen."""
-        self._mgr.check_for_errors()
+        with in_terms(_TERMS):
+            self._mgr.check_for_errors()
 
     def delete(self, step: int) -> None:
         """Deletes a step. A step that Orbax has written is refused."""
@@ -277,12 +291,13 @@ class CheckpointManager:
 
     def _read(self, step: int, options: ChoiceKeywords) -> dict[str, object]:
         if step not in self._old:
-            return cast("dict[str, object]", self._mgr.restore(step, **options))
+            with in_terms(_TERMS):
+                return cast("dict[str, object]", self._mgr.restore(step, **options))
         path = self._old[step].path
         single = os.path.join(path, "default")
         if "like" in options:  # Orbax stores an empty node as None
             options["unexpected"] = "ignore"
-        with open_checkpoint(single if os.path.isdir(single) else path) as checkpoint:
+        with in_terms(_TERMS), open_checkpoint(single if os.path.isdir(single) else path) as checkpoint:
             return cast("dict[str, object]", checkpoint.restore(**options))
 
     # ---- steps
@@ -321,7 +336,8 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits for pending saves, and raises a failure."""
-        self._mgr.close()
+        with in_terms(_TERMS):
+            self._mgr.close()
 
     def __enter__(self) -> CheckpointManager:
         return self

@@ -24,8 +24,13 @@ from .._checks import step_number
 from .._opening import metadata, restore
 from ..errors import MisuseError
 from . import _guest
+from ._terms import Terms, in_terms
 
 _State = TypeVar("_State")
+
+_REMEDY = "restore it with sw.restore(ray.train.get_checkpoint().path, into=state, …), which takes missing=, cast= and map="
+#: The caller makes the state, and may wrap its values.
+_TERMS = Terms(missing=_REMEDY, mismatch=_REMEDY, differs=None, per_rank=None)
 
 
 def report(step: int, metrics: dict[str, object], state: object) -> None:
@@ -52,13 +57,14 @@ def report(step: int, metrics: dict[str, object], state: object) -> None:
         )
     name = f"checkpoint_{step_number(step):08}"
     path = os.path.join(storage.experiment_fs_path, name)
-    board = coordinators.find("auto")
+    with in_terms(_TERMS):
+        board = coordinators.find("auto")
     if board is None and context.get_world_size() > 1:
         raise MisuseError(
             "several workers save together through torch.distributed: use ray.train.torch.TorchTrainer"
         )
     os.makedirs(path, exist_ok=True)
-    save = _guest.save(path, state, board, {"step": step}, lambda: Checkpoint(path))
+    save = _guest.save(path, state, board, {"step": step}, lambda: Checkpoint(path), terms=_TERMS)
     ray.train.report(
         metrics,
         checkpoint=Checkpoint(path),
@@ -77,4 +83,5 @@ def resume(state: _State) -> tuple[_State, int]:
         return state, 0
     with found.as_directory() as path:
         step: int = metadata(path).custom_metadata["step"]
-        return restore(path, into=state), step + 1
+        with in_terms(_TERMS):
+            return restore(path, into=state), step + 1

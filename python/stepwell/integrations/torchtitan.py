@@ -28,12 +28,22 @@ from .._state.specs import Replicated
 from ..errors import MismatchError, MisuseError
 from ..formats.roots.plain import resumable
 from . import _guest
+from ._terms import Terms, in_terms
 
 #: The metadata of a step that ``last_save_model_only`` has made.
 _MODEL_ONLY = "model only"
 #: Each rank wants its own state of the loader.
 _OPTIONS: ResumeKeywords = {"unexpected": {f"{DATALOADER}/**": "ignore"}}
 _State = dict[str, object]
+_REMEDY = "build the model and the optimizers as they were at the save, or leave a state out with checkpoint.exclude_from_loading"
+_TERMS = Terms(
+    missing=_REMEDY,
+    mismatch=_REMEDY,
+    damaged="Choose an earlier step by checkpoint.load_step",
+    exists="Load it first, or choose another checkpoint.folder",
+    locked="End that process, or choose another checkpoint.folder",
+    lockless="Choose a checkpoint.folder on another file system",
+)
 
 
 class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declares no types
@@ -75,9 +85,10 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
         #: ``None`` if nothing is saved, and no step is there to load.
         self._manager: CheckpointManager | None = None
         if not self.load_only or is_own(self._root):
-            self._manager = CheckpointManager(
-                self._root, retention=config.keep_latest_k or None, read_only=self.load_only
-            )
+            with in_terms(_TERMS):
+                self._manager = CheckpointManager(
+                    self._root, retention=config.keep_latest_k or None, read_only=self.load_only
+                )
         if self._manager is not None and not self.load_only:
             for optimizer in self.states[OPTIMIZER]:
                 self._manager.attach(optimizer)
@@ -100,11 +111,12 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
             return True
         assert self._manager is not None
         is_model_only = last_step and self.last_save_model_only
-        self.save_future = self._manager.save(
-            curr_step,
-            self._exported if is_model_only else self._values,
-            custom_metadata=_MODEL_ONLY if is_model_only else None,
-        )
+        with in_terms(_TERMS):
+            self.save_future = self._manager.save(
+                curr_step,
+                self._exported if is_model_only else self._values,
+                custom_metadata=_MODEL_ONLY if is_model_only else None,
+            )
         if last_step or self._waits:
             self._wait_for_saving()
         return True
@@ -115,7 +127,8 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
     def _wait_for_saving(self) -> None:
         save, self.save_future = self.save_future, None
         assert save is not None
-        save.result()
+        with in_terms(_TERMS):
+            save.result()
 
     def _exported(self) -> _State:
         weights = self.states[MODEL].state_dict()
@@ -146,10 +159,11 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
         names = self._wanted(is_model_only=found == 0)
         options: ResumeKeywords = _OPTIONS if DATALOADER in names else {}
         try:
-            if step == -1:
-                self._fill(names, lambda into: manager.resume(into, fallback=True, **options)[0])
-            else:
-                self._fill(names, lambda into: manager.restore(found, into=into, **options))
+            with in_terms(_TERMS):
+                if step == -1:
+                    self._fill(names, lambda into: manager.resume(into, fallback=True, **options)[0])
+                else:
+                    self._fill(names, lambda into: manager.restore(found, into=into, **options))
         except MismatchError as error:
             if manager.metadata(error.step).custom_metadata == _MODEL_ONLY:
                 raise MisuseError(
@@ -183,7 +197,7 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
         board = coordinators.TorchStore() if torch.distributed.is_initialized() else None
         self._fill(
             self._wanted(self.initial_load_model_only),
-            lambda into: _guest.restored(checkpoint_id, into, board),
+            lambda into: _guest.restored(checkpoint_id, into, board, terms=_TERMS),
         )
 
     def _wanted(self, is_model_only: bool) -> list[str]:

@@ -32,6 +32,7 @@ from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
 from ._random_numbers import on_other_devices, random_numbers
+from ._terms import in_terms
 
 _Trainer = TypeVar("_Trainer", bound=transformers.Trainer)
 
@@ -199,7 +200,8 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         numbers = random_numbers()
         missing, unexpected = on_other_devices(numbers, root)
         wanted = {"random": numbers}
-        restore(root, into=wanted, include="random/**", missing=missing, unexpected=unexpected)
+        with in_terms():
+            restore(root, into=wanted, include="random/**", missing=missing, unexpected=unexpected)
 
 
 def newest_checkpoint(output_dir: str, before: int | None = None) -> str | None:
@@ -244,7 +246,8 @@ def _is_ours(checkpoint: str) -> bool:
 
 def _restore(checkpoint: str, into: dict[str, object], include: str | list[str]) -> None:
     try:
-        restore(os.path.join(checkpoint, _guest.DIRECTORY), into=into, include=include)
+        with in_terms():
+            restore(os.path.join(checkpoint, _guest.DIRECTORY), into=into, include=include)
     except CorruptCheckpoint as error:
         output_dir, name = os.path.split(os.path.normpath(checkpoint))
         match = _CHECKPOINT.fullmatch(name)
