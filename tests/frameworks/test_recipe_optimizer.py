@@ -3,6 +3,7 @@ Megatron's optimizer and back, with equal training on both sides."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import megatron_models as megatron
 import pytest
 import stepwell as sw
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+from longer import some
 from test_recipe_outputs import FAMILIES, PADDED, VOCAB
 
 torch = pytest.importorskip("torch")
@@ -17,7 +22,16 @@ torch = pytest.importorskip("torch")
 RATE = 1e-3
 SLOTS = ("exp_avg", "exp_avg_sq")
 #: The recipes, and their parameters for a state of training of transformers.
-RECIPES: dict[str, dict[str, int]] = {"llama": {}, "qwen3-moe": {"fused_experts": 1}}
+RECIPES: dict[str, dict[str, int]] = {
+    "llama": {},
+    "gpt2": {},
+    "gemma2": {},
+    "qwen3-moe": {"fused_experts": 1},
+    "deepseek": {"fused_experts": 1},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": {"fused_experts": 1},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +41,8 @@ def _megatron() -> Iterator[None]:
 
 
 def batch(step: int) -> Any:
-    return torch.randint(0, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
+    # The first ids may be padding, which gets no gradient in transformers.
+    return torch.randint(4, VOCAB, (2, 16), generator=torch.Generator().manual_seed(step))
 
 
 def loss(logits: Any) -> Any:
@@ -53,6 +68,12 @@ class Ours:
         sw.save(path, sw.torch.TrainState(self.model, self.optimizer))
         self.model.config.save_pretrained(path.parent / "config")
 
+    def stored(self) -> set[str]:
+        """The names of the weights, each tensor once."""
+        names = set(self.model.state_dict())
+        is_tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
+        return names - {"lm_head.weight"} if is_tied else names
+
     def there(self, folder: Path) -> sw.maps.Map:
         """The recipe for a state of training."""
         parameters = {**self.family.parameters, **RECIPES[self.name], "padded_vocab": PADDED}
@@ -60,12 +81,12 @@ class Ours:
 
 
 def close(found: Any, expected: Any, name: str) -> None:
-    """Both sides sum in other orders."""
+    """Both sides sum in other orders. Lost moments would change 1e-2 of the weights."""
     difference = (torch.as_tensor(found) - torch.as_tensor(expected)).abs().max()
-    assert difference <= 1e-4 * torch.as_tensor(expected).abs().max(), name
+    assert difference <= 2e-4 * torch.as_tensor(expected).abs().max(), name
 
 
-@pytest.fixture(params=RECIPES)
+@pytest.fixture(params=some(list(RECIPES), 5))
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Ours, Any]:
     """Both sides after two equal steps, from the same weights."""
     ours = Ours(request.param)
@@ -88,9 +109,8 @@ def test_both_sides_have_the_moments_that_the_recipe_maps(trained: tuple[Ours, A
     stored = sw.restore(tmp_path / "theirs")
     moments = [name for name in stored if name.startswith("optimizer.state.exp_avg")]
     assert sorted(moments) == sorted(mapped)
-    assert {
-        f"optimizer.state.{slot}.{key}" for key in megatron.keys(theirs.model.module) for slot in SLOTS
-    } == set(moments)
+    trained = [key for key in megatron.keys(theirs.model.module) if "expert_bias" not in key]
+    assert {f"optimizer.state.{slot}.{key}" for key in trained for slot in SLOTS} == set(moments)
     for name in moments:
         assert stored[name].any()
         close(mapped[name], stored[name], name)
@@ -117,7 +137,7 @@ def test_training_goes_on_in_megatron(trained: tuple[Ours, Any], tmp_path: Path)
     back = sw.restore(tmp_path / "dcp", map=ours.there(tmp_path).inverse())
     # The directory has the common values of Megatron, too.
     assert back["optimizer"]["state"].pop("common_step") == 2
-    assert same(before["model"], back["model"])
+    assert same({name: before["model"][name] for name in ours.stored()}, back["model"])
     assert same(before["optimizer"]["state"], back["optimizer"]["state"])
 
 
@@ -130,7 +150,7 @@ def test_an_export_of_weights_leaves_the_optimizer_out(trained: tuple[Ours, Any]
     weights = type(ours.model).from_pretrained(tmp_path / "hf").state_dict()
     assert sorted(weights) == sorted(ours.model.state_dict())
     with sw.open(tmp_path / "hf") as checkpoint:
-        assert set(checkpoint) == set(weights)
+        assert set(checkpoint) == ours.stored()
 
 
 def same(one: Any, other: Any) -> bool:
@@ -148,7 +168,9 @@ def test_training_goes_on_in_torch(trained: tuple[Ours, Any], tmp_path: Path) ->
     steps = state["optimizer"]["state"]["common_step"]
     assert steps == 2
     fresh = Ours(ours.name)
-    fresh.model.load_state_dict({name: torch.tensor(one) for name, one in state["model"].items()})
+    assert state["model"].keys() == ours.stored()
+    weights = {name: torch.tensor(one) for name, one in state["model"].items()}
+    fresh.model.load_state_dict(weights, strict=False)
     for name, one in fresh.model.named_parameters():
         slots = state["optimizer"]["state"][name]
         assert set(slots) == {"exp_avg", "exp_avg_sq"}
