@@ -109,6 +109,29 @@ def test_steps_of_torchtitan_still_load(tmp_path: Path) -> None:
         Run(tmp_path / "old", load_step=6).train()
 
 
+def test_a_manager_goes_on_with_steps_of_torchtitan(tmp_path: Path) -> None:
+    """A loop of one's own takes the state by the names that torchtitan has stored."""
+    plain = Run(tmp_path / "plain", override="").train()
+    Run(tmp_path / "old", override="", steps=9).train()
+    listed = sw.open_root(tmp_path / "old")
+    assert listed.family == "torchtitan"
+    assert [(one.number, one.incomplete) for one in listed.steps] == [(3, None), (6, None), (9, None)]
+    run = Run(tmp_path / "new", enable=False)
+    parts = {
+        "optimizer": run.optimizers,
+        "lr_scheduler": run.lr_schedulers,
+        "dataloader": run.loader,
+        "train_state": run,
+    }
+    state = {**run.model.state_dict(), **{name: part.state_dict() for name, part in parts.items()}}
+    with sw.CheckpointManager(tmp_path / "new") as mgr:
+        state, first = mgr.resume(state, start=tmp_path / "old")
+    assert first == 10
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    assert run.train() == after(plain, 9)
+
+
 def test_a_committed_step_exists_at_every_moment(tmp_path: Path) -> None:
     with there_from_the_first(lambda: list(root(tmp_path).glob("step_*"))):
         Run(tmp_path, interval=1, keep_latest_k=2, steps=30).train()
