@@ -127,6 +127,23 @@ def test_one_command_makes_what_zero_to_fp32_makes(saves: Path, tmp_path: Path, 
             same(found[key], tensor.float() if tensor.is_floating_point() else tensor, key)
 
 
+def test_the_diff_of_the_guide_resumes(saves: Path, tmp_path: Path) -> None:
+    (tmp_path / "old").symlink_to(saves / "two_z1")
+    guide = (JOB.parents[2] / "docs" / "guide" / "resuming_from_others.md").read_text()
+    section = guide[guide.index("## DeepSpeed") :]
+    found = re.search(r"^```{code-block} diff\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    lines = [line[1:] for line in found[1].splitlines() if not line.startswith("-")]
+    names = {"sw": sw, "torch": torch, "Model": Model, "groups_of": groups_of, "folder": tmp_path}
+    exec("\n".join(lines), names)
+    assert names["first"] == 4
+    wanted = torch.load(saves / "two_z1.live")
+    for key, one in names["model"].named_parameters():  # type: ignore[attr-defined]
+        if one.requires_grad:
+            assert raw(one) == raw(wanted[key]["fp32"]), key
+    assert names["scheduler"].last_epoch == 3  # type: ignore[attr-defined]
+
+
 def trained_model() -> tuple[Any, Any, Any]:
     """The job's model as plain torch has it, with other values."""
     model = Model()

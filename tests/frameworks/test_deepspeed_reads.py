@@ -103,6 +103,7 @@ def test_ranks_of_other_grids_read_their_slices(saves: Path, tmp_path: Path, nam
     read, needed, read_columns, needed_columns = (
         sum(numbers) for numbers in zip(*(map(int, one.split()) for one in told), strict=True)
     )
+    print(f"{name} onto {grid}: rows {read / needed:.2f}, columns {read_columns / needed_columns:.2f}")
     assert needed + needed_columns > 150e6
     for read_of_them, needed_of_them in ((read, needed), (read_columns, needed_columns)):
         assert 0.95 * needed_of_them <= read_of_them <= 1.1 * needed_of_them
