@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from command_line import run
+from conftest import same
 from longer import LONG
 from safetensors.numpy import load_file, save_file
 
@@ -461,3 +464,36 @@ def test_a_file_that_was_just_changed_is_not_adopted(model: Path, monkeypatch: p
     with pytest.raises(sw.CorruptCheckpoint, match="it has changed while it was read"):
         sw.adopt(model)
     assert not (model / ".stepwell-checksums").exists()
+
+
+FOREIGN = Path(__file__).parents[1] / "foreign"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron_0.12.3/zarr",
+        "megatron_0.19.2/dense",
+        "deepspeed_0.10.3/zero_2_bf16",
+        "deepspeed_0.16.9/zero_3_bf16",
+        "orbax_0.4.8/aggregate",
+        "orbax_0.5.23/zarr3",
+        "orbax_0.11.40/zarr2_ocdbt",
+    ],
+)
+def test_checkpoints_of_trainers_are_adopted_as_steps(tmp_path: Path, name: str) -> None:
+    """Those that the libraries have written."""
+    path = shutil.copytree(FOREIGN / name, tmp_path / "old")
+    before, saved = everything(path), sw.restore(path)
+    with sw.CheckpointManager(tmp_path / "run") as mgr:
+        mgr.adopt(path, 7)
+        assert same(mgr.restore(7), saved)
+        assert everything(path) == before
+        report = sw.verify(path)
+        assert report.ok
+        assert report.unguarded_nbytes == 0
+        largest = max(map(Path, before), key=lambda one: one.stat().st_size)
+        flip(largest, largest.stat().st_size // 2)
+        assert not sw.adopt(path, check=True).ok
+        with pytest.raises(sw.CorruptCheckpoint, match=re.escape(largest.name)):
+            mgr.restore(7)
