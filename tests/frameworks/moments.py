@@ -9,8 +9,9 @@ from pathlib import Path
 
 
 @contextmanager
-def there_from_the_first(look: Callable[[], Sized]) -> Iterator[None]:
-    """Looks all the time, and fails if something was there once and nothing later."""
+def there_from_the_first(look: Callable[[], Sized], pause: float = 0.0) -> Iterator[None]:
+    """Looks all the time, and fails if something was there once and nothing later. A training of
+    several processes needs the cores: then there is a pause between two looks."""
     found: list[bool] = []
     ended = threading.Event()
 
@@ -18,6 +19,8 @@ def there_from_the_first(look: Callable[[], Sized]) -> Iterator[None]:
         while not ended.is_set():
             # A second look: all that the first one listed may be deleted while it lists.
             found.append(bool(look()) or bool(look()))
+            if pause:
+                ended.wait(pause)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

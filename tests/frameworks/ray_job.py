@@ -1,4 +1,4 @@
-"""A tiny training with Ray Train, one of whose workers is killed, as a program."""
+"""A tiny training with Ray Train, as a program. If there are two workers, one of them is killed."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def train(config: dict[str, Any]) -> dict[int, float]:
 
 
 def main() -> None:
-    """``ray_job.py FOLDER``."""
+    """``ray_job.py FOLDER WORKERS``."""
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    folder = sys.argv[1]
+    folder, workers = sys.argv[1], int(sys.argv[2])
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
     run = RunConfig(
         name="run",
@@ -60,7 +60,7 @@ def main() -> None:
         failure_config=FailureConfig(max_failures=1),
         checkpoint_config=CheckpointConfig(num_to_keep=2),
     )
-    scaling = ScalingConfig(num_workers=2)
+    scaling = ScalingConfig(num_workers=workers)
     result = TorchTrainer(
         train, train_loop_config={"folder": folder}, scaling_config=scaling, run_config=run
     ).fit()

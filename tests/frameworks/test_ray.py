@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,19 +18,44 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1]
 
 import ray_job
 from longer import longer
+from moments import there_from_the_first
+
+
+def committed(folder: Path) -> list[Path]:
+    """The checkpoints that stepwell has committed."""
+    found = []
+    for checkpoint in folder.glob("run/checkpoint_[0-9]*"):
+        with contextlib.suppress(FileNotFoundError):  # deleted just now
+            if any(name.startswith("step_") for name in os.listdir(checkpoint)):
+                found.append(checkpoint)
+    return found
+
+
+def train(folder: Path, workers: int) -> None:
+    """Trains in a process of its own. Looks all the time if a committed checkpoint is there."""
+    with there_from_the_first(lambda: committed(folder), pause=0.002):
+        done = subprocess.run(
+            [sys.executable, ray_job.__file__, str(folder), str(workers)],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    assert done.returncode == 0, done.stderr
+
+
+@longer
+def test_a_committed_checkpoint_exists_at_every_moment(tmp_path: Path) -> None:
+    train(tmp_path, 1)
+    assert [one.name for one in sorted(committed(tmp_path))] == [
+        f"checkpoint_{step:08}" for step in range(ray_job.STEPS - 2, ray_job.STEPS)
+    ]
 
 
 @longer
 def test_workers_resume_after_one_is_killed(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, ray_job.__file__, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    train(tmp_path, 2)
     plain = ray_job.train({})
     starts = {int(file.name.split("-")[0]) for file in tmp_path.glob("*-[01]")}
     first = max(starts)
