@@ -75,7 +75,7 @@ def configured(model: Path, **changes: object) -> Path:
 @pytest.mark.parametrize("name", sw.maps.recipes())
 def test_a_recipe_is_short_and_has_a_way_back(name: str) -> None:
     text = sw.maps.recipe_toml(name)
-    assert len(text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 80
     assert sw.maps.recipe(name).about
     first, to, second = name.partition("-to-")
     assert to
@@ -85,6 +85,17 @@ def test_a_recipe_is_short_and_has_a_way_back(name: str) -> None:
     assert sw.maps.recipe(name).parameters == sw.maps.recipe(back).parameters
     page = DOCUMENT.parent / "guide" / "recipes.md"
     assert f"| `{name}` |" in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["megatron", "megatron-ends", "megatron-experts"])
+def test_a_part_is_included_by_maps_of_users(name: str) -> None:
+    own = sw.maps.Map([{"include": name}])
+    assert own.parameters
+    assert "rule = [" in sw.maps.recipe_toml(name)
+    with pytest.raises(sw.MisuseError, match=f"alone in its rule. The parts are megatron, {name[:8]}"):
+        sw.maps.Map([{"include": name, "to": "x"}])
+    with pytest.raises(sw.MisuseError, match="rule 2 of the map: `include` is the name of a part"):
+        sw.maps.Map([{"include": name}, {"include": "../recipes/hf-llama-to-megatron"}])
 
 
 def test_every_file_of_the_folder_is_a_recipe() -> None:
@@ -539,9 +550,9 @@ def test_slots_of_frozen_layers_may_be_missing(model: Path, tmp_path: Path) -> N
 
 def test_a_map_of_ones_own_has_parameters_too(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(sw.maps.recipe_toml(THERE).replace("decoder.", "mine."))
+    file.write_text(sw.maps.recipe_toml(THERE).replace("mlp.linear_fc2", "mlp.mine"))
     state = sw.restore(model, map=sw.maps.recipe(file, **NUMBERS))
-    assert "mine.final_layernorm.weight" in state
+    assert "decoder.layers.mlp.mine.weight" in state
     with pytest.raises(sw.MisuseError, match=f"the map {file} needs heads"):
         sw.restore(model, map=file)
 

@@ -55,7 +55,7 @@ def recipe_list(out: Output) -> int:
 @command("show", of="recipe")
 @click.argument("name")
 def recipe_show(out: Output, name: str) -> int:
-    """Print the TOML of the recipe NAME, to be copied and changed."""
+    """Print the TOML of the recipe NAME, or of a part of recipes, to be copied and changed."""
     text = sw.maps.recipe_toml(name)
     out.document({"name": name, "toml": text})
     out.line(text.rstrip("\n"))

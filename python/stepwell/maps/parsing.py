@@ -93,7 +93,7 @@ class _Table:
             self.wrong(f"`{next(iter(self._entries))}` is not known here")
 
 
-def rule(number: int, entries: Mapping[str, object], numbers: Numbers) -> Rule:
+def rule(number: str, entries: Mapping[str, object], numbers: Numbers) -> Rule:
     """A rule. ``number`` is for messages, ``numbers`` are the parameters of the map."""
     operations = [name for name in entries if name in _OPERATIONS]
     if len(operations) > 1 and "scale" in operations:
@@ -118,7 +118,7 @@ def rule(number: int, entries: Mapping[str, object], numbers: Numbers) -> Rule:
     return made
 
 
-def complete(number: int, entries: Mapping[str, object], numbers: Numbers) -> Complete:
+def complete(number: str, entries: Mapping[str, object], numbers: Numbers) -> Complete:
     """Returns the leaves of a complete model, from an entry of ``complete``."""
     table = _Table(f"`complete` {number}", entries, numbers)
     patterns, counts = table.take("each", _patterns), table.take("counts", _counts, {})

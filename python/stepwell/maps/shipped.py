@@ -11,7 +11,7 @@ from functools import cache
 from .._checks import meant
 from .._paths import printable
 from ..errors import MisuseError
-from .tables import Tables, read_text
+from .tables import Tables, part_path, parts, read_text
 
 _FOLDER = os.path.join(os.path.dirname(__file__), "recipes")
 _TO = "-to-"
@@ -29,11 +29,14 @@ def recipes() -> list[str]:
 
 
 def recipe_toml(name: str) -> str:
-    """The TOML of a recipe, to be copied and changed. That of a way back is the same.
+    """The TOML of a recipe, or of a part that recipes include, to be copied and changed. That of a
+    way back is the same.
 
     Raises:
         MisuseError: there is no such recipe.
     """
+    if name in parts():
+        return read_text(part_path(name), f"the part {name}")
     own = _own_name(name)
     if own is None:
         raise MisuseError(

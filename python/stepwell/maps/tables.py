@@ -13,15 +13,22 @@
     [[rule]]
     rename = "model.layers.{i}.norm"
     to = "decoder.{i}.norm"
+
+    [[rule]]
+    include = "megatron"
+
+An included *part* of ``parts/*.toml`` has rules, and the parameters that they need.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 from .._checks import shown
@@ -37,6 +44,7 @@ from .rules import Rule
 #: The longest file of a map.
 _MAX_FILE_BYTES = 16 << 20
 _DIRECTIONS = ("forward", "inverse")
+_PARTS = os.path.join(os.path.dirname(__file__), "parts")
 
 #: Rules with their names in messages.
 Called: TypeAlias = Sequence[tuple[str, Rule]]
@@ -46,7 +54,7 @@ Called: TypeAlias = Sequence[tuple[str, Rule]]
 class _Entry:
     """A rule as it is written."""
 
-    number: int
+    number: str
     table: Mapping[str, object]
     #: An expression, perhaps after ``not``. The rule is left out if it is zero.
     when: str | None
@@ -107,16 +115,17 @@ class Tables:
 
     @classmethod
     def _of(cls, name: str, inverse_name: str, rules: list[object], head: Mapping[str, object]) -> Tables:
-        known = parameters.declared(head.get("parameters", {}))
+        own = parameters.declared(head.get("parameters", {}))
+        entries, others = _with_parts(rules)
+        known = own | {name: one for name, one in others.items() if name not in own}
         model_types = _texts(head, "model_types")
         source, target = (_patterns(head, key) for key in ("from", "to"))
         about, warning = _text(head, "about"), _text(head, "warning")
         complete = head.get("complete", [])
         if not isinstance(complete, list):
             raise MisuseError(f"`complete` of the map is a list of tables, not {shown(complete)}")
-        entries = _entries("rule", rules)
-        parts = _entries("`complete`", complete)
-        found = cls(name, inverse_name, entries, known, model_types, source, target, parts, about, warning)
+        wholes = tuple(_entry("`complete`", str(number), one) for number, one in enumerate(complete, start=1))
+        found = cls(name, inverse_name, entries, known, model_types, source, target, wholes, about, warning)
         found.check()
         # The caller may change its tables.
         return replace(found, entries=copy.deepcopy(entries))
@@ -219,11 +228,40 @@ def _patterns(head: Mapping[str, object], key: str) -> tuple[Pattern, ...]:
         raise MisuseError(f"`{key}` of the map: {error}") from error
 
 
-def _entries(kind: str, given: Iterable[object]) -> tuple[_Entry, ...]:
-    return tuple(_entry(f"{kind} {number}", number, one) for number, one in enumerate(given, start=1))
+def _with_parts(rules: Iterable[object]) -> tuple[tuple[_Entry, ...], dict[str, Parameter]]:
+    """Rules with those of the included parts, and the parameters of the parts."""
+    entries: list[_Entry] = []
+    known: dict[str, Parameter] = {}
+    for number, given in enumerate(rules, start=1):
+        if not isinstance(given, Mapping) or "include" not in given:
+            entries.append(_entry("rule", str(number), given))
+            continue
+        name = given["include"]
+        if len(given) > 1 or not isinstance(name, str) or name not in parts():
+            raise MisuseError(
+                f"rule {number} of the map: `include` is the name of a part, alone in its rule. The parts are {', '.join(parts())}"
+            )
+        part = tomllib.loads(read_text(part_path(name), f"the part {name}"))
+        known |= parameters.declared(part["parameters"])
+        entries += [
+            _entry("rule", f"{at} of the part {name}", one) for at, one in enumerate(part["rule"], start=1)
+        ]
+    return tuple(entries), known
 
 
-def _entry(called: str, number: int, given: object) -> _Entry:
+@cache
+def parts() -> tuple[str, ...]:
+    """The names of the parts that maps may include."""
+    return tuple(sorted(os.path.splitext(file)[0] for file in os.listdir(_PARTS)))
+
+
+def part_path(name: str) -> str:
+    """The path of a part."""
+    return os.path.join(_PARTS, f"{name}.toml")
+
+
+def _entry(kind: str, number: str, given: object) -> _Entry:
+    called = f"{kind} {number}"
     if not isinstance(given, Mapping):
         raise MisuseError(f"{called} of the map is a table, not {shown(given)}")
     table = dict(given)
