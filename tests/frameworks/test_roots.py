@@ -13,6 +13,7 @@ import stepwell as sw
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 
 def same(found: Any, saved: Any) -> None:
@@ -228,6 +229,21 @@ def test_steps_of_nemo(tmp_path: Path) -> None:
     with root.open(9) as checkpoint:
         assert (checkpoint["model/w"][:] == 9).all()
     assert (sw.restore(root.steps[0].path)["model"]["w"] == 9).all()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_parts_of_a_step_of_automodel(tmp_path: Path, whole: bool) -> None:
+    """Automodel writes the model through the storage writer of Hugging Face, or by DCP."""
+    step = tmp_path / "checkpoints/epoch_0_step_9"
+    weights = {"model.norm.weight": torch.full((3,), 9.0), "model.embed.weight": torch.ones(4, 3)}
+    more = {"enable_consolidation": True} if whole else {}
+    files = dict.fromkeys(weights, 1)
+    writer = HuggingFaceStorageWriter(str(step / "model"), files, save_distributed=True, **more)
+    dcp.save(weights, storage_writer=writer, no_dist=True)
+    saved_by_dcp(step / "optim", 9)
+    same(sw.restore(step / "model"), weights)
+    with sw.open(step / "optim") as checkpoint:
+        assert (checkpoint["model/w"][:] == 9).all()
 
 
 def test_steps_of_verl(tmp_path: Path) -> None:
