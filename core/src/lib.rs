@@ -11,6 +11,7 @@
 //! | [`dtype`] [`region`] [`leaf_path`] [`tree`] [`value`] | the vocabulary; no I/O |
 //! | [`arithmetic`] | what maps compute; no I/O |
 //! | [`compression`] | compressed streams, decoded piece by piece |
+//! | [`compressed_file`] | a data file, written once more with compressed chunks |
 //! | [`digest`] | digests of tensors that do not depend on how they are cut |
 //! | [`mod@format`] | the bytes on disk: blocks, footers, indexes, manifests; no I/O |
 //! | [`io`] | the [`io::Disk`] trait and its engines |
@@ -28,6 +29,7 @@ compile_error!(
 );
 
 pub mod arithmetic;
+pub mod compressed_file;
 pub mod compression;
 pub mod deadline;
 pub mod digest;

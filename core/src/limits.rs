@@ -58,6 +58,9 @@ pub const MAX_OBJECT_VALUES: u64 = 64 << 20;
 /// Bytes of an index file.
 pub const MAX_INDEX_BYTES: u64 = 4 << 30;
 
+/// Decoded bytes of one compressed chunk. Larger chunks are stored raw.
+pub const MAX_PLANES_BYTES: u64 = 64 << 20;
+
 /// The most ranks for which replicas are compared. Every rank's vote has a claim on each replica,
 /// and the leader could not read those of many thousands in time.
 pub const COMPARED_RANKS: usize = 1024;

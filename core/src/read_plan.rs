@@ -7,6 +7,19 @@ use smallvec::SmallVec;
 /// so one or two usually remain.
 pub type CopyDims<T = u64> = SmallVec<[T; 2]>;
 
+/// A compressed chunk in a data file ([`crate::format::planes`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EncodedChunk {
+    /// Offset in the file of its first byte.
+    pub offset: u64,
+    /// Stored bytes.
+    pub length: u64,
+    /// Bytes that they become.
+    pub decoded: u64,
+    /// Number of planes.
+    pub planes: u8,
+}
+
 /// A box of elements, from a chunk in a file to a strided place in a destination. Strides and
 /// offsets are in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,6 +28,8 @@ pub struct BoxCopy {
     pub leaf: u32,
     /// Ordinal of the file in the index.
     pub file: u32,
+    /// The compressed chunk that holds the box. Source offsets count its decoded bytes then.
+    pub encoded: Option<EncodedChunk>,
     /// Offset in the file of the box's first element.
     pub src_offset: u64,
     /// Distance in the file between neighbours along each dimension.

@@ -8,11 +8,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
+use stepwell_core::Result as CoreResult;
 use stepwell_core::format::manifest::{Manifest, stored_files};
-use stepwell_core::io::Dir;
+use stepwell_core::io::{Dir, File};
+use stepwell_reshard::glob::GlobList;
 
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
+use crate::compressed_copy::{self, CompressedCopy};
 use crate::delete_tree::delete_tree;
 use crate::directory_layout::{self, LEASE, MANIFEST};
 use crate::environment::Environment;
@@ -20,9 +23,19 @@ use crate::error::{Error, Result};
 use crate::lease::{OwnedTemporary, own_temporary};
 use crate::{retention, singular};
 
-/// Called with the bytes done and the total, of writing and verifying. Returns false to stop the
-/// copy.
-pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
+/// The progress of a copy, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CopyProgress {
+    /// Bytes of the source that were copied, and of the copy that were verified.
+    pub done: u64,
+    /// All of these.
+    pub total: u64,
+    /// Bytes that were written. Fewer, if the copy is compressed.
+    pub written: u64,
+}
+
+/// Called while a copy is written and verified. Returns false to stop it.
+pub type Progress<'a> = &'a mut dyn FnMut(CopyProgress) -> bool;
 
 /// The check of a copy before it gets its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +56,8 @@ pub struct CopySelection {
     pub exclude: Vec<String>,
     /// Metrics of a later date, which the copy's manifest gets.
     pub metrics: BTreeMap<String, f64>,
+    /// Globs of tensors that are compressed. What is compressed already stays so.
+    pub compress: Vec<String>,
 }
 
 impl CopySelection {
@@ -123,9 +138,11 @@ pub(crate) fn into_checked(
     let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
     let parent = &place.parent;
     publish(place, environment, |dir, temporary| {
-        write(source, &manifest, check, dir, progress)?;
+        let globs = compressed_copy::chosen(&part.compress)?;
+        let bytes = total(&manifest);
+        write(source, manifest, &globs, check, dir, progress)?;
         match check {
-            CopyCheck::Whole => verify(parent, temporary, environment, source, progress),
+            CopyCheck::Whole => verify(parent, temporary, environment, (source, bytes), progress),
             CopyCheck::WhileReading => Checkpoint::open_in(parent, temporary, environment)?.check_records(),
         }?;
         last()
@@ -174,37 +191,98 @@ pub(crate) fn total(manifest: &Manifest) -> u64 {
     stored_files(&manifest.files).iter().map(|(_, length)| length).sum()
 }
 
-/// Writes all files durably, the manifest last.
+/// Writes the files of a copy, and reports its progress.
+pub(crate) struct FileWriter<'a> {
+    at: CopyProgress,
+    progress: Progress<'a>,
+    /// The directories that were created.
+    directories: BTreeSet<String>,
+}
+
+impl FileWriter<'_> {
+    /// Copies a file.
+    pub(crate) fn copy(&mut self, dir: &dyn Dir, path: &str, from: &dyn File) -> Result<()> {
+        self.create_above(dir, path)?;
+        Ok(dir.copy_file(path, from, &mut |bytes| self.went_on(bytes, bytes))?)
+    }
+
+    /// Writes a file out of pieces. `next` also returns the bytes of the source that were read.
+    pub(crate) fn pieces(
+        &mut self,
+        dir: &dyn Dir,
+        path: &str,
+        len_hint: u64,
+        next: &mut dyn FnMut(usize) -> CoreResult<(Vec<u8>, u64)>,
+    ) -> Result<()> {
+        self.create_above(dir, path)?;
+        let mut before = (0, 0);
+        let written = dir.write_pieces(path, len_hint, &mut |most| {
+            if before.0 > 0 && !self.went_on(before.1, before.0) {
+                return Err(stepwell_core::Error::Cancelled("by the caller".to_owned()));
+            }
+            let (piece, read) = next(most)?;
+            before = (piece.len() as u64, read);
+            Ok(piece)
+        });
+        self.at.done = self.at.done.saturating_add(before.1);
+        Ok(written?)
+    }
+
+    fn went_on(&mut self, read: u64, written: u64) -> bool {
+        self.at.done = self.at.done.saturating_add(read).min(self.at.total);
+        self.at.written = self.at.written.saturating_add(written);
+        (self.progress)(self.at)
+    }
+
+    fn create_above(&mut self, dir: &dyn Dir, path: &str) -> Result<()> {
+        if let Some((above, _)) = path.rsplit_once('/')
+            && self.directories.insert(above.to_owned())
+        {
+            dir.create_dir(above)?;
+        }
+        Ok(())
+    }
+}
+
+/// Writes all files durably, the manifest last. Tensors that the globs select are compressed.
 fn write(
     source: &Checkpoint,
-    manifest: &Manifest,
+    mut manifest: Manifest,
+    globs: &GlobList,
     check: CopyCheck,
     dir: &Arc<dyn Dir>,
     progress: Progress<'_>,
 ) -> Result<()> {
-    let indexes = manifest.items.iter().map(|item| (item.index.path.as_str(), false));
-    let files =
-        stored_files(&manifest.files).into_iter().map(|(path, _)| (path, check == CopyCheck::WhileReading));
     let passes = if check == CopyCheck::Whole { 2 } else { 1 };
-    let whole = total(manifest).saturating_mul(passes);
-    let mut directories = BTreeSet::new();
-    let mut done = 0_u64;
-    for (path, checked) in indexes.chain(files) {
-        if let Some((above, _)) = path.rsplit_once('/')
-            && directories.insert(above.to_owned())
-        {
-            dir.create_dir(above)?;
-        }
-        let from = if checked { source.stored_file(path)? } else { source.dir().open_file(path)? };
-        dir.copy_file(path, &*from, &mut |bytes| {
-            done = done.saturating_add(bytes);
-            progress(done.min(whole), whole)
-        })?;
+    let whole = total(&manifest).saturating_mul(passes);
+    let at = CopyProgress { total: whole, ..CopyProgress::default() };
+    let mut writer = FileWriter { at, progress, directories: BTreeSet::new() };
+    let mut compressed = CompressedCopy::new(source, globs, &manifest)?;
+    for item in manifest.items.iter().filter(|item| !compressed.has_item(&manifest, item)) {
+        let from = source.dir().open_file(&item.index.path)?;
+        writer.copy(&**dir, &item.index.path, &*from)?;
     }
-    for directory in &directories {
+    let stored: Vec<String> =
+        stored_files(&manifest.files).into_iter().map(|(path, _)| path.to_owned()).collect();
+    for path in &stored {
+        if compressed.has_part(&manifest, path) {
+            compressed.write(&**dir, &mut manifest, path, &mut writer)?;
+        } else {
+            let is_checked = check == CopyCheck::WhileReading;
+            let from = if is_checked { source.stored_file(path)? } else { source.dir().open_file(path)? };
+            writer.copy(&**dir, path, &*from)?;
+        }
+    }
+    let mut items = std::mem::take(&mut manifest.items);
+    for item in items.iter_mut().filter(|item| compressed.has_item(&manifest, item)) {
+        compressed.write_index(&**dir, item)?;
+    }
+    manifest.items = items;
+    compressed.declare(&mut manifest);
+    for directory in &writer.directories {
         dir.open_dir(directory)?.sync()?;
     }
-    write_manifest(dir, manifest)
+    write_manifest(dir, &manifest)
 }
 
 /// Writes the manifest and what else a step has beside its data, durably.
@@ -216,18 +294,23 @@ pub(crate) fn write_manifest(dir: &Arc<dyn Dir>, manifest: &Manifest) -> Result<
     Ok(dir.sync()?)
 }
 
-/// Verifies every checksum of the copy.
+/// Verifies every checksum of the copy. It may be smaller than the copied bytes of its source.
 fn verify(
     parent: &Arc<dyn Dir>,
     temporary: &str,
     environment: &Environment,
-    source: &Checkpoint,
+    (source, half): (&Checkpoint, u64),
     progress: Progress<'_>,
 ) -> Result<()> {
     let copy = Checkpoint::open_in(parent, temporary, environment)?;
-    let half = total(copy.manifest());
+    let written = total(copy.manifest());
     let report = copy.verify(source.load_options(), &mut |at| {
-        progress(half.saturating_add(at.done), half.saturating_mul(2))
+        let done = half as f64 * (at.done as f64 / at.total.max(1) as f64);
+        progress(CopyProgress {
+            done: half.saturating_add(done as u64),
+            total: half.saturating_mul(2),
+            written,
+        })
     })?;
     match report.damages.first() {
         None => Ok(()),

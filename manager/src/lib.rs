@@ -26,6 +26,7 @@ mod adopted_step;
 pub mod carry_queue;
 pub mod checkpoint;
 pub mod commit;
+mod compressed_copy;
 mod control;
 pub mod convert;
 pub mod coordination;

@@ -181,6 +181,11 @@ impl Reader {
         &self.files
     }
 
+    /// Its open directory, for what may outlive it.
+    pub(crate) fn shared_dir(&self) -> Arc<dyn Dir> {
+        Arc::clone(&self.dir)
+    }
+
     /// Its open directory.
     pub(crate) fn dir(&self) -> &dyn Dir {
         &*self.dir

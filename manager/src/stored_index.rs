@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::format::index::{Chunks, FileRecord, Index, LeafRecord, TensorRecord, Within};
+use stepwell_core::format::index::{
+    ChunkRecord, Chunks, FileRecord, Index, LeafRecord, TensorRecord, Within,
+};
 use stepwell_core::format::index_v1::{self, INDEX_HEADER_BYTES, IndexHeader, Outline};
 use stepwell_core::format::manifest::{FileEntry, Item, Manifest};
 use stepwell_core::io::{Dir, File};
@@ -26,6 +28,8 @@ mod tests;
 const MIN_THREAD_BYTES: u64 = 128 << 10;
 /// Smaller indexes, in bytes, are read whole.
 const MIN_OUTLINE_BYTES: u64 = 4 << 20;
+/// Bytes that one byte of a compressed chunk can become.
+const MOST_DECODED: u128 = 32 << 10;
 const THREAD: &str = "stepwell-index";
 
 /// The indexes of all items as one: top-level entries in the saved order, and files by their paths
@@ -243,9 +247,10 @@ fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<Read
     let index = outline.index().clone();
     // As `check_claims`, without the chunks.
     let stored = index.files.iter().map(|file| u128::from(file.length)).sum::<u128>();
+    let most = if outline.is_compressed() { stored * MOST_DECODED } else { stored };
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
-        if tensor.view.is_none() && claimed(tensor).is_none_or(|bytes| bytes > stored) {
+        if tensor.view.is_none() && claimed(tensor).is_none_or(|bytes| bytes > most) {
             return Err(claims_too_much(&index.tree, leaf, tensor, stored, &path));
         }
     }
@@ -261,6 +266,11 @@ fn missing_index(error: stepwell_core::Error, file: &Path) -> Error {
 
 fn other_index(file: &Path) -> Error {
     stepwell_core::Error::corrupt(file, "it is not the index that its manifest names").into()
+}
+
+/// Reads the whole index of an item. Its files have their names in the item.
+pub(crate) fn of_item(dir: &dyn Dir, item: &Item) -> Result<Index> {
+    whole(dir, item, false)
 }
 
 /// Reads the whole index of an item. `alone`: another core is free for half of the work.
@@ -331,7 +341,10 @@ fn check_claims(tree: &Tree, first: usize, leaves: &[LeafRecord], file: &Path) -
         if tensor.view.is_some() {
             continue;
         }
-        let stored = tensor.chunks.iter().map(|chunk| u128::from(chunk.extent.length)).sum::<u128>();
+        let itemsize = tensor.dtype.size() as u64;
+        // The check of the index has bounded what compressed chunks may become.
+        let bytes = |chunk: &ChunkRecord| u128::from(chunk.decoded_bytes(itemsize).unwrap_or(u64::MAX));
+        let stored = tensor.chunks.iter().map(bytes).sum::<u128>();
         if claimed(tensor) != Some(stored) {
             return Err(claims_too_much(tree, leaf, tensor, stored, file));
         }

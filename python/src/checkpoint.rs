@@ -42,12 +42,13 @@ mod described;
 
 pub type Engined = stepwell_manager::Checkpoint;
 
-/// The part of a checkpoint to copy: globs of items to take, of items to leave out, later metrics.
-pub type CopiedPart = (Option<Vec<String>>, Vec<String>, BTreeMap<String, f64>);
+/// The part of a checkpoint to copy: globs of items to take, of items to leave out, later metrics,
+/// globs of tensors to compress.
+pub type CopiedPart = (Option<Vec<String>>, Vec<String>, BTreeMap<String, f64>, Vec<String>);
 
 /// Names the fields of a part.
-pub fn part_of((include, exclude, metrics): CopiedPart) -> copy::CopySelection {
-    copy::CopySelection { include, exclude, metrics }
+pub fn part_of((include, exclude, metrics, compress): CopiedPart) -> copy::CopySelection {
+    copy::CopySelection { include, exclude, metrics, compress }
 }
 
 /// Files that are open for reading.
@@ -556,7 +557,8 @@ impl Checkpoint {
         let inner = self.get(py)?;
         telling(py, progress.as_ref(), move |seen| {
             let environment = path.environment(Engine::Auto, Purpose::Write)?;
-            copy::to_path(inner.step()?, &part_of(part), &path.path, &environment, seen)
+            let mut seen = |at: copy::CopyProgress| seen(at.done, at.total);
+            copy::to_path(inner.step()?, &part_of(part), &path.path, &environment, &mut seen)
         })
     }
 

@@ -33,6 +33,7 @@ use crate::snapshot::{OnDevices, Snapshot, request};
 use crate::state::{ChoiceArguments, State, flatten};
 use crate::trace::{self, DigestRow, TraceRow};
 use crate::wait;
+use stepwell_manager::copy::CopyProgress;
 
 use self::closing::Closing;
 use self::tiers::{TierArgument, WantedTier};
@@ -385,7 +386,9 @@ impl Manager {
         progress: Option<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (inner, source) = (Arc::clone(&self.inner), checkpoint.get(py)?);
-        telling(py, progress.as_ref(), move |seen| inner.add(source.step()?, &part_of(part), seen))
+        telling(py, progress.as_ref(), move |seen| {
+            inner.add(source.step()?, &part_of(part), &mut |at: CopyProgress| seen(at.done, at.total))
+        })
     }
 
     /// The name of a step that the root does not have yet.

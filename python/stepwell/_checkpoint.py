@@ -694,6 +694,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         include: Globs = None,
         exclude: Globs = None,
         metrics: Metrics | None = None,
+        compress: bool | Globs = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> str:
         """Copies the checkpoint to a free path, byte for byte, and returns that path. The copy is
@@ -707,11 +708,13 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
             exclude: items to leave out.
             metrics: metrics that were added later, for the copy. They belong to the root
                 (:meth:`CheckpointManager.metrics`), not to this checkpoint.
+            compress: tensors to compress: ``True`` for all, or globs over rendered leaf paths. The
+                copy has the same values then, and fewer bytes. What is compressed already stays so.
             progress: as in :meth:`verify`.
         """
         where = location(path)
         check_destination(where)
-        self._copy(where, copied_part(include, exclude, metrics), progress)
+        self._copy(where, copied_part(include, exclude, metrics, compress), progress)
         return where
 
     def _copy(self, path: str, part: _core._Part, progress: Callable[[int, int], object] | None) -> None:

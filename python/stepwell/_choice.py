@@ -49,6 +49,18 @@ def _float(dtype: object) -> str:
     return name
 
 
-def copied_part(include: Globs, exclude: Globs, metrics: Metrics | None) -> _core._Part:
-    """Returns ``include=``, ``exclude=`` and ``metrics=`` of a copy for the engine."""
-    return globs(include, "include"), globs(exclude, "exclude") or [], real_numbers(metrics)
+def copied_part(
+    include: Globs, exclude: Globs, metrics: Metrics | None, compress: bool | Globs = False
+) -> _core._Part:
+    """Returns ``include=``, ``exclude=``, ``metrics=`` and ``compress=`` of a copy for the engine."""
+    numbers = real_numbers(metrics)
+    return globs(include, "include"), globs(exclude, "exclude") or [], numbers, compressed(compress)
+
+
+def compressed(compress: bool | Globs) -> list[str]:
+    """Returns the globs of ``compress=``, which must be valid: ``True`` is all tensors."""
+    if isinstance(compress, bool):
+        return ["**"] if compress else []
+    found = globs(compress, "compress") or []
+    _core.first_globs(found, [])
+    return found

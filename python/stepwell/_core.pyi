@@ -106,7 +106,7 @@ _Path = str | PathLike[str]
 _Choice = tuple[list[str] | None, list[str], list[tuple[str, str]]]
 _SaveChoice = tuple[list[str] | None, list[str], list[tuple[str, str]], object]
 #: Globs of items to copy, globs of items to leave out, and later metrics.
-_Part = tuple[list[str] | None, list[str], dict[str, float]]
+_Part = tuple[list[str] | None, list[str], dict[str, float], list[str]]
 #: Kind, dtype, shape, and the leaf that it is tied to.
 _LeafRow = tuple[str, str | None, list[int] | None, int | None]
 _ChunkRow = tuple[int | None, int, int, list[int], list[int]]
@@ -270,8 +270,9 @@ class Credentials:
     def answer(self, parts: dict[str, str], valid_seconds: float | None) -> None: ...
     def fail(self, why: str) -> None: ...
 
-#: Name, root, options, the divisor of the steps that it takes, all of them or the newest, rate.
-_TierArgument = tuple[str, str, str, int, bool, int | None]
+#: Name, root, options, the divisor of the steps that it takes, all of them or the newest, rate, globs
+#: of what is compressed.
+_TierArgument = tuple[str, str, str, int, bool, int | None, list[str]]
 #: Name, root, steps, due steps, the carried step with its bytes, superseded steps, last failure.
 _TierRow = tuple[str, str, list[int], list[int], tuple[int, int, int] | None, int, tuple[int, str] | None]
 

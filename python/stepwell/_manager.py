@@ -551,6 +551,7 @@ class CheckpointManager(Reading):
         include: Globs = None,
         exclude: Globs = None,
         metrics: Metrics | None = None,
+        compress: bool | Globs = False,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         """Copies an open checkpoint into this root, byte for byte, as the step that it is. The copy
@@ -561,7 +562,8 @@ class CheckpointManager(Reading):
             StepExists: the root has that step.
         """
         instance(checkpoint, Checkpoint, "checkpoint", "sw.open(…)")
-        core, part = self._open(), copied_part(include, exclude, metrics)
+        core = self._open()
+        part = copied_part(include, exclude, metrics, compress)
         if checkpoint.adopted is None:
             core.add(checkpoint._of_ours(), part, progress)
         else:

@@ -10,11 +10,13 @@ from typing import Literal, TypeAlias, final, get_args
 
 from . import _core
 from ._checks import flag, instance, one_of, shown, text, whole
+from ._choice import compressed
 from ._locations import Location, check_root, is_store, location
 from ._opening import check_not_foreign
 from ._options import Options, StepName, to_json
 from ._policies import every_steps
 from ._public import public
+from ._restore.options import Globs
 from ._retention import Retention, as_retention
 from .errors import MisuseError
 
@@ -65,7 +67,10 @@ class Tier:
         survives: what its copies outlive: ``"process"`` (of this machine), ``"node"`` (a loss of
             the machine) or ``"site"``. Default: ``"site"`` for an object store, ``"node"`` for a
             network file system, else ``"process"``.
-        bytes_per_second: the most that a carrier copies there.
+        bytes_per_second: the most that a carrier writes there.
+        compress: the tensors whose copies are compressed there: ``True`` for all of them, or globs
+            over rendered leaf paths, such as ``["optimizer"]``. Reads decode them, and give the
+            same values.
     """
 
     location: Location
@@ -76,6 +81,7 @@ class Tier:
     all_due: bool = False
     survives: Survives | None = None
     bytes_per_second: int | None = None
+    compress: bool | Globs = False
 
     def __post_init__(self) -> None:
         if self.name is not None and not text(self.name, "the name of a Tier"):
@@ -87,6 +93,8 @@ class Tier:
             one_of(self.survives, "survives= of a Tier", _SURVIVES)
         if self.bytes_per_second is not None:
             whole(self.bytes_per_second, "bytes_per_second= of a Tier", 1, _MOST_RATE)
+        # An iterator is read once.
+        object.__setattr__(self, "compress", tuple(compressed(self.compress)))
 
 
 @final
@@ -130,10 +138,14 @@ class Tiers:
             raise MisuseError(
                 "the first tier gets every step that is saved: every=, all_due= and bytes_per_second= are for the others"
             )
+        if first.compress:
+            raise MisuseError(
+                "saves go to the first tier, and are not compressed: compress= is for the other tiers"
+            )
 
     def further(
         self, options: Options, step_name: StepName | None, read_only: bool
-    ) -> list[tuple[str, str, str, int, bool, int | None]]:
+    ) -> list[_core._TierArgument]:
         """Returns the tiers but the first one, as the engine takes them."""
         found = []
         for name, root, tier in list(zip(self.names, self.roots, self.all, strict=True))[1:]:
@@ -144,7 +156,8 @@ class Tiers:
             rules = as_retention(tier.retention)
             written = to_json(options, every_steps(1), rules, step_name, "auto", 1, read_only, "raise")
             rate = None if tier.bytes_per_second is None else int(tier.bytes_per_second)
-            found.append((name, root, written, int(tier.every), bool(tier.all_due), rate))
+            globs = compressed(tier.compress)
+            found.append((name, root, written, int(tier.every), bool(tier.all_due), rate, globs))
         return found
 
     def survives(self, at: int) -> Survives:

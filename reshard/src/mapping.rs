@@ -16,8 +16,9 @@ use smallvec::SmallVec;
 
 use stepwell_core::dtype::Dtype;
 use stepwell_core::format::index::{
-    ChunkRecord, ChunkRegion, Chunks, Codec, ElementLayout, Index, LeafRecord, TensorRecord,
+    ChunkRecord, ChunkRegion, Chunks, Codec, ElementLayout, Index, LeafRecord, PlanesPart, TensorRecord,
 };
+use stepwell_core::format::planes;
 use stepwell_core::leaf_path::Component;
 use stepwell_core::region::{Dims, Region, row_major_strides};
 use stepwell_core::tree::Tree;
@@ -298,11 +299,12 @@ fn part(
 ) -> Result<Option<ChunkRecord>, String> {
     let itemsize = tensor.dtype.size() as u64;
     let strides = match &chunk.codec {
-        Codec::Raw => {
+        Codec::Raw | Codec::Planes => {
             let elements = row_major_strides(&stored.region.extent);
             elements.iter().map(|&n| n.checked_mul(itemsize)).collect::<Option<Dims>>()
         }
         Codec::Elements(layout) => Some(layout.strides.clone()),
+        Codec::PlanesPart(part) => Some(part.layout.strides.clone()),
     };
     let strides = strides.filter(|strides| strides.len() == stored.region.ndim());
     let strides = strides.ok_or("has strides that do not fit it")?;
@@ -310,7 +312,12 @@ fn part(
     let mut taken = piece.first.clone();
     let mut region = piece.region.clone();
     let mut layout = ElementLayout::default();
-    if let Codec::Elements(stored) = &chunk.codec {
+    let stored_layout = match &chunk.codec {
+        Codec::Elements(layout) => Some(&**layout),
+        Codec::PlanesPart(part) => Some(&part.layout),
+        Codec::Raw | Codec::Planes => None,
+    };
+    if let Some(stored) = stored_layout {
         (layout.big_endian, layout.negated) = (stored.big_endian, stored.negated);
     }
     for (d, axis) in piece.axes.iter().enumerate() {
@@ -332,31 +339,40 @@ fn part(
         let stride = strides[stored_axis].checked_mul(step).filter(|_| end - begin > 1);
         layout.strides.push(stride.unwrap_or(itemsize));
     }
-    let mut extent = chunk.extent;
-    extent.offset = stored
-        .base
-        .checked_mul(itemsize)
-        .and_then(|base| extent.offset.checked_add(base))
-        .ok_or("overflows")?;
-    for (axis, &at) in taken.iter().enumerate() {
+    // The bytes that the elements are in: those of the extent, or those that it becomes.
+    let decoded = chunk.decoded_bytes(itemsize).ok_or("overflows")?;
+    let (begin, whole) = match &chunk.codec {
+        Codec::Raw | Codec::Elements(_) => (chunk.extent.offset, chunk.extent.length),
+        Codec::Planes => (0, decoded),
+        Codec::PlanesPart(part) => (part.offset, part.length),
+    };
+    let mut at = stored.base.checked_mul(itemsize).and_then(|base| begin.checked_add(base));
+    for (axis, &element) in taken.iter().enumerate() {
         let Some(steps) =
-            at.checked_sub(stored.region.offset[axis]).filter(|&n| n < stored.region.extent[axis])
+            element.checked_sub(stored.region.offset[axis]).filter(|&n| n < stored.region.extent[axis])
         else {
             return Ok(None);
         };
-        let offset = steps.checked_mul(strides[axis]).and_then(|bytes| extent.offset.checked_add(bytes));
-        extent.offset = offset.ok_or("overflows")?;
+        at = steps.checked_mul(strides[axis]).and_then(|bytes| at?.checked_add(bytes));
     }
-    extent.length = layout.span(&region.extent, itemsize).ok_or("overflows")?;
-    let whole = chunk.extent.offset.checked_add(chunk.extent.length);
-    if extent.offset.checked_add(extent.length).is_none_or(|end| Some(end) > whole) {
+    let offset = at.ok_or("overflows")?;
+    let length = layout.span(&region.extent, itemsize).ok_or("overflows")?;
+    if offset.checked_add(length).is_none_or(|end| begin.checked_add(whole).is_none_or(|whole| end > whole)) {
         return Err("is shorter than its region".to_owned());
     }
-    Ok(Some(ChunkRecord {
-        region: ChunkRegion::Box(region),
-        extent,
-        codec: Codec::Elements(Box::new(layout)),
-    }))
+    let planes = match &chunk.codec {
+        Codec::Raw | Codec::Elements(_) => None,
+        Codec::Planes => Some(planes::count(tensor.dtype) as u8),
+        Codec::PlanesPart(part) => Some(part.planes),
+    };
+    let mut extent = chunk.extent;
+    let codec = if let Some(planes) = planes {
+        Codec::PlanesPart(Box::new(PlanesPart { planes, decoded, offset, length, layout }))
+    } else {
+        (extent.offset, extent.length) = (offset, length);
+        Codec::Elements(Box::new(layout))
+    };
+    Ok(Some(ChunkRecord { region: ChunkRegion::Box(region), extent, codec }))
 }
 
 fn end(region: &Region, axis: usize) -> u64 {

@@ -14,6 +14,7 @@ use super::index::{
 };
 use super::limit;
 use super::paths::check_relative;
+use super::planes;
 use crate::error::Error;
 use crate::leaf_path::Component;
 use crate::limits::{
@@ -323,9 +324,21 @@ fn check_chunk(
             return Err(format!("has {} bytes, its region has {expected:?}", chunk.extent.length));
         }
         Codec::Raw => {}
-        Codec::Elements(_) => return Err("has a layout that only other libraries' files have".to_owned()),
+        Codec::Planes => check_planes(chunk, expected)?,
+        Codec::Elements(_) | Codec::PlanesPart(_) => {
+            return Err("has a layout that only other libraries' files have".to_owned());
+        }
     }
     check_extent(index, &chunk.extent, bounds)
+}
+
+/// Checks the sizes of a compressed chunk. Readers allocate the decoded bytes.
+fn check_planes(chunk: &ChunkRecord, decoded: Option<u64>) -> Result<(), String> {
+    let stored = chunk.extent.length;
+    match decoded {
+        Some(decoded) if stored < decoded && decoded <= planes::most_decoded(stored) => Ok(()),
+        _ => Err(format!("has {stored} compressed bytes, which cannot become the {decoded:?} of its region")),
+    }
 }
 
 fn check_object(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), String> {

@@ -279,7 +279,7 @@ fn headers_of_other_versions_are_refused_by_name() {
         Header::decode(&bytes, path())
     };
     assert_eq!(with(24, 1).unwrap().optional_features, 1);
-    for (at, text) in [(12, "version 9"), (16, "feature bit 0"), (33, "block size")] {
+    for (at, text) in [(12, "version 9"), (16, "feature bit 3"), (33, "block size")] {
         let error = with(at, 9).expect_err(text);
         assert_eq!(error.kind(), "format");
         assert!(error.to_string().contains(text), "{error}");

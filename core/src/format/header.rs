@@ -44,6 +44,12 @@ impl Header {
         }
     }
 
+    /// Returns the header of a file that may have compressed chunks.
+    #[must_use]
+    pub fn compressed(self) -> Self {
+        Self { required_features: self.required_features | features::COMPRESSED_DATA, ..self }
+    }
+
     /// Encodes its 4096 bytes.
     pub fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER_BYTES as usize);

@@ -20,6 +20,11 @@ pub struct Index {
 }
 
 impl Index {
+    /// True if a chunk is compressed.
+    pub fn is_compressed(&self) -> bool {
+        self.leaves.iter().any(LeafRecord::is_compressed)
+    }
+
     /// Returns the leaf that holds the bytes of `leaf`, and its record: follows a tie. `None` if
     /// there is no such leaf, or if a tie names another tie.
     pub fn resolve(&self, leaf: u32) -> Option<(u32, &LeafRecord)> {
@@ -48,6 +53,11 @@ pub enum LeafRecord {
 }
 
 impl LeafRecord {
+    /// True if one of its chunks is compressed.
+    pub fn is_compressed(&self) -> bool {
+        matches!(self, Self::Tensor(tensor) if tensor.chunks.iter().any(|chunk| chunk.codec == Codec::Planes))
+    }
+
     /// Returns the extents of its bytes.
     pub fn extents(&self) -> impl Iterator<Item = &Extent> {
         let (chunks, object) = match self {
@@ -131,6 +141,25 @@ pub enum Codec {
     Raw,
     /// The elements of its box in another order or form. Only other libraries write such chunks.
     Elements(Box<ElementLayout>),
+    /// [`Codec::Raw`], then byte planes that are compressed ([`super::planes`]).
+    Planes,
+    /// A part of the bytes that another chunk becomes. Only maps make such chunks, in memory.
+    PlanesPart(Box<PlanesPart>),
+}
+
+/// A part of the bytes that a compressed chunk becomes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct PlanesPart {
+    /// Number of planes of that chunk.
+    pub planes: u8,
+    /// Bytes that it becomes.
+    pub decoded: u64,
+    /// The first of them that this part has.
+    pub offset: u64,
+    /// Number of bytes up to its last element.
+    pub length: u64,
+    /// The layout of its elements there.
+    pub layout: ElementLayout,
 }
 
 /// The layout of a box of elements in another library's file.
@@ -181,6 +210,21 @@ pub struct ChunkRecord {
     pub extent: Extent,
     /// How they are encoded.
     pub codec: Codec,
+}
+
+impl ChunkRecord {
+    /// Returns the bytes that its elements have when they are decoded. `None` if 64 bits cannot
+    /// count them.
+    pub fn decoded_bytes(&self, itemsize: u64) -> Option<u64> {
+        match (&self.codec, &self.region) {
+            (Codec::Raw | Codec::Elements(_), _) => Some(self.extent.length),
+            (Codec::PlanesPart(part), _) => Some(part.decoded),
+            (Codec::Planes, ChunkRegion::Box(region)) => {
+                region.volume().and_then(|elements| elements.checked_mul(itemsize))
+            }
+            (Codec::Planes, ChunkRegion::Run { len, .. }) => len.checked_mul(itemsize),
+        }
+    }
 }
 
 /// The place of some bytes, and their integrity check.

@@ -5,6 +5,7 @@
 //! | [`manifest`] | `manifest.json`, the commit record of a step | its own last line |
 //! | [`header`] [`block`] [`footer`] | a data file: its front, its blocks, its end | own CRCs; manifest and index record the trailer's |
 //! | [`index_v1`] | the index file of an item, and the index pages of a footer | manifest, root table, page table |
+//! | [`planes`] | the bytes of a compressed chunk | the blocks that they lie in |
 //! | [`object`] | the values of leaves that are not tensors | the blocks that they lie in |
 //! | [`index`] | what an index says, in memory, whatever version it came from | |
 //! | [`merge`] | many ranks' indexes become one | |
@@ -30,6 +31,7 @@ pub mod merge;
 pub mod object;
 pub mod page;
 mod paths;
+pub mod planes;
 pub mod sealed_text;
 pub mod trailer;
 

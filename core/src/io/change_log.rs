@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Dir, Entry, File, Lock, LockKind, Rename, Stat, WriterFence};
+use super::{Dir, Entry, File, Lock, LockKind, NextPiece, Rename, Stat, WriterFence};
 use crate::error::Result;
 
 /// The names that this process has changed in a directory since it was listed.
@@ -208,8 +208,8 @@ impl Dir for RecordingDir {
         self.change(&[name, new_name], || self.dir.replace_file(name, new_name, bytes))
     }
 
-    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
-        self.change(&[name], || self.dir.copy_file(name, from, copied))
+    fn write_pieces(&self, name: &str, len_hint: u64, next: NextPiece<'_>) -> Result<()> {
+        self.change(&[name], || self.dir.write_pieces(name, len_hint, next))
     }
 
     fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {

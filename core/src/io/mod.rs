@@ -262,12 +262,40 @@ pub trait Dir: Send + Sync {
         self.sync()
     }
 
+    /// Creates a file (`O_EXCL`) out of pieces, and fsyncs it, as [`Dir::write_file`]. `next` gets
+    /// the most bytes of a piece. It returns a shorter one at the end of the file, and an empty one
+    /// behind it. `len_hint` is the length, or somewhat more.
+    fn write_pieces(&self, name: &str, len_hint: u64, next: NextPiece<'_>) -> Result<()> {
+        let mut bytes = next(usize::try_from(len_hint).unwrap_or(usize::MAX))?;
+        loop {
+            match next(PIECE_BYTES)? {
+                piece if piece.is_empty() => return self.write_file(name, &bytes),
+                piece => bytes.extend_from_slice(&piece),
+            }
+        }
+    }
+
     /// Creates a file (`O_EXCL`) with the content of another, and fsyncs it, as
     /// [`Dir::write_file`]. `copied` gets the bytes of each piece; `false` stops the copy (EINTR).
     fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
-        let bytes = from.read_at(0, usize::try_from(from.len()?).unwrap_or(usize::MAX))?;
-        self.write_file(name, &bytes)?;
-        if copied(bytes.len() as u64) { Ok(()) } else { Err(stopped(self.path(), name)) }
+        let len = from.len()?;
+        let (mut offset, mut written) = (0, 0);
+        self.write_pieces(name, len, &mut |most| {
+            if written > 0 && !copied(written) {
+                return Err(stopped(self.path(), name));
+            }
+            let piece = from.read_at(offset, most.min(usize::try_from(len - offset).unwrap_or(most)))?;
+            if piece.is_empty() && offset < len {
+                return Err(crate::Error::io(
+                    "copy",
+                    self.path().join(name),
+                    std::io::ErrorKind::UnexpectedEof,
+                ));
+            }
+            written = piece.len() as u64;
+            offset += written;
+            Ok(piece)
+        })
     }
 
     /// Renames within this directory.
@@ -327,6 +355,12 @@ pub trait WriterFence {
     /// Takes the root for a session.
     fn take(&self, session: &str) -> Result<()>;
 }
+
+/// Returns the next bytes of a file that is written: see [`Dir::write_pieces`].
+pub type NextPiece<'a> = &'a mut dyn FnMut(usize) -> Result<Vec<u8>>;
+
+/// Bytes of a piece of a file on a disk.
+const PIECE_BYTES: usize = 8 << 20;
 
 /// The error of a copy that was told to stop.
 fn stopped(dir: &Path, name: &str) -> crate::Error {

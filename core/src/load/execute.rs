@@ -10,6 +10,7 @@ use std::time::Duration;
 use super::buffers::ReadBuffers;
 use super::decode;
 use super::destination::{Destination, Devices, Started, ToDevices};
+use super::encoded::{self, EncodedChunks};
 use super::file_set::{BadBlock, FileInfo, FileInfos, FileSet};
 use super::mender::Mender;
 use super::options::{LoadFailure, LoadOptions, LoadStats, ReadLimits};
@@ -17,7 +18,7 @@ use super::pipeline::{OnProgress, Sink};
 use super::schedule::{Cell, Schedule, ScheduledRead};
 use crate::format::index::Index;
 use crate::io::Disk;
-use crate::read_plan::BoxCopy;
+use crate::read_plan::{BoxCopy, EncodedChunk};
 use crate::sys::{Scatter, ScatterTarget, ScatterWindow, Staged, Strided, each};
 use crate::{Error, Result};
 
@@ -72,8 +73,8 @@ pub fn execute_computing<'a>(
     options: &LoadOptions,
     go_on: &mut dyn FnMut(u64) -> bool,
 ) -> Result<LoadStats, LoadFailure> {
-    let (mut copies, infos) = prepare(files, index, copies, options.limits)?;
-    let (schedule, mut windows, mut lists) = Schedule::of_copies(&copies, &infos, options.limits)?;
+    let Prepared { mut copies, infos, schedule, mut windows, mut lists } =
+        prepare(files, index, copies, options.limits)?;
     let first_cell = windows.len();
     let mut begin = 0;
     for cell in computed.iter().flat_map(|computed| &computed.copies) {
@@ -158,14 +159,16 @@ pub fn plan(
     copies: &[BoxCopy],
     limits: ReadLimits,
 ) -> Result<Vec<FileReads>> {
-    let (copies, infos) = prepare(files, index, copies, limits)?;
-    let (schedule, ..) = Schedule::of_copies(&copies, &infos, limits)?;
-    let mut planned: Vec<FileReads> = Vec::new();
     let mut wanted: HashMap<u32, u64> = HashMap::new();
-    for copy in &copies {
-        let bytes = wanted.entry(copy.file).or_default();
-        *bytes = bytes.saturating_add(copy.bytes());
+    for copy in copies {
+        if let Ok(Some(strided)) = Strided::new(copy) {
+            let bytes = wanted.entry(copy.file).or_default();
+            *bytes = bytes.saturating_add(strided.bytes());
+        }
     }
+    let Prepared { infos, mut schedule, .. } = prepare(files, index, copies, limits)?;
+    schedule.reads.sort_by_key(|read| (read.file, read.bytes.start));
+    let mut planned: Vec<FileReads> = Vec::new();
     for ScheduledRead { file, bytes, .. } in schedule.reads {
         if planned.last().is_none_or(|last| last.file != file) {
             let wanted_bytes = wanted.get(&file).copied().unwrap_or_default();
@@ -184,17 +187,24 @@ pub fn plan(
     Ok(planned)
 }
 
-/// Returns the normal form of the copies that move something, and the facts about their files.
-fn prepare(
-    files: &FileSet,
-    index: &Index,
-    copies: &[BoxCopy],
-    limits: ReadLimits,
-) -> Result<(Vec<Strided>, FileInfos)> {
+/// Copies, and the reads that they need.
+struct Prepared {
+    /// The normal form of the copies that move something: those of compressed chunks come last.
+    copies: Vec<Strided>,
+    /// The facts about their files.
+    infos: FileInfos,
+    schedule: Schedule,
+    /// The windows of a [`Scatter`], and its lists of copies.
+    windows: Vec<ScatterWindow>,
+    lists: Vec<u32>,
+}
+
+fn prepare(files: &FileSet, index: &Index, copies: &[BoxCopy], limits: ReadLimits) -> Result<Prepared> {
     if u32::try_from(copies.len()).is_err() {
         return Err(Error::internal("copies with 32-bit numbers", format!("{} copies", copies.len())));
     }
     let mut prepared = Vec::with_capacity(copies.len());
+    let mut encoded = Vec::new();
     let mut needed = BTreeSet::new();
     for copy in copies {
         let strided = Strided::new(copy).map_err(|what| {
@@ -202,13 +212,27 @@ fn prepare(
         })?;
         let Some(strided) = strided else { continue };
         needed.insert(strided.file);
-        prepared.push(strided);
+        match copy.encoded {
+            None => prepared.push(strided),
+            Some(chunk) if strided.src.end <= chunk.decoded => encoded.push((strided, chunk)),
+            Some(chunk) => {
+                let leaf = index.tree.leaf_path(copy.leaf);
+                let what = format!("a copy of leaf `{leaf}` inside the {} bytes of its chunk", chunk.decoded);
+                return Err(Error::internal(what, format!("one that ends at byte {}", strided.src.end)));
+            }
+        }
     }
     let needed: Vec<u32> = needed.into_iter().collect();
     let found = each("stepwell-open", limits.files_at_once, &needed, |&file| files.info(file));
     let infos = needed.into_iter().zip(found).map(|(file, info)| Ok((file, info?)));
     let infos = infos.collect::<Result<FileInfos>>()?;
-    Ok((prepared, infos))
+    let mut scheduled = Schedule::of_copies(&prepared, &infos, limits)?;
+    let first = prepared.len();
+    let chunks = EncodedChunks::number(files.len() as u32, &mut encoded)?;
+    prepared.extend(encoded.into_iter().map(|(copy, _)| copy));
+    chunks.schedule(prepared.get(first..).unwrap_or_default(), first, &infos, &mut scheduled)?;
+    let (schedule, windows, lists) = scheduled;
+    Ok(Prepared { copies: prepared, infos, schedule, windows, lists })
 }
 
 fn bytes_of(copies: &[Strided]) -> u64 {
@@ -241,7 +265,9 @@ impl Scatterer {
     /// Records damage and the leaves that it affects. `block` is `None` if no single block is
     /// known.
     fn damage(&self, cell: usize, file: PathBuf, block: Option<(u64, Range<u64>)>, what: String) -> Error {
-        let bytes = block.as_ref().map(|(_, bytes)| bytes.clone());
+        let is_encoded = self.cells.get(cell).is_some_and(|cell| cell.encoded.is_some());
+        // A compressed chunk is damaged as a whole.
+        let bytes = block.as_ref().filter(|_| !is_encoded).map(|(_, bytes)| bytes.clone());
         let block = block.map(|(block, _)| block);
         let hit = self.scatter.copies_of(cell).iter().find_map(|&number| {
             let copy = self.scatter.copies().get(number as usize)?;
@@ -302,10 +328,15 @@ impl Scatterer {
         let first = info.block_of(cell.bytes.start);
         let count = cell.bytes.end.div_ceil(info.block_bytes) - first;
         let mut needed = vec![false; count as usize];
-        for &copy in self.scatter.copies_of(number) {
-            let Some(copy) = self.scatter.copies().get(copy as usize) else { continue };
-            let start = copy.src.start.max(cell.bytes.start);
-            let end = copy.src.end.min(cell.bytes.end);
+        let sources = self.scatter.copies_of(number).iter().filter_map(|&copy| {
+            // A compressed chunk needs all of its blocks.
+            let copy = self.scatter.copies().get(copy as usize).filter(|_| cell.encoded.is_none())?;
+            Some(copy.src.clone())
+        });
+        let encoded = cell.encoded.map(|chunk| chunk.offset..chunk.offset + chunk.length);
+        for src in sources.chain(encoded) {
+            let start = src.start.max(cell.bytes.start);
+            let end = src.end.min(cell.bytes.end);
             if start < end {
                 let range =
                     (info.block_of(start) - first) as usize..=(info.block_of(end - 1) - first) as usize;
@@ -330,9 +361,44 @@ impl Scatterer {
         let read = |mender: &Mender| mender.read(cell.file, &cell.bytes, from_here, is_right);
         let mended = self.mender.as_ref().and_then(read);
         let Some(bytes) = mended else { return Ok(false) };
-        self.put_bytes(number, &bytes, self.stall_timeout)?;
+        if let Some(chunk) = &cell.encoded {
+            let mut started = Started::new(self.stall_timeout);
+            let put = self.put_encoded(number, (cell, chunk), &bytes, &mut started);
+            // Wait also after an error: started copies must end before the restore does.
+            let ended = started.wait();
+            put.and(ended)?;
+        } else {
+            self.put_bytes(number, &bytes, self.stall_timeout)?;
+        }
         self.mended.fetch_add(1, Ordering::AcqRel);
         Ok(true)
+    }
+
+    /// Decodes the chunk of a cell whose blocks were checked, and scatters it.
+    fn put_encoded(
+        &self,
+        number: usize,
+        (cell, chunk): (&Cell, &EncodedChunk),
+        bytes: &[u8],
+        started: &mut Started,
+    ) -> Result<()> {
+        let buffer = match encoded::decode(&cell.bytes, chunk, bytes)? {
+            Ok(buffer) => Arc::new(buffer),
+            Err(what) => {
+                let path = self.infos.get(&cell.file).map(|info| info.path.clone());
+                return Err(self.damage(number, path.unwrap_or_default(), None, what));
+            }
+        };
+        let staged = Staged::new(&buffer, 0..chunk.decoded as usize)
+            .ok_or_else(|| Error::internal("a chunk inside its buffer", "one that passes its end"))?;
+        let put = self.scatter.put(number, &staged, &mut ToDevices { devices: &self.devices, started });
+        drop(staged);
+        // A device that still copies keeps the buffer, and frees it later.
+        if let Some(buffer) = Arc::into_inner(buffer) {
+            ReadBuffers::shared().give(buffer);
+        }
+        self.copied.fetch_add(put?, Ordering::AcqRel);
+        Ok(())
     }
 
     fn cell_of(&self, number: usize) -> Option<(&Cell, &Arc<FileInfo>)> {
@@ -372,6 +438,9 @@ impl Sink for Scatterer {
             }
             let block = Some((bad.block, info.bytes_of(bad.block)));
             return Err(self.damage(number, info.path.clone(), block, bad.what()));
+        }
+        if let Some(chunk) = &cell.encoded {
+            return self.put_encoded(number, (cell, chunk), staged, started);
         }
         let copied = self.scatter.put(number, staged, &mut ToDevices { devices: &self.devices, started })?;
         self.copied.fetch_add(copied, Ordering::AcqRel);

@@ -60,7 +60,7 @@ pub struct FileSet {
     checksums: HashMap<String, Arc<BlockChecksums>>,
     /// The guarded ranges of foreign files, once they are known.
     guards: OnceLock<Arc<Guards>>,
-    /// Other places with the same files.
+    /// Other places of the same step.
     others: OnceLock<Arc<dyn OtherCopies>>,
     state: Mutex<OpenFiles>,
     paused: PausedStreams,
@@ -147,7 +147,7 @@ impl FileSet {
         }
     }
 
-    /// Names other places with the same files, for bytes that arrive damaged. Only the first call
+    /// Names other places of the same step, for bytes that arrive damaged. Only the first call
     /// counts.
     pub fn mend_from(&self, others: Arc<dyn OtherCopies>) {
         let _ = self.others.set(others);

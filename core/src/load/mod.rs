@@ -21,6 +21,7 @@
 //! | [`OtherCopies`] | where bytes are read from that arrived damaged |
 //! | [`GuardedRange`] | a range of a foreign file that has a checksum, for [`verify()`] |
 //! | `schedule` `pipeline` | what is read when, and by whom |
+//! | `encoded` | the same for compressed chunks of our files |
 //! | `decode` | the same for compressed streams, from their start on |
 //!
 //! Memory: the targets, and a budget of read buffers ([`LoadOptions::budget_bytes`]). The process
@@ -37,6 +38,7 @@ mod block_checksums;
 mod buffers;
 mod decode;
 mod destination;
+mod encoded;
 mod execute;
 mod file_set;
 mod footer_index;

@@ -90,6 +90,7 @@ pub fn copies_of_objects(files: &FileSet, index: &Index, leaves: &[u32]) -> Resu
             dst_offset: 0,
             dst_strides: vec![1].into(),
             inverted: 0,
+            encoded: None,
         });
     }
     Ok(copies)

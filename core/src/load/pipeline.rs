@@ -131,12 +131,15 @@ pub(super) fn run<S: Sink>(
     let read_buffer = size(longest(&mut schedule.reads.iter().map(|read| &read.bytes)))?;
     let cell_buffer = size(longest(&mut schedule.cells.iter().map(|cell| &cell.bytes)))?;
 
-    // The workers' own buffers get at most a quarter of the budget.
+    // The workers' own buffers get at most a quarter of the budget, and half if they decode.
     let budget = usize::try_from(options.budget_bytes).unwrap_or(usize::MAX);
-    let threads = options.threads.min(budget / 4 / cell_buffer.max(1)).min(schedule.cells.len()).max(1);
-    let own_buffers = (budget / 4 / (threads * cell_buffer).max(1)).clamp(1, OWN_BUFFERS);
-    let most_buffers =
-        (budget.saturating_sub(threads * own_buffers * cell_buffer) / read_buffer.max(1)).max(2);
+    let decoding = schedule.decoding_bytes;
+    let share = if decoding > 0 { budget / 2 } else { budget / 4 };
+    let threads = options.threads.min(share / (cell_buffer + decoding).max(1));
+    let threads = threads.min(schedule.cells.len()).max(1);
+    let own_buffers = ((share / threads).saturating_sub(decoding) / cell_buffer.max(1)).clamp(1, OWN_BUFFERS);
+    let worker_bytes = own_buffers * cell_buffer + decoding;
+    let most_buffers = (budget.saturating_sub(threads * worker_bytes) / read_buffer.max(1)).max(2);
     let shared = Arc::new(RunState {
         schedule,
         sink: Arc::clone(sink),
@@ -175,7 +178,7 @@ pub(super) fn run<S: Sink>(
     let result = reader.drive(progress);
     let ended = reader.finish(workers);
     let mut stats = std::mem::take(&mut reader.stats);
-    let own = shared.own_taken.load(Ordering::Relaxed) * cell_buffer;
+    let own = shared.own_taken.load(Ordering::Relaxed) * cell_buffer + threads * decoding;
     stats.peak_buffer_bytes = (reader.most_held * read_buffer + own) as u64;
     stats.elapsed = started.elapsed();
     result.and(ended).map(|()| stats)

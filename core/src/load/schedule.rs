@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use super::file_set::FileInfos;
 use super::options::ReadLimits;
+use crate::read_plan::EncodedChunk;
 use crate::sys::{CopyDim, ScatterWindow, Strided, walk};
 use crate::{Error, Result};
 
@@ -39,14 +40,18 @@ pub(super) struct ScheduledRead {
 pub(super) struct Cell {
     pub(super) file: u32,
     pub(super) bytes: Range<u64>,
+    /// The compressed chunk that they are read for.
+    pub(super) encoded: Option<EncodedChunk>,
 }
 
 /// The reads of a run, in file order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Schedule {
-    limits: ReadLimits,
+    pub(super) limits: ReadLimits,
     pub(super) reads: Vec<ScheduledRead>,
     pub(super) cells: Vec<Cell>,
+    /// Memory that decoding a cell takes, at most.
+    pub(super) decoding_bytes: usize,
 }
 
 /// Whole blocks that a copy needs.
@@ -61,7 +66,7 @@ struct Need {
 
 impl Schedule {
     pub(super) fn new(limits: ReadLimits) -> Self {
-        Self { limits, reads: Vec::new(), cells: Vec::new() }
+        Self { limits, reads: Vec::new(), cells: Vec::new(), decoding_bytes: 0 }
     }
 
     /// Appends a range of whole blocks, cut into reads and cells.
@@ -75,7 +80,7 @@ impl Schedule {
             let mut start = at;
             while start < end {
                 let next = start.saturating_add(cell).min(end);
-                self.cells.push(Cell { file, bytes: start..next });
+                self.cells.push(Cell { file, bytes: start..next, encoded: None });
                 start = next;
             }
             self.reads.push(ScheduledRead { file, bytes: at..end, cells: first..self.cells.len(), sparse });

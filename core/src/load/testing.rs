@@ -432,6 +432,7 @@ pub(super) fn flat(leaf: u32, dst: u32, src_offset: u64, len: u64) -> BoxCopy {
         dst_offset: 0,
         dst_strides: vec![1].into(),
         inverted: 0,
+        encoded: None,
     }
 }
 

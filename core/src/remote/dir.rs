@@ -11,7 +11,7 @@ use foldhash::fast::FixedState;
 use super::disk::StoreOptions;
 use super::file::StoreFile;
 use super::store::{CreateOutcome, Listed, ObjectFacts, Store};
-use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, Rename, Stat};
+use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, NextPiece, Rename, Stat};
 use crate::sys::Buffer;
 use crate::{Error, Result};
 
@@ -179,25 +179,21 @@ impl Dir for StoreDir {
         self.store.put(&self.key(name), bytes)
     }
 
-    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
-        let len = from.len()?;
+    fn write_pieces(&self, name: &str, len_hint: u64, next: NextPiece<'_>) -> Result<()> {
         let (key, path) = (self.key(name), self.path.join(name));
-        let file = StoreFile::upload(&self.store, key, path, self.options.part_bytes, len);
-        let (mut offset, step) = (0, file.part_bytes());
-        while offset < len {
-            let bytes = from.read_at(offset, step.min(len - offset) as usize)?;
-            if bytes.is_empty() {
-                return Err(self.error("copy", name, libc::EIO));
+        let file = StoreFile::upload(&self.store, key, path, self.options.part_bytes, len_hint);
+        let (mut offset, most) = (0, file.part_bytes() as usize);
+        loop {
+            let piece = next(most)?;
+            if piece.is_empty() {
+                break;
             }
-            let mut buffer = Buffer::alone(bytes.len())?;
-            buffer.get_mut(..bytes.len()).unwrap_or_default().copy_from_slice(&bytes);
-            file.write(offset, buffer, bytes.len()).1?;
-            offset += bytes.len() as u64;
-            if !copied(bytes.len() as u64) {
-                return Err(self.error("copy", name, libc::EINTR));
-            }
+            let mut buffer = Buffer::alone(piece.len())?;
+            buffer.get_mut(..piece.len()).unwrap_or_default().copy_from_slice(&piece);
+            file.write(offset, buffer, piece.len()).1?;
+            offset += piece.len() as u64;
         }
-        file.set_len(len)?;
+        file.set_len(offset)?;
         file.sync()
     }
 

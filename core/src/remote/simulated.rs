@@ -127,6 +127,13 @@ impl SimStore {
         self.objects().stored.get(key).map(|(bytes, _)| bytes.to_vec())
     }
 
+    /// Changes the bytes of an object behind everybody's back. False if there is none.
+    pub fn corrupt(&self, key: &str, change: impl FnOnce(&mut Vec<u8>)) -> bool {
+        let mut objects = self.objects();
+        let found = objects.stored.get_mut(key);
+        found.map(|(bytes, _)| change(Arc::make_mut(bytes))).is_some()
+    }
+
     /// The number of uploads that have begun and not ended.
     pub fn open_uploads(&self) -> usize {
         self.objects().uploads.len()

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use stepwell_core::format::checksum::crc32c;
 use stepwell_core::io::{
-    Dir, Entry as DirEntry, EntryKind, File, Lock, LockKind, Owner, Rename, Stat, WriterFence,
+    Dir, Entry as DirEntry, EntryKind, File, Lock, LockKind, NextPiece, Owner, Rename, Stat, WriterFence,
 };
 use stepwell_core::limits::MAX_MANIFEST_BYTES;
 use stepwell_core::{Error, Result};
@@ -299,8 +299,8 @@ impl Dir for RootDir {
         self.dir.replace_file(&self.path_of("replace", name)?, new_name, bytes)
     }
 
-    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
-        self.dir.copy_file(&self.path_of("copy", name)?, from, copied)
+    fn write_pieces(&self, name: &str, len_hint: u64, next: NextPiece<'_>) -> Result<()> {
+        self.dir.write_pieces(&self.path_of("copy", name)?, len_hint, next)
     }
 
     /// One entry. It is durable when this returns.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use stepwell_core::Result;
 use stepwell_core::format::checksum::crc32c;
-use stepwell_core::io::{Dir, Entry, File, Lock, LockKind, Rename, Stat};
+use stepwell_core::io::{Dir, Entry, File, Lock, LockKind, NextPiece, Rename, Stat};
 
 use super::client::Ledger;
 use super::entry::{Change, Named};
@@ -123,8 +123,8 @@ impl Dir for StepDir {
         self.ledger.append(&session, Change::Names { remove, add })
     }
 
-    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
-        self.dir.copy_file(name, from, copied)
+    fn write_pieces(&self, name: &str, len_hint: u64, next: NextPiece<'_>) -> Result<()> {
+        self.dir.write_pieces(name, len_hint, next)
     }
 
     fn rename(&self, from: &str, to: &str, how: Rename) -> Result<()> {

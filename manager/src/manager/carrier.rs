@@ -17,6 +17,7 @@ use super::tiers::{CarryPace, Tier};
 use crate::carry_queue::{CarryEnd, NextStep};
 use crate::checkpoint::Checkpoint;
 use crate::convert::SavePauses;
+use crate::copy::CopyProgress;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
 
@@ -110,12 +111,12 @@ impl Inner {
             !state.stop && state.queue.is_wanted(step)
         };
         let may_pause = || goes_on() && tier.lock().pace == CarryPace::Background;
-        tier.manager.add_carried(source, &mut |done, total| {
+        tier.manager.add_carried(source, &tier.compress, &mut |CopyProgress { done, total, written }| {
             worked += resumed.elapsed();
             tier.lock().record_arrival(step, done, total, worked);
             pauses.wait(|| may_pause() && !self.saves.lock().pending.is_empty());
             if let Some(rate) = tier.bytes_per_second {
-                let due = Duration::from_secs_f64(done as f64 / rate.max(1) as f64);
+                let due = Duration::from_secs_f64(written as f64 / rate.max(1) as f64);
                 while begun.elapsed() < due && may_pause() {
                     std::thread::sleep(PAUSE_INTERVAL.min(due.saturating_sub(begun.elapsed())));
                 }

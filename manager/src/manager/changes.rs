@@ -222,7 +222,12 @@ impl Manager {
     }
 
     /// Copies a step of a nearer tier into this root, where it replaces another attempt.
-    pub(super) fn add_carried(&self, source: &Checkpoint, progress: copy::Progress<'_>) -> Result<()> {
+    pub(super) fn add_carried(
+        &self,
+        source: &Checkpoint,
+        compress: &[String],
+        progress: copy::Progress<'_>,
+    ) -> Result<()> {
         let (inner, step) = (&self.inner, source.manifest().step);
         let root = &inner.root;
         let (name, trash) = match root.list_changes()?.steps.get(&step) {
@@ -235,7 +240,7 @@ impl Manager {
             None => (root.names.format(step), None),
         };
         let place = self.place_of(name, step, trash.clone());
-        let part = copy::CopySelection::default();
+        let part = copy::CopySelection { compress: compress.to_vec(), ..copy::CopySelection::default() };
         let (check, last) = (copy::CopyCheck::WhileReading, || root.check_writer());
         copy::into_checked(source, &part, check, &place, &inner.environment, progress, &last)?;
         if trash.is_some() {

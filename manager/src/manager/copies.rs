@@ -1,13 +1,15 @@
-//! The copies of a step in the tiers. A copy keeps the attempt and the bytes of its source, so a
+//! The copies of a step in the tiers. A copy keeps the attempt and the values of its source, so a
 //! step may be read from any tier that has it. The nearest one is used.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::load::{LoadOptions, OtherCopies};
 
 use super::Inner;
+use super::rebuilt_bytes::DamagedStep;
 use super::tiers::Tier;
 use crate::checkpoint::Checkpoint;
 use crate::discovery::Found;
@@ -96,9 +98,8 @@ impl Inner {
                 let load = self.options.load_options(root.disk(), shares);
                 match root.lease_found(&found, timeout, load) {
                     Ok(Some(leased)) => {
-                        leased
-                            .files()
-                            .mend_from(Arc::new(FartherCopies::of(self.tiers_behind(root), &found)));
+                        let farther = FartherCopies::of(self.tiers_behind(root), &leased);
+                        leased.files().mend_from(Arc::new(farther));
                         return Ok(leased);
                     }
                     // It was retired meanwhile. Perhaps another tier has it.
@@ -145,12 +146,25 @@ struct FartherCopies {
     copies: Vec<(Arc<Tier>, OnceLock<Option<Checkpoint>>)>,
     step: u64,
     attempt: Attempt,
+    damaged: DamagedStep,
 }
 
 impl FartherCopies {
-    fn of(tiers: Vec<Arc<Tier>>, found: &Found) -> Self {
+    /// Those of an open step.
+    fn of(tiers: Vec<Arc<Tier>>, step: &Checkpoint) -> Self {
         let copies = tiers.into_iter().map(|tier| (tier, OnceLock::new())).collect();
-        Self { copies, step: found.manifest.step, attempt: found.manifest.attempt.clone() }
+        let manifest = step.manifest();
+        let damaged = DamagedStep::new(step.shared_dir(), Arc::clone(manifest));
+        Self { copies, step: manifest.step, attempt: manifest.attempt.clone(), damaged }
+    }
+
+    /// Reads bytes of a file from a copy, or makes them if its files are others.
+    fn read_from(&self, copy: &Checkpoint, name: &str, bytes: &Range<u64>) -> Result<Option<Vec<u8>>> {
+        if !self.damaged.is_same(copy.manifest(), name) {
+            return self.damaged.rebuild(copy, name, bytes);
+        }
+        let length = (bytes.end - bytes.start) as usize;
+        Ok(Some(copy.stored_file(name)?.read_at(bytes.start, length)?))
     }
 
     /// Opens the copy of a tier, if it has the same attempt.
@@ -178,9 +192,8 @@ impl OtherCopies for FartherCopies {
                 })
             });
             let Some(copy) = opened else { continue };
-            let read = || Ok::<_, Error>(copy.stored_file(name)?.read_at(offset, len)?);
-            match read() {
-                Ok(bytes) if is_right(&bytes) => return Some(bytes),
+            match self.read_from(copy, name, &(offset..offset.saturating_add(len as u64))) {
+                Ok(Some(bytes)) if is_right(&bytes) => return Some(bytes),
                 Ok(_) => {}
                 Err(error) => {
                     tracing::warn!(step = self.step, tier = %tier.name, %error, "a farther copy cannot be read");

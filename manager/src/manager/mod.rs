@@ -48,6 +48,7 @@ mod notice;
 mod open;
 mod persister;
 mod queries;
+mod rebuilt_bytes;
 mod restores;
 mod retaining;
 mod saves;

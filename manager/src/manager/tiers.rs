@@ -14,6 +14,7 @@ use stepwell_core::format::manifest::Attempt;
 
 use super::{Inner, Manager};
 use crate::carry_queue::{CarryEnd, CarryQueue, TierRule};
+use crate::compressed_copy;
 use crate::coordination::team::Team;
 use crate::discovery::Found;
 use crate::environment::Environment;
@@ -42,6 +43,8 @@ pub struct TierPlace {
     pub rule: TierRule,
     /// The most bytes that a carrier writes to it per second.
     pub bytes_per_second: Option<u64>,
+    /// Globs of tensors that are compressed there.
+    pub compress: Vec<String>,
 }
 
 /// The state of a tier.
@@ -68,6 +71,7 @@ pub(super) struct Tier {
     pub(super) name: String,
     pub(super) manager: Manager,
     pub(super) bytes_per_second: Option<u64>,
+    pub(super) compress: Vec<String>,
     state: Mutex<TierState>,
     pub(super) changed: Condvar,
 }
@@ -141,6 +145,7 @@ impl Tier {
             name: place.name.clone(),
             manager,
             bytes_per_second: place.bytes_per_second,
+            compress: place.compress.clone(),
             state: Mutex::new(state),
             changed: Condvar::new(),
         })
@@ -263,6 +268,7 @@ pub(super) fn open(places: &[TierPlace], team: &Team, options: &Options) -> Resu
 }
 
 fn open_one(place: &TierPlace, read_only: bool) -> Result<Arc<Tier>> {
+    compressed_copy::chosen(&place.compress)?;
     let options = Options { read_only, ..place.options.clone() };
     let manager = Manager::open(&place.path, options, place.environment.clone())?;
     Tier::new(place, manager).map(Arc::new)

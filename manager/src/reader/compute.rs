@@ -78,6 +78,7 @@ impl ComputedCell {
             dst_offset: *dst_offset,
             dst_strides: dst_strides.iter().copied().collect(),
             inverted: 0,
+            encoded: None,
         }
     }
 }

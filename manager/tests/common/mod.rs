@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "tests end by them")]
 #![allow(clippy::unnecessary_wraps, clippy::cast_sign_loss, missing_docs, reason = "tests")]
 
+pub mod tiers;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};

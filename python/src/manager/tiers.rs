@@ -15,8 +15,9 @@ use crate::options;
 use crate::wait;
 
 /// A tier as the package describes it: name, location, options, the steps that it takes (each of
-/// which this number divides; all of them, or the newest), and bytes per second.
-pub type TierArgument = (String, Location, String, u64, bool, Option<u64>);
+/// which this number divides; all of them, or the newest), bytes per second, and the globs of what is
+/// compressed.
+pub type TierArgument = (String, Location, String, u64, bool, Option<u64>, Vec<String>);
 
 /// A tier that is to be opened.
 pub struct WantedTier {
@@ -26,13 +27,15 @@ pub struct WantedTier {
     engine: Engine,
     rule: TierRule,
     bytes_per_second: Option<u64>,
+    compress: Vec<String>,
 }
 
 impl WantedTier {
     pub fn new(py: Python<'_>, argument: TierArgument) -> PyResult<Self> {
-        let (name, location, text, every, all, bytes_per_second) = argument;
+        let (name, location, text, every, all, bytes_per_second, compress) = argument;
         let (options, engine) = options::parse(py, &text)?;
-        Ok(Self { name, location, options, engine, rule: TierRule { every, all }, bytes_per_second })
+        let rule = TierRule { every, all };
+        Ok(Self { name, location, options, engine, rule, bytes_per_second, compress })
     }
 
     /// Connects to its store or its disk.
@@ -46,6 +49,7 @@ impl WantedTier {
             environment,
             rule: self.rule,
             bytes_per_second: self.bytes_per_second,
+            compress: self.compress,
         })
     }
 }

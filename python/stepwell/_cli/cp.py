@@ -23,12 +23,20 @@ from .writing import writer
 @click.argument("destination")
 @click.option("--include", multiple=True, metavar="GLOB", help="Copy only these items. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave these items out. Repeatable.")
+@click.option(
+    "--compress", multiple=True, metavar="GLOB", help="Compress these tensors ('**': all). Repeatable."
+)
 def cp(
-    out: Output, source: Target, destination: str, include: tuple[str, ...], exclude: tuple[str, ...]
+    out: Output,
+    source: Target,
+    destination: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    compress: tuple[str, ...],
 ) -> int:
     """Copy the checkpoint SOURCE (a path, or ROOT@STEP) to DESTINATION: a free path, or a root.
 
-    The copy has the same bytes. Every checksum of it is compared, and it is durable, before it gets
+    The copy has the same bytes, or the same values with --compress. Every checksum of it is compared, and it is durable, before it gets
     its name. It has the metrics that were added to the step later, too. In a root it becomes the
     step with the same number; the root must not have that step, and no training run may hold it.
     """
@@ -49,14 +57,26 @@ def cp(
                         raise StepExists(
                             f"{manager.root} has a step {step} already: delete it with `stepwell rm`, or copy to another root or path"
                         )
-                    manager.add(checkpoint, include=chosen, exclude=exclude, metrics=metrics, progress=tell)
+                    manager.add(
+                        checkpoint,
+                        include=chosen,
+                        exclude=exclude,
+                        metrics=metrics,
+                        compress=compress,
+                        progress=tell,
+                    )
                     with manager.checkpoint(step) as copied:
                         made = copied.path
             elif not is_store(where) and os.path.lexists(destination):
                 raise MisuseError(f"{destination} exists and is no root; pass a free path, or a root")
             else:
                 made = checkpoint.copy(
-                    destination, include=chosen, exclude=exclude, metrics=metrics, progress=tell
+                    destination,
+                    include=chosen,
+                    exclude=exclude,
+                    metrics=metrics,
+                    compress=compress,
+                    progress=tell,
                 )
         path = checkpoint.path
     with sw.open(made) as copied:

@@ -19,7 +19,7 @@ from .._retention import keep_all
 from .._save_result import Save
 from .._singular import keep
 from .._state.specs import to_dtype
-from ..errors import CorruptCheckpoint, StepwellError
+from ..errors import CorruptCheckpoint, MisuseError, StepwellError
 from ..formats.description import Opaque
 from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, selected
 from .spec import STALL_SECONDS, Conversion, ConversionResult, Progress, digest
@@ -100,7 +100,11 @@ def save(
 
 def copy(checkpoint: Checkpoint, path: str, part: _core._Part, progress: Progress | None) -> None:
     """Copies an adopted step into one with bytes of its own."""
-    include, exclude, later = part
+    include, exclude, later, compress = part
+    if compress:
+        raise MisuseError(
+            "the copy of an adopted step is made by a save, and saves are not compressed: leave compress= out, then copy the copy"
+        )
     what = Conversion("stepwell", (include, exclude, []))
     sharing = _core.Sharing(path, None, STALL_SECONDS)
     try:

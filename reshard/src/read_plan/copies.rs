@@ -8,7 +8,8 @@ use stepwell_core::dtype::{Dtype, DtypeKind};
 use stepwell_core::format::index::{
     ChunkRecord, ChunkRegion, Codec, ElementLayout, Index, NegatedParts, Source, TensorRecord,
 };
-use stepwell_core::read_plan::BoxCopy;
+use stepwell_core::format::planes;
+use stepwell_core::read_plan::{BoxCopy, EncodedChunk};
 use stepwell_core::region::Region;
 
 use super::{Request, name, tensor};
@@ -93,8 +94,9 @@ impl Maker<'_> {
         let itemsize = self.tensor.dtype.size() as u64;
         let file = self.file(stored.chunk, chunk)?;
         let layout = match &chunk.codec {
-            Codec::Raw => None,
+            Codec::Raw | Codec::Planes => None,
             Codec::Elements(layout) => Some(&**layout),
+            Codec::PlanesPart(part) => Some(&part.layout),
         };
         let length = match (&chunk.region, layout) {
             (_, Some(layout)) if !has_signs(self.tensor.dtype) && layout.negated != NegatedParts::None => {
@@ -111,18 +113,20 @@ impl Maker<'_> {
             }
             (ChunkRegion::Run { len, .. }, None) => len.checked_mul(itemsize),
         };
-        if length != Some(chunk.extent.length) {
+        let place = ElementsPlace::of(chunk, self.tensor);
+        let place = place.filter(|place| length == Some(place.length));
+        let Some(ElementsPlace { encoded, offset, .. }) = place else {
             let found = length.map_or_else(|| "more than 64 bits can count".to_owned(), |n| n.to_string());
             let (number, stored) = (stored.chunk, chunk.extent.length);
             return Err(
                 self.inconsistent(format!("chunk {number} has {stored} bytes, but its region has {found}"))
             );
-        }
+        };
         // From here on, the source side cannot overflow: the box is inside the chunk, and the
         // chunk's bytes fit.
         let ndim = region.ndim();
         let (mut dims, mut row_major) = (SmallVec::with_capacity(ndim), itemsize);
-        let mut src_offset = chunk.extent.offset + stored.base * itemsize;
+        let mut src_offset = offset + stored.base * itemsize;
         let mut dst_offset = i128::from(self.request.dst_offset);
         for d in (0..ndim).rev() {
             let stride = layout.map_or(row_major, |layout| layout.strides[d]);
@@ -145,6 +149,7 @@ impl Maker<'_> {
         let whole = BoxCopy {
             leaf: self.request.leaf,
             file,
+            encoded,
             src_offset,
             src_strides: dims.iter().map(|dim| dim.src).collect(),
             extent: dims.iter().map(|dim| dim.extent).collect(),
@@ -190,6 +195,33 @@ impl Maker<'_> {
 
     fn inconsistent(&self, what: String) -> Error {
         Error::Index { leaf: name(self.index, self.request.leaf), what }
+    }
+}
+
+/// The bytes that a chunk's elements are in: in a file, or decoded.
+struct ElementsPlace {
+    encoded: Option<EncodedChunk>,
+    offset: u64,
+    length: u64,
+}
+
+impl ElementsPlace {
+    /// Returns `None` if the numbers contradict each other.
+    fn of(chunk: &ChunkRecord, tensor: &TensorRecord) -> Option<Self> {
+        let extent = &chunk.extent;
+        let (offset, length, planes) = match &chunk.codec {
+            Codec::Raw | Codec::Elements(_) => {
+                return Some(Self { encoded: None, offset: extent.offset, length: extent.length });
+            }
+            Codec::Planes => {
+                (0, chunk.decoded_bytes(tensor.dtype.size() as u64)?, planes::count(tensor.dtype) as u8)
+            }
+            Codec::PlanesPart(part) => (part.offset, part.length, part.planes),
+        };
+        let decoded = chunk.decoded_bytes(tensor.dtype.size() as u64)?;
+        offset.checked_add(length).filter(|&end| end <= decoded)?;
+        let encoded = EncodedChunk { offset: extent.offset, length: extent.length, decoded, planes };
+        Some(Self { encoded: Some(encoded), offset, length })
     }
 }
 

@@ -48,7 +48,7 @@ fn a_crash_during_a_copy_leaves_a_whole_copy_or_none() {
         &copy::CopySelection::default(),
         Path::new(COPY),
         &world::environment(&disk, 2),
-        &mut |_, _| true,
+        &mut |_| true,
     )
     .unwrap();
     disk.mark("copied");

@@ -24,6 +24,7 @@ fn open(disk: &SimDisk, seed: u64) -> Result<Manager, String> {
         environment: world::environment(disk, seed + 1),
         rule: TierRule { every: 1, all: true },
         bytes_per_second: None,
+        compress: Vec::new(),
     };
     let near = keeping(Retention::keep_latest(1));
     Manager::open_with_tiers(Path::new(ROOT), near, world::environment(disk, seed), &[home])

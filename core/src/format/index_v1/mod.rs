@@ -80,6 +80,7 @@ fn encode_as(index: &Index, paging: Paging, is_outlined: fn(&Index, usize) -> bo
         nodes: root.nodes,
         outline_length: outline.len() as u64,
         outline_crc: crc32c(&outline),
+        is_compressed: index.is_compressed(),
     };
     let mut bytes = Vec::with_capacity(file_length);
     bytes.extend_from_slice(&header.encode());
@@ -167,6 +168,8 @@ impl<'a> Opened<'a> {
 
     /// Checks some leaves of an index from [`Self::join`].
     pub fn check(&self, index: &Index, leaves: Range<usize>) -> Result<()> {
+        let records = index.leaves.get(leaves.clone()).unwrap_or_default();
+        check_declared(records, self.header.is_compressed, self.file)?;
         check_leaves(index, leaves, Bounds::Item).map_err(|fault| on_read(&index.tree, fault, self.file))
     }
 }
@@ -275,6 +278,14 @@ pub(super) fn decode_pages(
     let index = Index { tree: pages.tree()?, leaves: pages.leaves(Vec::new())?, files };
     check(&index, bounds).map_err(|fault| on_read(&index.tree, fault, file))?;
     Ok(index)
+}
+
+/// Checks that an index with compressed chunks says so, because older readers must refuse it.
+fn check_declared(leaves: &[LeafRecord], is_compressed: bool, file: &Path) -> Result<()> {
+    if is_compressed || !leaves.iter().any(LeafRecord::is_compressed) {
+        return Ok(());
+    }
+    Err(Error::corrupt(file, "it has compressed chunks, and its header does not say so"))
 }
 
 fn in_page(page: &PageRef, what: &str, file: &Path) -> Error {

@@ -6,7 +6,8 @@ use std::path::Path;
 
 use super::write::{self, Paging};
 use super::{
-    Bounds, INDEX_HEADER_BYTES, IndexHeader, PagePart, Pages, Root, check, decode_part, on_read, root,
+    Bounds, INDEX_HEADER_BYTES, IndexHeader, PagePart, Pages, Root, check, check_declared, decode_part,
+    on_read, root,
 };
 use crate::error::{Error, Result};
 use crate::format::checksum::{crc32c, crc32c_of_both};
@@ -99,6 +100,8 @@ pub struct Outline {
     root: Root,
     /// The index, whose tensors have no chunks.
     index: Index,
+    /// True if chunks are compressed.
+    is_compressed: bool,
 }
 
 impl Outline {
@@ -115,7 +118,7 @@ impl Outline {
         if found != crc {
             return Err(Error::corrupt(file, "it is not the index that its manifest names"));
         }
-        Ok(Self { root, index })
+        Ok(Self { root, index, is_compressed: header.is_compressed })
     }
 
     /// Returns the index without chunks.
@@ -148,6 +151,12 @@ impl Outline {
                 format!("the index page at offset {} does not hold the leaves of its outline", page.offset);
             return Err(Error::corrupt(file, what));
         }
+        check_declared(&leaves, self.is_compressed, file)?;
         Ok(leaves)
+    }
+
+    /// True if chunks are compressed.
+    pub fn is_compressed(&self) -> bool {
+        self.is_compressed
     }
 }

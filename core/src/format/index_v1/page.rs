@@ -36,6 +36,7 @@ pub(super) mod tag {
     pub const RUN: u8 = 2;
 
     pub const RAW: u8 = 0;
+    pub const PLANES: u8 = 1;
     pub const FOREIGN: u8 = 255;
 
     pub const OWN: u8 = 1;
@@ -112,7 +113,7 @@ pub(super) struct IndexPageV1 {
     pub chunk_tag: Vec<u8>,
     /// For each `BOX` the offsets, then the extents. For each `RUN` the start and the length.
     pub chunk_region: Vec<u64>,
-    /// For each chunk, `RAW`.
+    /// For each chunk, `RAW` or `PLANES`.
     pub chunk_codec: Vec<u8>,
 
     /// For each chunk and object, in leaf order: `OWN`, `RANGE`, `PULLED`.

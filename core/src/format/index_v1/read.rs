@@ -406,6 +406,7 @@ impl<'a> Tensors<'a> {
                 extent: extents.next()?,
                 codec: match self.chunk_codecs.next()? {
                     tag::RAW => Codec::Raw,
+                    tag::PLANES => Codec::Planes,
                     other => return Err(format!("a chunk has the unknown codec {other}")),
                 },
             });

@@ -79,6 +79,8 @@ pub struct IndexHeader {
     pub outline_length: u64,
     /// CRC-32C of the outline.
     pub outline_crc: u32,
+    /// True if chunks are compressed.
+    pub is_compressed: bool,
 }
 
 impl IndexHeader {
@@ -92,7 +94,8 @@ impl IndexHeader {
         bytes.put(&MAGIC);
         bytes.put_u32(0); // placeholder of the CRC
         bytes.put_u32(FORMAT_VERSION);
-        bytes.put_u64(if self.outline_length > 0 { features::OUTLINE } else { 0 });
+        let outline = if self.outline_length > 0 { features::OUTLINE } else { 0 };
+        bytes.put_u64(outline | if self.is_compressed { features::COMPRESSED_INDEX } else { 0 });
         bytes.put_u64(0); // optional features
         bytes.put_u64(self.file_length);
         bytes.put_u64(self.root_length);
@@ -118,8 +121,17 @@ impl IndexHeader {
             fields.u32()?;
             let (leaves, nodes) = (fields.u64()?, fields.u64()?);
             let (outline_length, outline_crc) = (fields.u64()?, fields.u32()?);
-            let header =
-                Self { file_length, root_length, root_crc, leaves, nodes, outline_length, outline_crc };
+            let is_compressed = required & features::COMPRESSED_INDEX != 0;
+            let header = Self {
+                file_length,
+                root_length,
+                root_crc,
+                leaves,
+                nodes,
+                outline_length,
+                outline_crc,
+                is_compressed,
+            };
             Some((version, required, header))
         };
         let (version, required, header) = read().ok_or_else(cut)?;

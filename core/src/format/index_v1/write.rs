@@ -186,8 +186,9 @@ impl<'a> PageWriter<'a> {
             }
             columns.chunk_codec.push(match chunk.codec {
                 Codec::Raw => tag::RAW,
+                Codec::Planes => tag::PLANES,
                 // The check of the index refuses it, and no reader knows the tag.
-                Codec::Elements(_) => tag::FOREIGN,
+                Codec::Elements(_) | Codec::PlanesPart(_) => tag::FOREIGN,
             });
             self.bytes += 2 + 8 * (columns.chunk_region.len() - numbers) as u64;
             self.extent(&chunk.extent);

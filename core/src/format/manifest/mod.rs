@@ -32,8 +32,10 @@ const FORMAT_NAME: &str = "stepwell";
 pub const NODE_FILES: &str = "node_files";
 /// The step's bytes are in files of another library: [`Manifest::adopted`].
 pub const ADOPTED_FILES: &str = "adopted_files";
+/// Data files may have compressed chunks: [`crate::format::planes`].
+pub const COMPRESSED_CHUNKS: &str = "compressed_chunks";
 /// Features that a manifest may require of this reader.
-const KNOWN_FEATURES: &[&str] = &[NODE_FILES, ADOPTED_FILES];
+const KNOWN_FEATURES: &[&str] = &[NODE_FILES, ADOPTED_FILES, COMPRESSED_CHUNKS];
 
 /// Keys that this version does not know. A rewrite (thinning) writes them back, so that records of
 /// a later version survive an earlier one.

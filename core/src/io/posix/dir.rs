@@ -11,7 +11,7 @@ use rustix::io::{Errno, retry_on_intr};
 
 use super::resolve::{in_parent, open_beneath};
 use super::{PosixFile, Settings};
-use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, Rename, Stat};
+use crate::io::{Dir, Entry, EntryKind, File, Lock, LockKind, NextPiece, PIECE_BYTES, Rename, Stat};
 use crate::sys::{Descriptor, Exclusive, HeldLock, try_reserve_huge, with_exclusive_file};
 use crate::{Error, Result};
 
@@ -133,9 +133,6 @@ impl PosixDir {
         Ok(())
     }
 }
-
-/// The bytes that a copy moves at a time.
-const COPIED_AT_ONCE: usize = 8 << 20;
 
 /// The mode of a new file. `openat2` refuses a mode if it creates no file.
 fn creation_mode(flags: OFlags) -> Mode {
@@ -352,19 +349,14 @@ impl Dir for PosixDir {
         self.create_whole(name, |fd| self.write_new(name, fd, bytes))
     }
 
-    fn copy_file(&self, name: &str, from: &dyn File, copied: &mut dyn FnMut(u64) -> bool) -> Result<()> {
+    fn write_pieces(&self, name: &str, _: u64, next: NextPiece<'_>) -> Result<()> {
         self.create_whole(name, |fd| {
-            let mut offset = 0;
             loop {
-                let bytes = from.read_at(offset, COPIED_AT_ONCE)?;
-                if bytes.is_empty() {
+                let piece = next(PIECE_BYTES)?;
+                if piece.is_empty() {
                     return rustix::fs::fsync(fd).map_err(self.failed("fsync", name));
                 }
-                self.write_piece(name, fd, &bytes)?;
-                offset += bytes.len() as u64;
-                if !copied(bytes.len() as u64) {
-                    return Err(self.failed("copy", name)(Errno::INTR));
-                }
+                self.write_piece(name, fd, &piece)?;
             }
         })
     }

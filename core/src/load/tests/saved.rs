@@ -97,6 +97,7 @@ fn copies(index: &Index, leaf: u32, strides: [u64; 2]) -> Vec<BoxCopy> {
             dst_offset: region.offset.iter().zip(&strides).map(|(o, s)| o * s * size).sum(),
             dst_strides: strides.iter().map(|&s| (s * size).cast_signed()).collect(),
             inverted: 0,
+            encoded: None,
         });
     }
     copies

@@ -74,6 +74,7 @@ fn check<T: Copy + PartialEq + std::fmt::Debug + Default>(case: &Case, from_byte
         dst_offset: dot(&case.to, &dst_strides) * item_size,
         dst_strides: dst_strides.iter().map(|&s| (s as u64 * item_size).cast_signed()).collect(),
         inverted: 0,
+        encoded: None,
     };
     let len: usize = case.target.iter().product();
     let mut into = vec![0_u8; len * item_size as usize];

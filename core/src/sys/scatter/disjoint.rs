@@ -230,6 +230,7 @@ mod tests {
             dst_offset: offset.iter().zip(&strides).map(|(o, s)| o * s).sum(),
             dst_strides: strides.iter().map(|&s| s.cast_signed()).collect(),
             inverted: 0,
+            encoded: None,
         };
         Strided::new(&copy).unwrap().unwrap()
     }

@@ -40,6 +40,7 @@ fn tile_bytes(tile: &Tile) -> Vec<(u64, u64)> {
         dst_offset: tile.dst,
         dst_strides: vec![tile.rows.dst, tile.cols.dst, 1].into(),
         inverted: 0,
+        encoded: None,
     };
     naive(&copy)
 }
@@ -85,6 +86,7 @@ pub(crate) fn copies() -> impl Strategy<Value = BoxCopy> {
                 dst_offset: dst_offset as u64,
                 dst_strides: dst_strides.into(),
                 inverted: 0,
+                encoded: None,
             }
         })
 }
@@ -139,6 +141,7 @@ fn copy(extent: &[u64], src: &[u64], dst: &[i64]) -> BoxCopy {
         dst_offset: 0,
         dst_strides: dst.to_vec().into(),
         inverted: 0,
+        encoded: None,
     }
 }
 
