@@ -242,6 +242,10 @@ bench-tiers: build ## what further tiers cost saves and a loop beside them (abou
 	cargo build --quiet -p stepwell-tests --bin fake_store
 	$(BIN)/python tests/bench/tiers.py $(ARGS)
 
+.PHONY: bench-compression
+bench-compression: build ## what compressed copies save and cost on one core (a few minutes; needs torch and zstandard)
+	$(BIN)/python tests/bench/compression.py $(ARGS)
+
 .PHONY: bench-trace
 bench-trace: build ## the rate of digests beside that of memcpy (a few seconds)
 	$(BIN)/python tests/bench/trace.py $(ARGS)

@@ -59,7 +59,7 @@ pub struct CompressedFile<'a> {
     /// The index of the old file.
     index: Index,
     header: Header,
-    /// What is still to be copied, in file order.
+    /// The rest of the content, in file order.
     waiting: std::vec::IntoIter<Waiting>,
     /// Old bytes that were read, of the content.
     read: u64,
@@ -248,7 +248,7 @@ impl<'a> CompressedFile<'a> {
         self.out.end_blocks();
         let mut index = std::mem::take(&mut self.index);
         for leaf in &mut index.leaves {
-            move_leaf(leaf, 0, &self.places)
+            move_leaf(leaf, &|_| Some(&self.places))
                 .map_err(|what| Error::internal("a place for each chunk", what))?;
         }
         let Header { file_id, block_bytes, .. } = self.header;
@@ -262,33 +262,35 @@ impl<'a> CompressedFile<'a> {
     }
 }
 
-/// Replaces the places of a leaf's bytes in one file by the new ones.
-pub fn move_leaf(leaf: &mut LeafRecord, file: u32, places: &NewPlaces) -> Result<(), String> {
-    let lost = |extent: &Extent| format!("none for the bytes at {} of file {file}", extent.offset);
-    let is_here = |extent: &Extent| extent.source.file() == Some(file) && extent.length > 0;
+/// Replaces the places of a leaf's bytes. `of` returns the new places of a file, and none if the
+/// file stays as it is.
+pub fn move_leaf<'p>(leaf: &mut LeafRecord, of: &dyn Fn(u32) -> Option<&'p NewPlaces>) -> Result<(), String> {
+    let lost = |extent: &Extent| format!("none for the bytes at {} of {:?}", extent.offset, extent.source);
+    let places = |extent: &Extent| extent.source.file().and_then(of).filter(|_| extent.length > 0);
     match leaf {
-        LeafRecord::Object(extent) if is_here(extent) => match places.get(&extent.offset) {
-            Some(NewPlace::Object(new)) => *extent = Extent { source: extent.source, ..*new },
-            _ => return Err(lost(extent)),
+        LeafRecord::Object(extent) => match places(extent).map(|places| places.get(&extent.offset)) {
+            None => {}
+            Some(Some(NewPlace::Object(new))) => *extent = Extent { source: extent.source, ..*new },
+            Some(_) => return Err(lost(extent)),
         },
         LeafRecord::Tensor(TensorRecord { chunks, .. }) => {
+            if chunks.iter().all(|chunk| places(&chunk.extent).is_none()) {
+                return Ok(());
+            }
             let mut moved = Chunks::new();
             for chunk in std::mem::take(chunks) {
-                if !is_here(&chunk.extent) {
-                    moved.push(chunk);
-                    continue;
+                match places(&chunk.extent).map(|places| places.get(&chunk.extent.offset)) {
+                    None => moved.push(chunk),
+                    Some(Some(NewPlace::Chunks(new))) => moved.extend(new.iter().cloned().map(|mut new| {
+                        new.extent.source = chunk.extent.source;
+                        new
+                    })),
+                    Some(_) => return Err(lost(&chunk.extent)),
                 }
-                let Some(NewPlace::Chunks(new)) = places.get(&chunk.extent.offset) else {
-                    return Err(lost(&chunk.extent));
-                };
-                moved.extend(new.iter().cloned().map(|mut new| {
-                    new.extent.source = chunk.extent.source;
-                    new
-                }));
             }
             *chunks = moved;
         }
-        LeafRecord::Object(_) | LeafRecord::Alias { .. } => {}
+        LeafRecord::Alias { .. } => {}
     }
     Ok(())
 }

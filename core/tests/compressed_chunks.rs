@@ -84,7 +84,7 @@ fn compressed() -> (Vec<u8>, Vec<u8>) {
     let finished = file.finish().unwrap();
     let mut index = index_of(Codec::Raw, weights().len() as u64);
     index.files.push(FileRecord { name: "00000.data".into(), ..finished.record });
-    stepwell_core::compressed_file::move_leaf(&mut index.leaves[0], 0, &finished.places).unwrap();
+    stepwell_core::compressed_file::move_leaf(&mut index.leaves[0], &|_| Some(&finished.places)).unwrap();
     (bytes, index_v1::encode(&index).unwrap().bytes)
 }
 

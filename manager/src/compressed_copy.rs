@@ -31,6 +31,8 @@ pub(crate) struct CompressedCopy<'a> {
     globs: &'a GlobList,
     /// The paths of the data files that are written once more.
     files: BTreeSet<String>,
+    /// By file on disk, the numbers in the manifest of the data files in it.
+    parts: HashMap<String, Vec<usize>>,
     /// The written ones, by path.
     written: HashMap<String, FinishedCopy>,
 }
@@ -38,7 +40,8 @@ pub(crate) struct CompressedCopy<'a> {
 impl<'a> CompressedCopy<'a> {
     /// Finds the files with chosen tensors that are not compressed yet.
     pub(crate) fn new(source: &'a Checkpoint, globs: &'a GlobList, manifest: &Manifest) -> Result<Self> {
-        let mut copy = Self { source, globs, files: BTreeSet::new(), written: HashMap::new() };
+        let mut copy =
+            Self { source, globs, files: BTreeSet::new(), parts: HashMap::new(), written: HashMap::new() };
         if globs.is_empty() {
             return Ok(copy);
         }
@@ -56,16 +59,20 @@ impl<'a> CompressedCopy<'a> {
                 }
             }
         }
+        for (number, entry) in manifest.files.iter().enumerate() {
+            let stored = entry.within.as_ref().map_or(&entry.path, |within| &within.path);
+            copy.parts.entry(stored.clone()).or_default().push(number);
+        }
+        let is_written = |number: &usize| {
+            manifest.files.get(*number).is_some_and(|entry| copy.files.contains(&entry.path))
+        };
+        copy.parts.retain(|_, numbers| numbers.iter().any(is_written));
         Ok(copy)
     }
 
     /// True if the file on disk has a data file that is written once more.
-    pub(crate) fn has_part(&self, manifest: &Manifest, stored: &str) -> bool {
-        let is_in = |path: &str, within: Option<&str>| within.unwrap_or(path) == stored;
-        manifest.files.iter().any(|entry| {
-            let within = entry.within.as_ref().map(|within| within.path.as_str());
-            is_in(&entry.path, within) && self.files.contains(&entry.path)
-        })
+    pub(crate) fn has_part(&self, stored: &str) -> bool {
+        self.parts.contains_key(stored)
     }
 
     /// True if the index of the item changes.
@@ -82,11 +89,9 @@ impl<'a> CompressedCopy<'a> {
         writer: &mut FileWriter<'_>,
     ) -> Result<()> {
         let around = self.source.stored_file(stored)?;
-        for entry in &mut manifest.files {
+        for number in self.parts.get(stored).cloned().unwrap_or_default() {
+            let Some(entry) = manifest.files.get_mut(number) else { continue };
             let record = stored_index::file_record(entry);
-            if record.stored_name() != stored {
-                continue;
-            }
             let from = Section::new(Arc::clone(&around), record.stored_offset(0), record.length);
             entry.within = None;
             if !self.files.contains(&entry.path) {
@@ -117,16 +122,18 @@ impl<'a> CompressedCopy<'a> {
     pub(crate) fn write_index(&self, dir: &dyn Dir, item: &mut Item) -> Result<()> {
         let path = self.source.path().join(&item.index.path);
         let mut index = stored_index::of_item(self.source.dir(), item)?;
+        let mut places = HashMap::new();
         for (number, record) in (0_u32..).zip(&mut index.files) {
             let Some(new) = self.written.get(&format!("{}/{}", item.dir, record.name)) else { continue };
-            for leaf in &mut index.leaves {
-                move_leaf(leaf, number, &new.places).map_err(|what| {
-                    stepwell_core::Error::corrupt(&path, format!("its bytes have no place: {what}"))
-                })?;
-            }
             record.length = new.record.length;
             record.file_id = new.record.file_id;
             record.trailer_crc = new.record.trailer_crc;
+            places.insert(number, &new.places);
+        }
+        for leaf in &mut index.leaves {
+            move_leaf(leaf, &|file| places.get(&file).copied()).map_err(|what| {
+                stepwell_core::Error::corrupt(&path, format!("its footers list other bytes: {what}"))
+            })?;
         }
         let encoded = index_v1::encode(&index)?;
         (item.index.length, item.index.crc32c) = (encoded.bytes.len() as u64, encoded.crc);

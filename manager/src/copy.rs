@@ -56,7 +56,7 @@ pub struct CopySelection {
     pub exclude: Vec<String>,
     /// Metrics of a later date, which the copy's manifest gets.
     pub metrics: BTreeMap<String, f64>,
-    /// Globs of tensors that are compressed. What is compressed already stays so.
+    /// Globs of tensors that are compressed. Compressed tensors stay compressed without it.
     pub compress: Vec<String>,
 }
 
@@ -265,7 +265,7 @@ fn write(
     let stored: Vec<String> =
         stored_files(&manifest.files).into_iter().map(|(path, _)| path.to_owned()).collect();
     for path in &stored {
-        if compressed.has_part(&manifest, path) {
+        if compressed.has_part(path) {
             compressed.write(&**dir, &mut manifest, path, &mut writer)?;
         } else {
             let is_checked = check == CopyCheck::WhileReading;

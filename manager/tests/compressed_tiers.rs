@@ -44,7 +44,7 @@ fn array(dtype: Dtype, shape: &[u64], bytes: Vec<u8>) -> LeafSource {
     LeafSource::whole(dtype, shape.to_vec(), Arc::new(HostProvider::new(source)))
 }
 
-/// `{"params": {"w": bf16, "noise": …}, "optimizer": {"m": f32, "zeros": f64}, "empty": …, "one": …, "text": …}`
+/// A state of two items with large tensors, and of small leaves.
 fn large(seed: u64) -> StateSource {
     let mut tree = Tree::new();
     let root = tree.push_container(None, None, ContainerKind::Dict);

@@ -709,7 +709,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
             metrics: metrics that were added later, for the copy. They belong to the root
                 (:meth:`CheckpointManager.metrics`), not to this checkpoint.
             compress: tensors to compress: ``True`` for all, or globs over rendered leaf paths. The
-                copy has the same values then, and fewer bytes. What is compressed already stays so.
+                copy has the same values then, and fewer bytes. Compressed tensors stay compressed.
             progress: as in :meth:`verify`.
         """
         where = location(path)

@@ -52,7 +52,8 @@ def _float(dtype: object) -> str:
 def copied_part(
     include: Globs, exclude: Globs, metrics: Metrics | None, compress: bool | Globs = False
 ) -> _core._Part:
-    """Returns ``include=``, ``exclude=``, ``metrics=`` and ``compress=`` of a copy for the engine."""
+    """Returns ``include=``, ``exclude=``, ``metrics=`` and ``compress=`` of a copy for the
+    engine."""
     numbers = real_numbers(metrics)
     return globs(include, "include"), globs(exclude, "exclude") or [], numbers, compressed(compress)
 

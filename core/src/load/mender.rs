@@ -10,8 +10,8 @@ use crate::io::Dir;
 
 /// Other places with the same files, or with what these can be made of.
 pub trait OtherCopies: Send + Sync {
-    /// Reads or makes bytes of a file from one place after the other, until `is_right` accepts them.
-    /// Returns these.
+    /// Reads or makes bytes of a file from one place after the other, until `is_right` accepts
+    /// them. Returns these.
     fn read(
         &self,
         name: &str,

@@ -15,8 +15,8 @@ use crate::options;
 use crate::wait;
 
 /// A tier as the package describes it: name, location, options, the steps that it takes (each of
-/// which this number divides; all of them, or the newest), bytes per second, and the globs of what is
-/// compressed.
+/// which this number divides; all of them, or the newest), bytes per second, and the globs of
+/// compressed tensors.
 pub type TierArgument = (String, Location, String, u64, bool, Option<u64>, Vec<String>);
 
 /// A tier that is to be opened.

@@ -36,9 +36,10 @@ def cp(
 ) -> int:
     """Copy the checkpoint SOURCE (a path, or ROOT@STEP) to DESTINATION: a free path, or a root.
 
-    The copy has the same bytes, or the same values with --compress. Every checksum of it is compared, and it is durable, before it gets
-    its name. It has the metrics that were added to the step later, too. In a root it becomes the
-    step with the same number; the root must not have that step, and no training run may hold it.
+    The copy has the same bytes, or the same values with --compress. Every checksum of it is
+    compared, and it is durable, before it gets its name. It has the metrics that were added to the
+    step later, too. In a root it becomes the step with the same number; the root must not have that
+    step, and no training run may hold it.
     """
     chosen = include or None
     with source.open() as checkpoint:

@@ -15,8 +15,8 @@ use super::{keeping, quick};
 const HOME: &str = "shared/home";
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Opens a near tier with one step, and a home tier with all.
-fn open(disk: &SimDisk, seed: u64) -> Result<Manager, String> {
+/// Opens a near tier with one step, and a home tier with all, compressed by those globs.
+fn open(disk: &SimDisk, seed: u64, compress: &[&str]) -> Result<Manager, String> {
     let home = TierPlace {
         name: "home".to_owned(),
         path: PathBuf::from(HOME),
@@ -24,7 +24,7 @@ fn open(disk: &SimDisk, seed: u64) -> Result<Manager, String> {
         environment: world::environment(disk, seed + 1),
         rule: TierRule { every: 1, all: true },
         bytes_per_second: None,
-        compress: Vec::new(),
+        compress: compress.iter().map(|&glob| glob.to_owned()).collect(),
     };
     let near = keeping(Retention::keep_latest(1));
     Manager::open_with_tiers(Path::new(ROOT), near, world::environment(disk, seed), &[home])
@@ -104,10 +104,10 @@ fn check_home(disk: &SimDisk, promised: &Promised, what: &str) -> Result<(), Str
     }
 }
 
-fn check(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
+fn check(disk: &SimDisk, marks: &Marks, compress: &[&str]) -> Result<(), String> {
     let promised = Promised::of(marks);
     check_home(disk, &promised, "home")?;
-    let manager = open(disk, 80)?;
+    let manager = open(disk, 80, compress)?;
     promised.check(&manager, &promised.must, "both tiers")?;
     manager.wait_until_carried(Some(PATIENCE)).map_err(|error| error.to_string())?;
     let newest = manager.latest_step().map_err(|error| error.to_string())?;
@@ -128,8 +128,17 @@ fn check(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
 
 #[test]
 fn a_crash_of_a_run_with_tiers_loses_and_resurrects_nothing() {
+    explore(&[]);
+}
+
+#[test]
+fn a_crash_of_a_run_with_compressed_copies_loses_nothing() {
+    explore(&["**"]);
+}
+
+fn explore(compress: &[&str]) {
     let disk = SimDisk::new();
-    let manager = open(&disk, 1).unwrap();
+    let manager = open(&disk, 1, compress).unwrap();
     for step in 1..=3 {
         save(&manager, &disk, step, "a");
     }
@@ -145,7 +154,9 @@ fn a_crash_of_a_run_with_tiers_loses_and_resurrects_nothing() {
     drop(manager);
     // The next carrier reads what it has written into a temporary.
     let mut explorer = Explorer::new(Crash { unread: None, ..quick() });
-    if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check) {
+    if let Err(failure) =
+        explorer.explore(&disk.log(), &Marks::default(), |disk, marks| check(disk, marks, compress))
+    {
         panic!("{failure}");
     }
     println!("{}", explorer.explored);

@@ -1,0 +1,165 @@
+"""Tiers with compressed copies: the same values in fewer bytes, however they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import stepwell as sw
+
+sys.path.append(str(Path(__file__).parent))
+from fake_store import control, fake_store
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with fake_store("s3") as variables:
+        yield variables
+
+
+@pytest.fixture
+def store(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """A root in a store that nothing else uses."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    control(server, "faults")
+    return f"s3://bucket/{tmp_path.name}"
+
+
+@pytest.fixture(params=["disk", "store"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return request.getfixturevalue("store") if request.param == "store" else str(tmp_path / "home")
+
+
+def state(seed: int = 0) -> dict[str, object]:
+    random = np.random.default_rng(seed)
+    normal = random.standard_normal((1000, 1500)).astype(np.float32)
+    return {
+        "params": {"w": normal.astype(ml_dtypes.bfloat16), "b": normal[0]},
+        "optimizer": {"m": normal * 1e-3, "v": np.zeros((600, 1000), np.float64)},
+        "noise": random.integers(0, 256, 300_000, np.uint8),
+        "complex": (normal[:100] + 1j * normal[100:200]).astype(np.complex64),
+        "flags": normal[:, 0] > 0,
+        "empty": np.empty((0, 3), np.int16),
+        "step": seed,
+    }
+
+
+def same(found: object, wanted: object) -> bool:
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(same(found[key], value) for key, value in wanted.items())
+    if isinstance(wanted, np.ndarray):
+        return (
+            isinstance(found, np.ndarray)
+            and found.dtype == wanted.dtype
+            and found.tobytes() == wanted.tobytes()
+        )
+    return found == wanted
+
+
+def stored(path: object) -> int:
+    with sw.open(path) as checkpoint:
+        return sum(file["length"] for file in checkpoint.manifest["files"])
+
+
+def carried(near: Path, home: str, **options: object) -> None:
+    tiers = [sw.Tier(near), sw.Tier(home, all_due=True, **options)]  # type: ignore[arg-type]
+    with sw.CheckpointManager(tiers=tiers) as mgr:
+        for step in range(2):
+            mgr.save(step, state(step))
+        mgr.wait_until_carried()
+        assert mgr.tiers()[1].steps == (0, 1)
+
+
+def test_a_compressed_tier_gives_the_same_values(home: str, tmp_path: Path) -> None:
+    near = tmp_path / "near"
+    carried(near, home, compress=True)
+    assert stored(home) < 0.75 * stored(near)
+    assert same(sw.restore(home), state(1))
+    assert sw.verify(home).ok
+    shutil.rmtree(near)
+    with sw.CheckpointManager(tiers=[sw.Tier(tmp_path / "new"), sw.Tier(home, compress=True)]) as mgr:
+        found, first = mgr.resume(state(5))
+        assert first == 2
+        assert same(found, state(1))
+
+
+def test_globs_choose_what_is_compressed(home: str, tmp_path: Path) -> None:
+    near = tmp_path / "near"
+    carried(near, home, compress=["optimizer"])
+    assert 0.2 * stored(near) < stored(near) - stored(home)
+    with sw.open(home) as checkpoint, sw.open(near) as source:
+        files = {file["path"]: file for file in source.manifest["files"]}
+        changed = [file for file in checkpoint.manifest["files"] if file != files[file["path"]]]
+        assert len(changed) == 1
+        assert checkpoint.manifest["required_features"] == ["compressed_chunks"]
+    assert same(sw.restore(home), state(1))
+
+
+def test_every_way_to_read_decodes(home: str, tmp_path: Path) -> None:
+    carried(tmp_path / "near", home, compress=True)
+    wanted = state(1)
+    with sw.open(home) as checkpoint:
+        lazy = checkpoint["params/w"]
+        assert np.array_equal(np.asarray(lazy[7:9]), wanted["params"]["w"][7:9])  # type: ignore[index]
+        with sw.open(tmp_path / "near") as source:
+            assert checkpoint.diff(source, values=True).same
+    doubled = sw.restore(home, {"params": {"w": np.zeros((1000, 1500), np.float32)}}, cast="lossless")
+    assert np.array_equal(doubled["params"]["w"], wanted["params"]["w"].astype(np.float32))  # type: ignore[index]
+    sw.export(home, tmp_path / "x.safetensors", include="params")
+    assert same(sw.restore(tmp_path / "x.safetensors")["params"], wanted["params"])  # type: ignore[index]
+    sw.convert(home, tmp_path / "converted", to="stepwell")
+    assert same(sw.restore(tmp_path / "converted"), wanted)
+
+
+def test_the_command_line_copies_and_shows(tmp_path: Path) -> None:
+    sw.save(tmp_path / "a", state())
+    stepwell = [sys.executable, "-m", "stepwell"]
+    subprocess.run([*stepwell, "cp", "--compress", "**", tmp_path / "a", tmp_path / "b"], check=True)
+    assert stored(tmp_path / "b") < 0.75 * stored(tmp_path / "a")
+    subprocess.run([*stepwell, "verify", tmp_path / "b"], check=True)
+    subprocess.run([*stepwell, "diff", "--values", tmp_path / "a", tmp_path / "b"], check=True)
+    shown = subprocess.run([*stepwell, "show", "--json", tmp_path / "b"], check=True, capture_output=True)
+    facts = json.loads(shown.stdout)
+    assert facts["bytes"] < 0.75 * facts["array_bytes"]
+    with sw.open(tmp_path / "b") as checkpoint:
+        checkpoint.copy(tmp_path / "c")
+    assert stored(tmp_path / "c") == stored(tmp_path / "b")
+    assert same(sw.restore(tmp_path / "c"), state())
+
+
+def test_a_flipped_bit_of_a_compressed_chunk_is_found(tmp_path: Path) -> None:
+    sw.save(tmp_path / "a", state())
+    with sw.open(tmp_path / "a") as checkpoint:
+        checkpoint.copy(tmp_path / "b", compress="params/w")
+    (file,) = (tmp_path / "b").glob("i*/*.data")
+    good = file.read_bytes()
+    for at in range(4096, len(good), len(good) // 23):
+        file.write_bytes(good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])
+        assert not sw.verify(tmp_path / "b").ok, at
+        with contextlib.suppress(sw.errors.CorruptCheckpoint):
+            assert same(sw.restore(tmp_path / "b"), state()), at
+    file.write_bytes(good)
+    assert same(sw.restore(tmp_path / "b"), state())
+
+
+@pytest.mark.parametrize("compress", ["a[", ["params", 3], 7, b"params"])
+def test_wrong_globs_are_refused_at_once(compress: object, tmp_path: Path) -> None:
+    with pytest.raises(sw.errors.MisuseError):
+        sw.Tier(tmp_path, compress=compress)  # type: ignore[arg-type]
+    sw.save(tmp_path / "a", {"x": np.zeros(3)})
+    with sw.open(tmp_path / "a") as checkpoint, pytest.raises(sw.errors.MisuseError):
+        checkpoint.copy(tmp_path / "b", compress=compress)  # type: ignore[arg-type]
+
+
+def test_the_first_tier_is_not_compressed(tmp_path: Path) -> None:
+    with pytest.raises(sw.errors.MisuseError, match="saves go to the first tier"):
+        sw.CheckpointManager(tiers=[sw.Tier(tmp_path / "a", compress=True), sw.Tier(tmp_path / "b")])
