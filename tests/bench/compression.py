@@ -122,7 +122,7 @@ def row(name: str, array: np.ndarray, folder: Path, rounds: int) -> list[str]:
     other.rename(small)
     stored = sum(file["length"] for file in sw.open(small).manifest["files"])
     target = {"x": np.empty_like(array)}
-    restores = [best(rounds, lambda path=path: sw.restore(path, target)) for path in (raw, small)]
+    restores = [best(rounds, lambda path=path: sw.restore(path, into=target)) for path in (raw, small)]
     assert target["x"].tobytes() == array.tobytes()
     data, rate = array.tobytes(), array.nbytes / 1e6
     peers = []

@@ -111,11 +111,13 @@ def test_every_way_to_read_decodes(home: str, tmp_path: Path) -> None:
         lazy = checkpoint["params/w"]
         assert np.array_equal(np.asarray(lazy[7:9]), wanted["params"]["w"][7:9])  # type: ignore[index]
         with sw.open(tmp_path / "near") as source:
-            assert checkpoint.diff(source, values=True).same
-    doubled = sw.restore(home, {"params": {"w": np.zeros((1000, 1500), np.float32)}}, cast="lossless")
+            assert not checkpoint.diff(source)
+    into = {"params": {"w": np.zeros((1000, 1500), np.float32)}}
+    doubled = sw.restore(home, into=into, cast="lossless", unexpected="ignore")
     assert np.array_equal(doubled["params"]["w"], wanted["params"]["w"].astype(np.float32))  # type: ignore[index]
     sw.export(home, tmp_path / "x.safetensors", include="params")
-    assert same(sw.restore(tmp_path / "x.safetensors")["params"], wanted["params"])  # type: ignore[index]
+    found = sw.restore(tmp_path / "x.safetensors")
+    assert same({key.removeprefix("params."): value for key, value in found.items()}, wanted["params"])
     sw.convert(home, tmp_path / "converted", to="stepwell")
     assert same(sw.restore(tmp_path / "converted"), wanted)
 
@@ -140,7 +142,9 @@ def test_a_flipped_bit_of_a_compressed_chunk_is_found(tmp_path: Path) -> None:
     sw.save(tmp_path / "a", state())
     with sw.open(tmp_path / "a") as checkpoint:
         checkpoint.copy(tmp_path / "b", compress="params/w")
-    (file,) = (tmp_path / "b").glob("i*/*.data")
+    with sw.open(tmp_path / "b") as checkpoint:
+        (one,) = [item["dir"] for item in checkpoint.manifest["items"] if item["name"] == "params"]
+    (file,) = (tmp_path / "b" / one).glob("*.data")
     good = file.read_bytes()
     for at in range(4096, len(good), len(good) // 23):
         file.write_bytes(good[:at] + bytes([good[at] ^ 16]) + good[at + 1 :])

@@ -1,11 +1,18 @@
-//! Reads the index in the footer of a data file. A repair rebuilds the index of an item from these.
+//! Reads the index in the footer of a data file, and its header. A repair rebuilds the index of an
+//! item from these.
 
 use crate::format::footer::{self, Trailer};
+use crate::format::header::HEADER_BYTES;
 use crate::format::index::{FileRecord, Index};
 use crate::format::trailer::TRAILER_BYTES;
 use crate::io::{Dir, File, Section};
 use crate::limits::MAX_INDEX_BYTES;
 use crate::{Error, Result};
+
+/// Returns the header of a data file below `dir`, as it is stored. The first block has its checksum.
+pub fn stored_header(dir: &dyn Dir, record: &FileRecord) -> Result<Vec<u8>> {
+    dir.open_file(record.stored_name())?.read_at(record.stored_offset(0), HEADER_BYTES as usize)
+}
 
 /// Returns the index in the footer of a data file below `dir`, checked against the record of the
 /// file. The file gets the name `name` in it.

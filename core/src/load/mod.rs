@@ -12,7 +12,7 @@
 //! | [`execute()`] [`plan`] | copies into [`Destination`]s, and the reads that they need |
 //! | [`Destination`] | host memory, or a [`DeviceTarget`] |
 //! | [`read_objects`] | object leaves, decoded |
-//! | [`index_in_footer`] | the index that a data file holds of itself |
+//! | [`index_in_footer`] [`stored_header`] | the index that a data file holds of itself, and its first bytes |
 //! | [`verify()`] | every block of every file, all damage reported |
 //! | [`KnownFile`] | facts about a foreign file, from before it is opened |
 //! | [`BlockChecksums`] [`checksums()`] | checksums of whole foreign files, computed once |
@@ -59,7 +59,7 @@ pub use block_checksums::{BlockChecksums, CheckedFile, checksums};
 pub use destination::{Destination, DeviceTarget, Fence};
 pub use execute::{Compute, ComputedCells, FileReads, execute, execute_computing, execute_while, plan};
 pub use file_set::{FileSet, KnownFile};
-pub use footer_index::index_in_footer;
+pub use footer_index::{index_in_footer, stored_header};
 pub use guards::GuardedRange;
 pub use mender::OtherCopies;
 pub use objects::{copies_of_objects, read_objects};

@@ -15,6 +15,7 @@ use stepwell_core::format::index::{ChunkRecord, Codec, Extent, FileRecord, Index
 use stepwell_core::format::manifest::Manifest;
 use stepwell_core::format::planes::{self, PlanesEncoder};
 use stepwell_core::io::Dir;
+use stepwell_core::load::stored_header;
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
@@ -75,8 +76,7 @@ impl DamagedStep {
         let mut out = FilePart { bytes: bytes.start - begin..bytes.end - begin, content: Vec::new() };
         out.content.resize((bytes.end - bytes.start) as usize, 0);
         if out.bytes.start < HEADER_BYTES {
-            let header = self.dir.open_file(name)?.read_at(begin, HEADER_BYTES as usize)?;
-            out.put(0, &header);
+            out.put(0, &stored_header(&*self.dir, record)?);
         }
         for (number, leaf) in (0_u32..).zip(&index.leaves) {
             let wanted = out.bytes.clone();

@@ -53,6 +53,14 @@ def show(out: Output, path: Target, form: str, depth: int | None, map: sw.maps.M
     return FINE
 
 
+def _array_bytes(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> int:
+    """Returns the bytes of all arrays, also if they are stored in fewer."""
+    manifest = checkpoint.manifest
+    if "compressed_chunks" in (manifest.get("required_features") or ()):
+        return sum(item["tensor_bytes"] for item in manifest["items"])
+    return sum(node.stored_bytes for node in nodes if node.kind == "array")
+
+
 class File(TypedDict):
     """A data file."""
 
@@ -115,7 +123,7 @@ def head_of(checkpoint: sw.Checkpoint, nodes: list[sw.results.StoredNode]) -> He
         "world_size": facts.world_size,
         "adopted": checkpoint.adopted,
         "bytes": sum(file["bytes"] for file in files),
-        "array_bytes": sum(node.stored_bytes for node in nodes if node.kind == "array"),
+        "array_bytes": _array_bytes(checkpoint, nodes),
         "number_of_leaves": nodes[0].leaves if nodes else 0,
         "opaque_leaves": sum(node.opaque is not None for node in nodes),
         "metrics": metrics_of(checkpoint),
