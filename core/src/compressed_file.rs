@@ -381,7 +381,7 @@ impl NewBytes {
             let what = "bytes of a data file".to_owned();
             return Err(Error::Limit { what, found: aligned, limit: MAX_FILE_BYTES });
         }
-        self.push(&[0; PAGE as usize].get(..(aligned - end) as usize).unwrap_or_default());
+        self.push([0; PAGE as usize].get(..(aligned - end) as usize).unwrap_or_default());
         Ok(aligned)
     }
 

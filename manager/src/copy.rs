@@ -305,9 +305,9 @@ fn verify(
     let copy = Checkpoint::open_in(parent, temporary, environment)?;
     let written = total(copy.manifest());
     let report = copy.verify(source.load_options(), &mut |at| {
-        let done = half as f64 * (at.done as f64 / at.total.max(1) as f64);
+        let done = u128::from(half) * u128::from(at.done) / u128::from(at.total.max(1));
         progress(CopyProgress {
-            done: half.saturating_add(done as u64),
+            done: half.saturating_add(u64::try_from(done).unwrap_or(half)),
             total: half.saturating_mul(2),
             written,
         })

@@ -270,8 +270,8 @@ class Credentials:
     def answer(self, parts: dict[str, str], valid_seconds: float | None) -> None: ...
     def fail(self, why: str) -> None: ...
 
-#: Name, root, options, the divisor of the steps that it takes, all of them or the newest, rate, globs
-#: of what is compressed.
+#: Name, root, options, the divisor of the steps that it takes, all of them or the newest, rate,
+#: globs of compressed tensors.
 _TierArgument = tuple[str, str, str, int, bool, int | None, list[str]]
 #: Name, root, steps, due steps, the carried step with its bytes, superseded steps, last failure.
 _TierRow = tuple[str, str, list[int], list[int], tuple[int, int, int] | None, int, tuple[int, str] | None]

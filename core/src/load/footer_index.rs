@@ -9,7 +9,8 @@ use crate::io::{Dir, File, Section};
 use crate::limits::MAX_INDEX_BYTES;
 use crate::{Error, Result};
 
-/// Returns the header of a data file below `dir`, as it is stored. The first block has its checksum.
+/// Returns the header of a data file below `dir`, as it is stored. The first block has its
+/// checksum.
 pub fn stored_header(dir: &dyn Dir, record: &FileRecord) -> Result<Vec<u8>> {
     dir.open_file(record.stored_name())?.read_at(record.stored_offset(0), HEADER_BYTES as usize)
 }

@@ -127,7 +127,7 @@ impl SimStore {
         self.objects().stored.get(key).map(|(bytes, _)| bytes.to_vec())
     }
 
-    /// Changes the bytes of an object without a request. False if there is none.
+    /// Changes the bytes of an object without a request. False: there is no such object.
     pub fn corrupt(&self, key: &str, change: impl FnOnce(&mut Vec<u8>)) -> bool {
         let mut objects = self.objects();
         let found = objects.stored.get_mut(key);

@@ -182,14 +182,18 @@ impl FilePart {
             let Some(part) = self.overlap(extent.offset, extent.length) else { return Ok(true) };
             let first = at + (part.start - extent.offset);
             let bytes = other.read(first..first + (part.end - part.start))?;
-            bytes.iter().for_each(|bytes| self.put(part.start, bytes));
+            if let Some(bytes) = &bytes {
+                self.put(part.start, bytes);
+            }
             return Ok(bytes.is_some());
         }
         let Some(bytes) = other.read(at..at.saturating_add(length))? else { return Ok(false) };
         let encoded = PlanesEncoder::new().and_then(|mut encoder| encoder.encode(&bytes, other.dtype));
         let encoded = encoded.map_err(|what| CoreError::internal("an encoder of zstd", what))?;
         let encoded = encoded.filter(|encoded| encoded.len() as u64 == extent.length);
-        encoded.iter().for_each(|encoded| self.put(extent.offset, encoded));
+        if let Some(encoded) = &encoded {
+            self.put(extent.offset, encoded);
+        }
         Ok(encoded.is_some())
     }
 }
