@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +40,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("store") if request.param == "store" else str(tmp_path / "home")
 
 
-def state(seed: int = 0) -> dict[str, object]:
+def state(seed: int = 0) -> dict[str, Any]:
     random = np.random.default_rng(seed)
     normal = random.standard_normal((1000, 1500)).astype(np.float32)
     return {
@@ -109,12 +110,12 @@ def test_every_way_to_read_decodes(home: str, tmp_path: Path) -> None:
     wanted = state(1)
     with sw.open(home) as checkpoint:
         lazy = checkpoint["params/w"]
-        assert np.array_equal(np.asarray(lazy[7:9]), wanted["params"]["w"][7:9])  # type: ignore[index]
+        assert np.array_equal(np.asarray(lazy[7:9]), wanted["params"]["w"][7:9])
         with sw.open(tmp_path / "near") as source:
             assert not checkpoint.diff(source)
     into = {"params": {"w": np.zeros((1000, 1500), np.float32)}}
     doubled = sw.restore(home, into=into, cast="lossless", unexpected="ignore")
-    assert np.array_equal(doubled["params"]["w"], wanted["params"]["w"].astype(np.float32))  # type: ignore[index]
+    assert np.array_equal(doubled["params"]["w"], wanted["params"]["w"].astype(np.float32))
     sw.export(home, tmp_path / "x.safetensors", include="params")
     found = sw.restore(tmp_path / "x.safetensors")
     assert same({key.removeprefix("params."): value for key, value in found.items()}, wanted["params"])
