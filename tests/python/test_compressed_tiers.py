@@ -18,6 +18,7 @@ import stepwell as sw
 
 sys.path.append(str(Path(__file__).parent))
 from fake_store import control, fake_store
+from threads import together
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +169,77 @@ def test_wrong_globs_are_refused_at_once(compress: object, tmp_path: Path) -> No
 def test_the_first_tier_is_not_compressed(tmp_path: Path) -> None:
     with pytest.raises(sw.errors.MisuseError, match="saves go to the first tier"):
         sw.CheckpointManager(tiers=[sw.Tier(tmp_path / "a", compress=True), sw.Tier(tmp_path / "b")])
+
+
+def test_every_box_is_that_of_the_source(tmp_path: Path) -> None:
+    sw.save(tmp_path / "a", state())
+    with sw.open(tmp_path / "a") as source:
+        source.copy(tmp_path / "b", compress=True)
+    random = np.random.default_rng(3)
+    with sw.open(tmp_path / "a") as source, sw.open(tmp_path / "b") as copy:
+        for path in ("params/w", "optimizer/m", "optimizer/v", "complex", "noise"):
+            shape = source[path].shape
+            for _ in range(12):
+                begin = [int(random.integers(0, size)) for size in shape]
+                box = tuple(
+                    slice(at, int(random.integers(at, size)) + 1)
+                    for at, size in zip(begin, shape, strict=True)
+                )
+                wanted = np.asarray(source[path][box])
+                assert np.asarray(copy[path][box]).tobytes() == wanted.tobytes(), (path, box)
+
+
+def test_maps_apply_to_compressed_steps(tmp_path: Path) -> None:
+    sw.save(tmp_path / "a", state())
+    with sw.open(tmp_path / "a") as source:
+        source.copy(tmp_path / "b", compress=True)
+    rules = [
+        {"split": "optimizer/v", "to": ["first", "second"], "sizes": [1, 2]},
+        {"permute": "optimizer/m", "axes": [1, 0]},
+        {"crop": "params/w", "size": 700},
+        {"rename": "params/{name}", "to": "weights/{name}"},
+        {"cast": "weights/w", "to": "float32"},
+    ]
+    found, wanted = (sw.restore(tmp_path / name, map=rules) for name in ("b", "a"))
+    assert np.asarray(wanted["second"]).shape == (400, 1000)
+    assert same(found, wanted)
+
+
+def test_a_compressed_step_is_thinned(home: str, tmp_path: Path) -> None:
+    keep = sw.keep_latest(1) | sw.keep_every(steps=1, items="params")
+    carried(tmp_path / "near", home, compress=True, retention=keep)
+    with sw.open(home, 0) as checkpoint:
+        assert list(checkpoint) == ["params"]
+        assert same(checkpoint.restore(), {"params": state(0)["params"]})
+        assert checkpoint.verify().ok
+    assert same(sw.restore(home, 1), state(1))
+
+
+@pytest.mark.parametrize("files_per", ["rank", "node"])
+def test_other_ranks_restore_compressed_steps_of_ranks(tmp_path: Path, files_per: str) -> None:
+    whole = np.random.default_rng(1).standard_normal((64, 4000)).astype(np.float32)
+
+    def shard(rank: int, world: int, values: Any) -> dict[str, Any]:
+        rows = 64 // world
+        place = (rank * rows, 0)
+        return {
+            "w": sw.sharding.LocalShard(values(slice(rank * rows, (rank + 1) * rows)), whole.shape, place)
+        }
+
+    def save(rank: int, manager: sw.CheckpointManager) -> None:
+        manager.save(1, shard(rank, 4, lambda rows: whole[rows])).result()
+
+    together(4, tmp_path / "run", save, files_per=files_per)
+    with sw.open(tmp_path / "run") as source:
+        source.copy(tmp_path / "copy", compress=True)
+    assert stored(tmp_path / "copy") < stored(tmp_path / "run")
+    assert sw.verify(tmp_path / "copy").ok
+    with sw.CheckpointManager(tmp_path / "other") as mgr, sw.open(tmp_path / "copy") as copy:
+        mgr.add(copy)
+
+    def restore(rank: int, manager: sw.CheckpointManager) -> Any:
+        like = shard(rank, 2, lambda rows: sw.ArraySpec((rows.stop - rows.start, 4000), np.float32))
+        return np.asarray(manager.restore(like=like)["w"].local)
+
+    found = together(2, tmp_path / "other", restore)
+    assert np.concatenate(found).tobytes() == whole.tobytes()

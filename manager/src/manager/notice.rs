@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 
-use super::tiers::{CarryPace, Tier};
 use super::Manager;
+use super::tiers::{CarryPace, Tier};
 use crate::copy;
 use crate::discovery::Found;
 use crate::error::Result;

@@ -15,11 +15,13 @@ use super::*;
 
 /// Chunks of a tensor: a page of the index, and a bit.
 const CHUNKS: u64 = 48_000;
-const CHUNK: u64 = 8;
+const CHUNK: u64 = 64;
+/// Bytes of a compressed chunk.
+const COMPRESSED: u64 = 24;
 
 /// Top-level entries at these places in the state, in each of which there are three tensors, a tie
-/// to the second of them, and an object.
-fn index(item: u32, entries: &[(&str, u64)]) -> Index {
+/// to the second of them, and an object. A third of the chunks may be compressed.
+fn index(item: u32, entries: &[(&str, u64)], are_compressed: bool) -> Index {
     let file = |number: u128| FileRecord {
         name: format!("{number:05}.data").into(),
         length: 1 << 40,
@@ -35,19 +37,25 @@ fn index(item: u32, entries: &[(&str, u64)]) -> Index {
         let first = index.leaves.len() as u32;
         for tensor in 0..3 {
             index.tree.push_leaf(Some(entry), key(format!("w{tensor}")));
-            let chunk = |number: u64| ChunkRecord {
-                region: ChunkRegion::Box(Region { offset: smallvec![number * 2], extent: smallvec![2] }),
-                extent: Extent {
-                    source: Source::Own((number % 2) as u32),
-                    offset: (1 << 20) * (place * 3 + tensor + 1) + number * CHUNK,
-                    length: CHUNK,
-                    integrity: Integrity::BlockCrc,
-                },
-                codec: Codec::Raw,
+            let chunk = |number: u64| {
+                let is_compressed = are_compressed && number.is_multiple_of(3);
+                ChunkRecord {
+                    region: ChunkRegion::Box(Region {
+                        offset: smallvec![number * 16],
+                        extent: smallvec![16],
+                    }),
+                    extent: Extent {
+                        source: Source::Own((number % 2) as u32),
+                        offset: (1 << 23) * (place * 3 + tensor + 1) + number * CHUNK,
+                        length: if is_compressed { COMPRESSED } else { CHUNK },
+                        integrity: Integrity::BlockCrc,
+                    },
+                    codec: if is_compressed { Codec::Planes } else { Codec::Raw },
+                }
             };
             index.leaves.push(LeafRecord::Tensor(TensorRecord {
                 dtype: Dtype::Float32,
-                shape: smallvec![CHUNKS * 2],
+                shape: smallvec![CHUNKS * 16],
                 view: None,
                 rank_key: None,
                 chunks: (0..CHUNKS).map(chunk).collect(),
@@ -71,6 +79,10 @@ struct Step {
 
 impl Step {
     fn new() -> Self {
+        Self::with(false)
+    }
+
+    fn with(are_compressed: bool) -> Self {
         let disk = SimDisk::new();
         let dir = disk.create_dir_all(Path::new("/step")).unwrap();
         let mut manifest = Manifest {
@@ -94,7 +106,7 @@ impl Step {
         };
         let items: [&[(&str, u64)]; 2] = [&[("a", 0), ("c", 2)], &[("b", 1), ("d", 3)]];
         for (number, entries) in items.into_iter().enumerate() {
-            let (index, name) = (index(number as u32, entries), format!("i{number}"));
+            let (index, name) = (index(number as u32, entries, are_compressed), format!("i{number}"));
             let encoded = index_v1::encode(&index).unwrap();
             dir.create_dir(&name).unwrap();
             let path = format!("{name}/index");
@@ -148,7 +160,10 @@ fn leaf(index: &Index, path: &str) -> u32 {
 
 #[test]
 fn page_by_page_an_index_becomes_what_it_is_as_a_whole() {
-    let step = Step::new();
+    [false, true].map(Step::with).iter().for_each(pages_are_parts_of_the_whole);
+}
+
+fn pages_are_parts_of_the_whole(step: &Step) {
     let (whole, paged) = (step.read(true).unwrap(), step.read(false).unwrap());
     assert!(whole.paged.is_none());
     let expected = whole.outline();
