@@ -158,17 +158,12 @@ impl<'a> CompressedFile<'a> {
         let Some(Waiting { extent, chunk }) = self.waiting.next() else { return self.end() };
         let place = match chunk {
             None => NewPlace::Object(self.keep(extent, SMALL_ALIGNMENT)?),
-            Some((chunk, dtype, chosen)) => {
-                let is_small = extent.length <= MAX_PLANES_BYTES;
-                let cut = match chunk.codec {
-                    Codec::Raw if chosen && is_small => self.compress(&chunk, dtype)?,
-                    _ => None,
-                };
-                let keep = |extent| ChunkRecord { extent, ..chunk.clone() };
-                NewPlace::Chunks(match cut {
-                    Some(chunks) => chunks,
-                    None => [keep(self.keep(extent, alignment(&chunk))?)].into_iter().collect(),
-                })
+            Some((chunk, dtype, true)) if chunk.codec == Codec::Raw && extent.length <= MAX_PLANES_BYTES => {
+                NewPlace::Chunks(self.compress(&chunk, dtype)?)
+            }
+            Some((chunk, ..)) => {
+                let extent = self.keep(extent, alignment(&chunk))?;
+                NewPlace::Chunks([ChunkRecord { extent, ..chunk }].into_iter().collect())
             }
         };
         if self.places.insert(extent.offset, place).is_some() {
@@ -196,8 +191,8 @@ impl<'a> CompressedFile<'a> {
         Ok(Extent { offset, ..extent })
     }
 
-    /// Cuts and compresses a chunk. `None` if that saves nothing.
-    fn compress(&mut self, chunk: &ChunkRecord, dtype: Dtype) -> Result<Option<Chunks>> {
+    /// Cuts and compresses a chunk. It stays as it is if that saves nothing.
+    fn compress(&mut self, chunk: &ChunkRecord, dtype: Dtype) -> Result<Chunks> {
         let bytes = self.read(chunk.extent.offset, chunk.extent.length)?;
         let (mut cut, mut at) = (Vec::new(), 0_usize);
         for region in regions(&chunk.region, dtype.size() as u64) {
@@ -212,7 +207,7 @@ impl<'a> CompressedFile<'a> {
             let offset = self.out.align(alignment(chunk))?;
             self.out.push(&bytes);
             let extent = Extent { offset, ..chunk.extent };
-            return Ok(Some([ChunkRecord { extent, ..chunk.clone() }].into_iter().collect()));
+            return Ok([ChunkRecord { extent, ..chunk.clone() }].into_iter().collect());
         }
         let mut chunks = Chunks::new();
         for (region, raw, encoded) in cut {
@@ -225,7 +220,7 @@ impl<'a> CompressedFile<'a> {
             let extent = Extent { offset, length: stored.len() as u64, ..chunk.extent };
             chunks.push(ChunkRecord { region, extent, codec });
         }
-        Ok(Some(chunks))
+        Ok(chunks)
     }
 
     /// Encodes a chunk, and decodes it again: a copy must not depend on a fault of this machine.

@@ -379,7 +379,9 @@ mod tests {
         assert_eq!(queue.most_useful((2, 100), 0, 10), 2, "none was started");
         queue.committed(1, false);
         queue.take(NOW);
-        for (left, affordable, chosen) in [(50, 100, 2), (50, 99, 1), (50, 10, 1), (100, 10, 2)] {
+        for (left, affordable, chosen) in
+            [(50, 100, 2), (50, 99, 1), (50, 10, 1), (100, 10, 2), (u64::MAX, 10, 2)]
+        {
             assert_eq!(queue.most_useful((2, 100), left, affordable), chosen, "{left} {affordable}");
         }
         queue.committed(1, false);

@@ -52,7 +52,7 @@ impl ForeignReading {
         let read = |(path, known): (&PathBuf, &KnownFile)| Some((path.clone(), known.first?));
         let files: Vec<(PathBuf, Stat)> = self.lock().iter().filter_map(read).collect();
         let check = |(path, first): &(PathBuf, Stat)| {
-            let now = parts(path)
+            let now = parent_and_name(path)
                 .and_then(|(parent, name)| Ok(disk.open_foreign_dir(parent)?.stat(name)?))?
                 .ok_or_else(|| stepwell_core::Error::corrupt(path, "it was removed while it was read"))?;
             if (now.len, now.modified) == (first.len, first.modified) {
@@ -83,7 +83,7 @@ impl ForeignFiles {
 
     /// Opens a file. Its reads are checked if its checksums are known.
     pub(crate) fn open(&self, path: &Path) -> Result<Arc<dyn File>> {
-        let (parent, name) = parts(path)?;
+        let (parent, name) = parent_and_name(path)?;
         let dir = self.disk.open_foreign_dir(parent)?;
         let known = self.reading.known(path);
         // Before it is opened: a file that replaces it in between is found to have changed.
@@ -100,7 +100,7 @@ impl ForeignFiles {
 }
 
 /// A path's directory and its name in it.
-fn parts(path: &Path) -> Result<(&Path, &str)> {
+pub(crate) fn parent_and_name(path: &Path) -> Result<(&Path, &str)> {
     path.parent()
         .zip(path.file_name().and_then(|name| name.to_str()))
         .ok_or_else(|| Error::Invalid(format!("{} is no path of a file", path.display())))

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use stepwell_core::compression::Compression;
 use stepwell_core::format::checksum::crc32c;
 use stepwell_core::format::index::{
     ChunkRecord, Chunks, FileRecord, Index, LeafRecord, TensorRecord, Within,
@@ -28,8 +29,6 @@ mod tests;
 const MIN_THREAD_BYTES: u64 = 128 << 10;
 /// Smaller indexes, in bytes, are read whole.
 const MIN_OUTLINE_BYTES: u64 = 4 << 20;
-/// Bytes that one byte of a compressed chunk can become.
-const MOST_DECODED: u128 = 32 << 10;
 const THREAD: &str = "stepwell-index";
 
 /// The indexes of all items as one: top-level entries in the saved order, and files by their paths
@@ -247,7 +246,8 @@ fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<Read
     let index = outline.index().clone();
     // As `check_claims`, without the chunks.
     let stored = index.files.iter().map(|file| u128::from(file.length)).sum::<u128>();
-    let most = if outline.is_compressed() { stored * MOST_DECODED } else { stored };
+    let most_decoded = |stored| Compression::Zstd.most_decoded(u64::try_from(stored).unwrap_or(u64::MAX));
+    let most = if outline.is_compressed() { most_decoded(stored).into() } else { stored };
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
         if tensor.view.is_none() && claimed(tensor).is_none_or(|bytes| bytes > most) {

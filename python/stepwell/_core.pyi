@@ -105,7 +105,8 @@ _Path = str | PathLike[str]
 #: ``include``, ``exclude``, and ``cast`` as pairs of glob and dtype.
 _Choice = tuple[list[str] | None, list[str], list[tuple[str, str]]]
 _SaveChoice = tuple[list[str] | None, list[str], list[tuple[str, str]], object]
-#: Globs of items to copy, globs of items to leave out, and later metrics.
+#: Globs of items to copy, globs of items to leave out, later metrics, and globs of tensors to
+#: compress.
 _Part = tuple[list[str] | None, list[str], dict[str, float], list[str]]
 #: Kind, dtype, shape, and the leaf that it is tied to.
 _LeafRow = tuple[str, str | None, list[int] | None, int | None]

@@ -231,8 +231,7 @@ class StoredPlaces(Places):
         return _core.read_object(file) or b""
 
     def is_taken(self, step: int) -> bool:
-        path = self.template.path(step)
-        return bool(_core.stored_level(path)) or _core.read_object(path) is not None
+        return bool(_core.stored_objects(self.template.path(step)))
 
     def files(self, record: Record) -> list[OutputFile]:
         return []

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_store import control, fake_store
 from s3_server import s3_server
 from stepwell._conversion import files
 
@@ -44,6 +45,28 @@ def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: pytest
     for name, value in server.items():
         monkeypatch.setenv(name, value)
     return f"s3://bucket/{request.node.name.replace('[', '-').rstrip(']')}"
+
+
+@pytest.fixture(scope="module")
+def fake_s3() -> Iterator[dict[str, str]]:
+    """A fast server of S3 with faults, for the tests of a module: the variables that lead to it."""
+    with fake_store("s3") as variables:
+        yield variables
+
+
+@pytest.fixture
+def store(fake_s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """That server without faults, to which the variables of the environment lead."""
+    for name, value in fake_s3.items():
+        monkeypatch.setenv(name, value)
+    control(fake_s3, "faults")
+    return fake_s3
+
+
+@pytest.fixture
+def bucket(store: dict[str, str], tmp_path: Path) -> str:
+    """A URL in that server that nothing else uses."""
+    return f"s3://bucket/{tmp_path.name}"
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,12 @@ import pytest
 import stepwell as sw
 
 sys.path.append(str(Path(__file__).parent))
-from fake_store import control, fake_store
 from threads import together
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with fake_store("s3") as variables:
-        yield variables
-
-
-@pytest.fixture
-def store(server: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A root in a store that nothing else uses."""
-    for name, value in server.items():
-        monkeypatch.setenv(name, value)
-    control(server, "faults")
-    return f"s3://bucket/{tmp_path.name}"
 
 
 @pytest.fixture(params=["disk", "store"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return request.getfixturevalue("store") if request.param == "store" else str(tmp_path / "home")
+    return request.getfixturevalue("bucket") if request.param == "store" else str(tmp_path / "home")
 
 
 def state(seed: int = 0) -> dict[str, Any]:

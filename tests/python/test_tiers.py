@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +16,13 @@ import stepwell as sw
 from ranks import run
 
 sys.path.append(str(Path(__file__).parent))
-from fake_store import control, fake_store
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with fake_store("s3") as variables:
-        yield variables
+from fake_store import control
 
 
 @pytest.fixture
-def store(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """An empty server of S3, to which the variables of the environment lead."""
-    for name, value in server.items():
-        monkeypatch.setenv(name, value)
-    control(server, "faults")
-    return server
-
-
-@pytest.fixture
-def home(store: dict[str, str], tmp_path: Path) -> str:
-    """A root in the store that nothing else uses."""
-    return f"s3://bucket/{tmp_path.name}"
+def home(bucket: str) -> str:
+    """A root in the store."""
+    return bucket
 
 
 def state(step: int) -> dict[str, object]:

@@ -14,13 +14,13 @@ use stepwell_core::io::{Dir, EntryKind, File, Lock, LockKind};
 use super::OutputKind;
 use super::file_plan::ConversionPlan;
 use super::journal::{self, Recorded};
-use super::stored_export::parts;
 use super::windows::OutputWindow;
 use super::writer::OutputFile;
 use crate::commit::aside;
 use crate::delete_tree::{delete_tree, ignore_missing};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::foreign_reading::parent_and_name;
 use crate::singular;
 
 /// Marks the name of an incomplete output.
@@ -400,7 +400,7 @@ pub fn remove_file(path: &Path, environment: &Environment) -> Result<()> {
 
 /// Writes a small file beside an output, or replaces it. It is durable and whole.
 pub fn write_record(path: &Path, bytes: &[u8], environment: &Environment) -> Result<()> {
-    let (parent, name) = parts(path)?;
+    let (parent, name) = parent_and_name(path)?;
     let parent = if environment.disk.keeps_ledgers() {
         environment.disk.open_foreign_dir(parent)?
     } else {

@@ -10,14 +10,8 @@ use super::OutputKind;
 use crate::delete_tree::DELETED_AT_ONCE;
 use crate::directory_layout::EXPORT_RECORD;
 use crate::environment::Environment;
-use crate::error::{Error, Result};
-
-/// Returns the URL above an object, and its name there.
-pub(super) fn parts(url: &Path) -> Result<(&Path, &str)> {
-    url.parent()
-        .zip(url.file_name().and_then(|name| name.to_str()))
-        .ok_or_else(|| Error::internal("the path of a file", url.display().to_string()))
-}
+use crate::error::Result;
+use crate::foreign_reading::parent_and_name;
 
 /// Returns the names below a URL, of one level.
 pub fn stored_level(url: &Path, environment: &Environment) -> Result<Vec<String>> {
@@ -27,7 +21,7 @@ pub fn stored_level(url: &Path, environment: &Environment) -> Result<Vec<String>
 
 /// Returns a small object. `None` if it does not exist.
 pub fn read_object(url: &Path, environment: &Environment) -> Result<Option<Vec<u8>>> {
-    let (parent, name) = parts(url)?;
+    let (parent, name) = parent_and_name(url)?;
     match environment.disk.open_foreign_dir(parent)?.read_file(name, MAX_MANIFEST_BYTES) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(error) if error.is_not_found() => Ok(None),
@@ -38,7 +32,7 @@ pub fn read_object(url: &Path, environment: &Environment) -> Result<Option<Vec<u
 /// Deletes an export: its only object, or all that are below its URL, the record last.
 pub fn remove_objects(url: &Path, kind: OutputKind, environment: &Environment) -> Result<()> {
     if kind == OutputKind::File {
-        let (parent, name) = parts(url)?;
+        let (parent, name) = parent_and_name(url)?;
         return Ok(environment.disk.open_foreign_dir(parent)?.remove_files(&[name.to_owned()])?);
     }
     let dir = environment.disk.open_foreign_dir(url)?;

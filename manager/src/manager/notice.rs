@@ -48,8 +48,10 @@ impl Tier {
         }
         let left = deadline.saturating_duration_since(Instant::now());
         let affordable = state.speed.map_or(u64::MAX, |speed| speed.saturating_mul(left.as_secs()));
+        // Without a first byte, nothing is known of a started step.
         let (done, total) = state.arrived;
-        let chosen = state.queue.most_useful((step, bytes), total.saturating_sub(done), affordable);
+        let left_of_carried = if total == 0 { u64::MAX } else { total.saturating_sub(done) };
+        let chosen = state.queue.most_useful((step, bytes), left_of_carried, affordable);
         state.queue.carry_only(chosen);
         state.progress += 1;
         drop(state);
