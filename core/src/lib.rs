@@ -18,6 +18,7 @@
 //! | [`provider`] | what turns a leaf into bytes |
 //! | [`staging`] | the memory that they pass through |
 //! | [`save`] | the pipeline that writes data files |
+//! | [`served`] | directories on other machines |
 //! | [`load`] | the pipeline that reads them: restore, verification |
 //! | [`read_plan`] | what a restore reads and where it puts it |
 //! | [`sync`] | locks and channels, under names that tests of interleavings change |
@@ -47,6 +48,7 @@ pub mod read_plan;
 pub mod region;
 pub mod remote;
 pub mod save;
+pub mod served;
 pub mod staging;
 pub mod sync;
 pub mod sys;

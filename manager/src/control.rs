@@ -1,5 +1,6 @@
 //! A root's own directory: `root.json`, the writer's lock and the epoch.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,9 @@ use stepwell_core::format::manifest::Others;
 use stepwell_core::io::{Dir, Lock, LockKind, Owner};
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
-use crate::directory_layout::{CONTROL, EPOCH, LOCK, MANIFEST, METRICS, ROOT_JSON, SINGLE, control};
+use crate::directory_layout::{
+    CONTROL, EPOCH, LOCK, MANIFEST, METRICS, ROOT_JSON, SESSIONS, SINGLE, control,
+};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 use crate::step_name::StepName;
@@ -18,6 +21,7 @@ const FORMAT_VERSION: u32 = 1;
 /// `root.json` holds the user's metadata and little else.
 const MAX_ROOT_JSON_BYTES: u64 = MAX_METADATA_BYTES + (64 << 10);
 const MAX_EPOCH_BYTES: u64 = 64 << 10;
+const MAX_SESSIONS_BYTES: u64 = 16 << 20;
 /// The tries of the lock, and the pause in between: another manager of the same process may be
 /// closing.
 const LOCK_TRIES: usize = 20;
@@ -138,6 +142,11 @@ pub fn make_info(
     Ok(info)
 }
 
+/// Replaces `root.json`, under the lock.
+pub(crate) fn replace_info(root: &dyn Dir, info: &RootInfo) -> Result<()> {
+    write_json(root, ROOT_JSON, info)
+}
+
 /// Creates the root's own directory, durably.
 pub fn make_control(root: &dyn Dir) -> Result<()> {
     let mut made = false;
@@ -209,6 +218,24 @@ pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<()> {
     let last = read_epoch(root)?.map_or(0, |epoch| epoch.epoch);
     let epoch = Epoch { epoch: last.saturating_add(1), session: session.to_owned(), owner: owner() };
     write_json(root, EPOCH, &epoch)
+}
+
+/// Returns the sessions that a root knows. `None` if it has no list.
+pub(crate) fn read_sessions(root: &dyn Dir) -> stepwell_core::Result<Option<BTreeSet<String>>> {
+    match root.read_file(&control(SESSIONS), MAX_SESSIONS_BYTES) {
+        // An invalid one was edited. Nothing is known then.
+        Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
+        Err(error) if error.is_not_found() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Records the sessions that a root knows.
+pub(crate) fn write_sessions(root: &dyn Dir, sessions: &BTreeSet<String>) -> Result<()> {
+    if read_sessions(root)?.as_ref() == Some(sessions) {
+        return Ok(());
+    }
+    write_json(root, SESSIONS, sessions)
 }
 
 /// Describes this process, for messages.

@@ -31,6 +31,8 @@ pub const HEARTBEAT_PREFIX: &str = "beat-";
 pub const REWIND: &str = "rewind.json";
 /// The sessions that a near tier knows.
 pub const SESSIONS: &str = "sessions.json";
+/// The record of a machine, in the control directory ([`crate::machines`]).
+pub const MACHINE: &str = "machine.json";
 /// The directory of later metrics, keyed by attempt.
 pub const METRICS: &str = "metrics";
 /// The directory of traces, keyed by attempt. Made with the first trace.
@@ -38,6 +40,7 @@ pub const TRACES: &str = "traces";
 
 const TEMPORARY_PREFIX: &str = ".tmp-";
 const GIVEN_UP_PREFIX: &str = ".given-up-";
+const PART_PREFIX: &str = ".part-";
 const TRASH_PREFIX: &str = ".trash-";
 const QUARANTINE_PREFIX: &str = ".quarantine-";
 const BRANCH_PREFIX: &str = ".branch-";
@@ -52,6 +55,15 @@ pub enum OwnName {
         /// The step's padded number, or the name of a singular checkpoint.
         label: String,
         /// The session of the save: 32 hex digits.
+        session: String,
+        /// The save's number within its session.
+        counter: u64,
+    },
+    /// The files of a step that are on another machine than the step ([`crate::machines`]).
+    Part {
+        /// The step's padded number.
+        label: String,
+        /// The session of the save.
         session: String,
         /// The save's number within its session.
         counter: u64,
@@ -104,6 +116,11 @@ pub fn is_step_label(text: &str) -> bool {
 /// Returns the temporary name of a save. Every rank derives the same name.
 pub fn temporary(label: &str, session: &str, counter: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}-{session}-{counter}", shortened(label))
+}
+
+/// Returns the name of the part of a save, on another machine than the leader's.
+pub fn part(label: &str, session: &str, counter: u64) -> String {
+    format!("{PART_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
 /// Returns the name of the mark that a rank gave up on the leader in a save. Every rank derives the
@@ -165,6 +182,10 @@ pub fn parse(name: &str) -> Option<OwnName> {
         let (label, session, _) = of_a_save(rest)?;
         return Some(OwnName::GivenUp { label, session });
     }
+    if let Some(rest) = name.strip_prefix(PART_PREFIX) {
+        let (label, session, counter) = of_a_save(rest)?;
+        return Some(OwnName::Part { label, session, counter });
+    }
     let (label, session, counter) = of_a_save(name.strip_prefix(TEMPORARY_PREFIX)?)?;
     Some(OwnName::Temporary { label, session, counter })
 }
@@ -205,6 +226,11 @@ mod tests {
         );
         let given_up = given_up(&label(5), session, 3);
         assert_eq!(parse(&given_up), Some(OwnName::GivenUp { label: label(5), session: session.into() }));
+        let part = part(&label(5), session, 3);
+        assert_eq!(
+            parse(&part),
+            Some(OwnName::Part { label: label(5), session: session.into(), counter: 3 })
+        );
         assert_eq!(parse(&trash("00000005", 1)), Some(OwnName::Trash { label: "00000005".into() }));
         assert_eq!(
             parse(&quarantine("step_00000005", 1)),
@@ -215,9 +241,15 @@ mod tests {
             Some(OwnName::Branch { branch: "main-2".into(), step_name: "step_00000005".into() })
         );
         let any = StepName::new("", 0).unwrap();
-        for name in
-            [temporary, given_up, trash("5", 1), quarantine("5", 1), branch("x", "5"), CONTROL.to_owned()]
-        {
+        for name in [
+            temporary,
+            part,
+            given_up,
+            trash("5", 1),
+            quarantine("5", 1),
+            branch("x", "5"),
+            CONTROL.to_owned(),
+        ] {
             assert_eq!(any.parse(&name), None);
         }
     }

@@ -19,6 +19,7 @@
 //! | [`commit`] | the commit machine and every rename |
 //! | [`writer_heartbeat`] [`discovery`] [`lease`] [`recovery`] [`repair`] [`retire`] [`spares`] [`metrics`] [`traces`] [`root`] | the consistency of a root |
 //! | [`ledger`] | commits in an object store |
+//! | `machines` | a root on the local disks of several machines |
 //! | [`coordination`] | the agreement of ranks |
 #![forbid(unsafe_code)]
 
@@ -42,6 +43,7 @@ mod guard;
 pub mod guest;
 pub mod lease;
 pub mod ledger;
+mod machines;
 pub mod manager;
 pub mod metrics;
 mod ocdbt;

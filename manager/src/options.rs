@@ -55,6 +55,8 @@ pub struct Options {
     pub max_pending: usize,
     /// True for a manager that writes nothing.
     pub read_only: bool,
+    /// True if the root is a directory on the local disk of each machine ([`crate::machines`]).
+    pub per_machine: bool,
     /// True to create a missing root.
     pub create: bool,
     /// True to become the writer on a file system without locks, once no other writer has sent a
@@ -138,6 +140,7 @@ impl Default for Options {
             staging_bytes: None,
             max_pending: 1,
             read_only: false,
+            per_machine: false,
             create: true,
             take_over: false,
             silence: Duration::from_secs(60),

@@ -21,7 +21,7 @@ pub use crate::control::{
 
 use crate::adopted_step;
 use crate::checkpoint::Checkpoint;
-use crate::control::is_single;
+use crate::control::{is_single, replace_info};
 use crate::directory_layout;
 use crate::discovery::{
     Discovery, Found, Listing, Quarantined, damage, is_current, is_not_a_step, read_manifest,
@@ -90,42 +90,65 @@ impl Root {
         is_writer: bool,
     ) -> Result<Self> {
         let dir = open(environment, path, options.create && is_writer)?;
+        if !is_writer {
+            return Self::of_reader(path, session, options, environment, (Arc::clone(&dir), &dir));
+        }
         let changes = Arc::new(ChangeLog::default());
-        let (discovery, dir): (_, Arc<dyn Dir>) = if is_writer {
-            (Discovery::of_writer(Arc::clone(&changes)), Arc::new(RecordingDir::new(dir, changes)))
-        } else {
-            (Discovery::default(), dir)
-        };
+        let dir: Arc<dyn Dir> = Arc::new(RecordingDir::new(dir, Arc::clone(&changes)));
+        let mut root = Self::new(path, session, options, environment, (Arc::clone(&dir), &dir));
+        root.is_writer = true;
+        root.discovery = Discovery::of_writer(changes);
+        if let Err(error) = root.own(options) {
+            root.release();
+            return Err(error);
+        }
+        Ok(root)
+    }
+
+    /// [`Root::open`] of an open directory, as a reader. `local` is where the deleter works.
+    pub(crate) fn of_reader(
+        path: &Path,
+        session: &str,
+        options: &Options,
+        environment: &Environment,
+        (dir, local): (Arc<dyn Dir>, &Arc<dyn Dir>),
+    ) -> Result<Self> {
+        let mut root = Self::new(path, session, options, environment, (dir, local));
+        root.info = read_info(&*root.dir)?;
+        root.names = names(options, root.info.as_ref());
+        if let Some(info) = &root.info {
+            root.check_names(&info.step_name)?;
+        }
+        Ok(root)
+    }
+
+    fn new(
+        path: &Path,
+        session: &str,
+        options: &Options,
+        environment: &Environment,
+        (dir, local): (Arc<dyn Dir>, &Arc<dyn Dir>),
+    ) -> Self {
         let deleter = Deleter::new(
-            Arc::clone(&dir),
+            Arc::clone(local),
             Arc::clone(&environment.clock),
             options.grace,
             options.overwrite_from_bytes,
         );
-        let info = if is_writer { None } else { read_info(&*dir)? };
-        let mut root = Self {
+        Self {
             path: path.to_owned(),
             dir,
             session: session.to_owned(),
-            names: names(options, info.as_ref()),
-            info,
+            names: names(options, None),
+            info: None,
             environment: environment.clone(),
-            is_writer,
-            discovery,
+            is_writer: false,
+            discovery: Discovery::default(),
             sidecars: Sidecars::default(),
             deleter: Arc::new(deleter),
             findings: Mutex::default(),
             rights: Mutex::default(),
-        };
-        if is_writer {
-            if let Err(error) = root.own(options) {
-                root.release();
-                return Err(error);
-            }
-        } else if let Some(info) = &root.info {
-            root.check_names(&info.step_name)?;
         }
-        Ok(root)
     }
 
     /// [`Root::open`] as a reader, of a root that another machine has just made. A network file
@@ -230,6 +253,31 @@ impl Root {
             }),
             None => Ok(()),
         }
+    }
+
+    /// Takes the description of the run over from another machine, which has these steps.
+    pub(crate) fn take_info_over(
+        &mut self,
+        info: &RootInfo,
+        steps: impl Iterator<Item = String>,
+        options: &Options,
+    ) -> Result<()> {
+        let names = names(options, Some(info));
+        let mut others = steps.filter(|step| names.parse(step).is_none());
+        if let Some(example) = others.next() {
+            return Err(Error::OtherStepName {
+                root: self.path.clone(),
+                recorded: info.step_name.to_string(),
+                wanted: names.to_string(),
+                both: names.clone().reading_too(&info.step_name).to_string(),
+                example,
+            });
+        }
+        let mut info = info.clone();
+        info.step_name = names.clone();
+        replace_info(&*self.dir, &info)?;
+        (self.info, self.names) = (Some(info), names);
+        Ok(())
     }
 
     /// Releases the writer's rights. Until then, a new writer sees that this one may write.

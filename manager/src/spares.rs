@@ -73,11 +73,14 @@ impl Spares {
         let Some(from_bytes) = self.from_bytes else { return Ok(None) };
         // A file that contains data of several ranks is not overwritten.
         let large = files.iter().filter(|file| file.length >= from_bytes && file.within.is_none());
-        let paths: Vec<&str> = large.map(|file| file.path.as_str()).collect();
+        let mut paths: Vec<&str> = large.map(|file| file.path.as_str()).collect();
         if paths.is_empty() {
             return Ok(None);
         }
-        let Some(lock) = self.root.open_dir(trash)?.try_lock(LEASE, LockKind::Exclusive, false)? else {
+        let step = self.root.open_dir(trash)?;
+        // The others are on other machines.
+        paths.retain(|path| step.stat(path).is_ok_and(|stat| stat.is_some()));
+        let Some(lock) = step.try_lock(LEASE, LockKind::Exclusive, false)? else {
             return Ok(None);
         };
         let names = rename_apart(&*self.root, trash, &paths)?;

@@ -470,6 +470,7 @@ impl History {
             nodes: job.nodes.clone(),
             stall_timeout: STALL,
             in_root: true,
+            is_far: false,
             stale: false,
         };
         let draft = Draft {

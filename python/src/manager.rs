@@ -213,6 +213,11 @@ impl Manager {
         })
     }
 
+    /// Does not wait in the close for steps that the leader carries from this machine.
+    fn leave_at_once(&self) {
+        self.inner.leave_at_once();
+    }
+
     /// Waits until every leaf is captured, so that the caller may change the state. Raises after
     /// the stall timeout without progress.
     fn wait_captured(&self, py: Python<'_>) -> PyResult<()> {

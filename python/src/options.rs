@@ -57,6 +57,12 @@ pub fn environment_of(
                     location.path.display()
                 )));
             }
+            if directory.is_none() && options.per_machine {
+                return Err(stepwell_manager::Error::Invalid(format!(
+                    "each machine has {} for itself, so the ranks of a SharedDirectory cannot meet there: pass path=, or another coordinator",
+                    location.path.display()
+                )));
+            }
             let directory = directory.unwrap_or_else(|| location.path.join(CONTROL));
             // The root may be in a store, and the directory on a disk.
             let parent = location::of_path(&directory, engine, purpose)?.disk.create_dir_all(&directory)?;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -114,6 +115,8 @@ class Ending:
         """Closes with a bound; see ``lifecycle.Ending``."""
         if not self._owner.is_here:
             return None
+        if hasattr(sys, "last_value"):  # the program ends by an exception
+            self._core.leave_at_once()
 
         def wait(slice: float) -> bool:
             try:

@@ -214,8 +214,21 @@ class CheckpointManager(Reading):
             if not self._read_only:
                 check_not_foreign(self._root)
         exports = _checked(exports, self._root, read_only)
+        spread = self._tiers is not None and self._tiers.per_machine
+        if exports and spread:
+            raise MisuseError(
+                f"exports= read whole steps from {self._root}, and each machine has a part of them there. Export from another tier, with `stepwell export`"
+            )
         text = to_json(
-            options, self._policy, rules, step_name, staging_bytes, max_pending, read_only, on_save_error
+            options,
+            self._policy,
+            rules,
+            step_name,
+            staging_bytes,
+            max_pending,
+            read_only,
+            on_save_error,
+            spread,
         )
         further = [] if self._tiers is None else self._tiers.further(options, step_name, self._read_only)
         lifecycle.notifier.start()  # for log lines of the engine
@@ -743,6 +756,10 @@ class CheckpointManager(Reading):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        ends_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not ends_well and self._core is not None:
+            # Other processes may never come to their close.
+            self._core.leave_at_once()
         try:
             self.close()
         except Exception as failure:

@@ -168,6 +168,7 @@ def to_json(
     max_pending: int,
     read_only: bool,
     on_save_error: str,
+    per_machine: bool = False,
 ) -> str:
     """All options, as the engine reads them."""
     one_of(on_save_error, "on_save_error", ("raise", "warn"))
@@ -186,6 +187,7 @@ def to_json(
         "max_pending": max_pending,
         "read_only": bool(read_only),
         "on_save_error": on_save_error,
+        "per_machine": per_machine,
         "silence": finite_seconds(options.silence, "silence"),
         "grace": finite_seconds(options.grace, "grace"),
         "stall_timeout": stall_seconds(options.stall_timeout),

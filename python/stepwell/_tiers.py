@@ -71,6 +71,9 @@ class Tier:
         compress: the tensors whose copies are compressed there: ``True`` for all of them, or globs
             over rendered leaf paths, such as ``["optimizer"]``. Reads decode them, and give the
             same values.
+        per_machine: the first tier is a directory on the local disk of each machine of the job, in
+            place of one that all processes share. Each process writes to its own machine, and reads
+            what others have over the network. A machine is told by its host name.
     """
 
     location: Location
@@ -82,6 +85,7 @@ class Tier:
     survives: Survives | None = None
     bytes_per_second: int | None = None
     compress: bool | Globs = False
+    per_machine: bool = False
 
     def __post_init__(self) -> None:
         if self.name is not None and not text(self.name, "the name of a Tier"):
@@ -89,6 +93,7 @@ class Tier:
         as_retention(self.retention)
         whole(self.every, "every= of a Tier", 1, _MOST_EVERY)
         flag(self.all_due, "all_due= of a Tier")
+        flag(self.per_machine, "per_machine= of a Tier")
         if self.survives is not None:
             one_of(self.survives, "survives= of a Tier", _SURVIVES)
         if self.bytes_per_second is not None:
@@ -142,6 +147,16 @@ class Tiers:
             raise MisuseError(
                 "saves go to the first tier, and are not compressed: compress= is for the other tiers"
             )
+        if spread := [
+            name for name, tier in zip(self.names[1:], self.all[1:], strict=True) if tier.per_machine
+        ]:
+            raise MisuseError(
+                f"per_machine= is for the first tier. One process carries to {spread[0]}, so all machines share it"
+            )
+        #: True if the first tier is on the local disks of several machines.
+        self.per_machine = bool(first.per_machine)
+        if self.per_machine and is_store(self.roots[0]):
+            raise MisuseError(f"all machines share {self.roots[0]}: leave per_machine= out")
 
     def further(
         self, options: Options, step_name: StepName | None, read_only: bool

@@ -138,6 +138,12 @@ pub fn replace_by_copy(
     }
 }
 
+/// Renames the files of a step on one machine: a part gets the name of its step, or the reverse.
+pub fn name_part(root: &dyn Dir, from: &str, to: &str) -> stepwell_core::Result<()> {
+    root.rename(from, to, Rename::NoReplace)?;
+    root.sync()
+}
+
 /// Moves a step into a branch.
 pub fn set_aside(root: &dyn Dir, name: &str, branch: &str) -> stepwell_core::Result<()> {
     root.rename(name, &directory_layout::branch(branch, name), Rename::NoReplace)?;

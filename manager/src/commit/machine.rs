@@ -461,6 +461,9 @@ impl Machine {
             // durable.
             return self.uncertain("the leader to announce whether it has replaced the step");
         }
+        if self.plan.is_far {
+            return self.uncertain("the leader to announce whether it has committed the step");
+        }
         self.to(CommitState::MarkingGivenUp(error), Action::MarkGivenUp)
     }
 

@@ -40,6 +40,10 @@ pub struct CommitPlan {
     /// True for a step of a root. Then the root has an epoch file, which names its writer. False
     /// for a singular checkpoint.
     pub in_root: bool,
+    /// True if the leader is on another machine, which has the name of the step
+    /// ([`crate::machines`]). This rank then syncs its own directory, and cannot rename that of the
+    /// leader.
+    pub is_far: bool,
     /// True if this rank's leaves have changed since the last census ([`crate::state::Census`]).
     pub stale: bool,
 }

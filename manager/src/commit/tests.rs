@@ -30,6 +30,7 @@ fn plan(rank: u32, world_size: u32) -> CommitPlan {
         nodes: [].into(),
         stall_timeout: Duration::from_secs(10),
         in_root: true,
+        is_far: false,
         stale: false,
     }
 }

@@ -10,6 +10,7 @@
 //! | `<session>/heartbeat/<rank>` | each rank | its progress ([`RankHeartbeat`]) |
 //! | `<session>/signal` | any rank | the job is to be preempted |
 //! | `<session>/failed` | any rank | its failure, for ranks that work |
+//! | `<session>/carried` | the leader | it closes, and carries no more steps |
 //! | `<session>/read/<rank>` | each rank | the last answer that it has read |
 //! | `<session>/bye/<rank>` | each rank | it has closed |
 //!
@@ -186,6 +187,20 @@ impl Team {
         Ok(!self.is_alone() && self.coordinator.get(&self.key("signal"), Duration::ZERO)?.is_some())
     }
 
+    /// Announces that the leader carries no more steps.
+    pub fn report_carried(&self) -> Result<()> {
+        if self.is_alone() { Ok(()) } else { self.coordinator.put(&self.key("carried"), b"") }
+    }
+
+    /// Returns the progress of the leader. `None` if it carries no more steps, or has left.
+    pub fn leader_progress(&self) -> Result<Option<u64>> {
+        if self.coordinator.get(&self.key("carried"), Duration::ZERO)?.is_some() {
+            return Ok(None);
+        }
+        let heartbeat = self.heartbeat_of(LEADER)?;
+        Ok((heartbeat != RankHeartbeat::LEFT).then_some(heartbeat.progress))
+    }
+
     /// Announces the failure of this rank to ranks that work. They raise its kind if it
     /// `keeps_kind`, and otherwise the failure of a rank.
     pub fn report_failure(&self, error: &Error, keeps_kind: bool) -> Result<()> {
@@ -255,7 +270,7 @@ impl Team {
             }
             self.coordinator.remove(&format!("{}/hello/{rank}", self.namespace))?;
         }
-        for what in ["signal", "failed"] {
+        for what in ["signal", "failed", "carried"] {
             self.coordinator.remove(&self.key(what))?;
         }
         self.coordinator.remove(&format!("{}/welcome", self.namespace))?;

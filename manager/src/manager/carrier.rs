@@ -34,6 +34,7 @@ impl Inner {
         }
         self.finish_rewind()?;
         self.set_left_steps_aside()?;
+        self.set_incomplete_steps_aside()?;
         let listing = self.root.list_changes()?;
         for tier in &self.tiers {
             let newest = tier.lock().steps.keys().next_back().copied();
@@ -75,7 +76,6 @@ impl Inner {
             return Ok(CarryEnd::GivenUp(damage));
         }
         let load = self.options.load_options(&*self.environment.disk, false);
-        let here = self.root.path.join(&found.name);
         let copied = match self.root.lease_found(&found, self.options.stall_timeout, load) {
             Ok(Some(source)) => self.copy(tier, &source, step),
             Ok(None) => return Ok(gone()),
@@ -83,7 +83,7 @@ impl Inner {
         };
         match copied {
             Ok(()) => {}
-            Err(Error::Core(error)) if is_damage_below(&here, &error) => {
+            Err(Error::Core(error)) if is_damage_outside(&tier.root().path, &error) => {
                 tracing::error!(step, tier = %tier.name, %error, "a damaged step is not carried");
                 return Ok(CarryEnd::GivenUp(error.to_string()));
             }
@@ -148,9 +148,9 @@ impl Inner {
     }
 }
 
-/// True if a file below this directory is damaged.
-fn is_damage_below(dir: &Path, error: &stepwell_core::Error) -> bool {
-    matches!(error, stepwell_core::Error::Corrupt { file, .. } if file.starts_with(dir))
+/// True if a file is damaged that is not in this directory. The near tier's may be on any machine.
+fn is_damage_outside(dir: &Path, error: &stepwell_core::Error) -> bool {
+    matches!(error, stepwell_core::Error::Corrupt { file, .. } if !file.starts_with(dir))
 }
 
 /// The body of a carrier's thread.

@@ -18,8 +18,8 @@ use stepwell_core::format::manifest::Manifest;
 
 use super::Inner;
 use super::tiers::Tier;
-use crate::control::write_json;
-use crate::directory_layout::{self, OwnName, SESSIONS, control};
+use crate::control::{read_sessions, write_sessions};
+use crate::directory_layout::{self, OwnName};
 use crate::discovery::{Listing, is_not_a_step, read_manifest};
 use crate::error::Result;
 
@@ -30,7 +30,7 @@ impl Inner {
         let near = self.root.list_changes()?;
         let theirs = home.root().list_changes()?;
         let rewound = first_rewound(home, &near)?;
-        let known = self.known_sessions()?;
+        let known = read_sessions(&*self.root.dir)?;
         let left = known.as_ref().and_then(|known| first_left(&manifests(&near), &manifests(&theirs), known));
         if let Some(first) = [rewound, left].into_iter().flatten().min() {
             let unique = self.environment.hex_id();
@@ -46,25 +46,9 @@ impl Inner {
         let mut sessions: BTreeSet<String> =
             all.map(|found| found.manifest.attempt.session.clone()).collect();
         sessions.insert(self.team.session().to_owned());
-        if known.as_ref() != Some(&sessions) {
-            write_json(&*self.root.dir, SESSIONS, &sessions)?;
-        }
-        Ok(())
-    }
-
-    /// Returns the sessions that were known when the near tier was opened last. `None` at first.
-    fn known_sessions(&self) -> Result<Option<BTreeSet<String>>> {
-        match self.root.dir.read_file(&control(SESSIONS), MAX_SESSIONS_BYTES) {
-            // An invalid one was edited. Nothing is known then.
-            Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
-            Err(error) if error.is_not_found() => Ok(None),
-            Err(error) => Err(error.into()),
-        }
+        write_sessions(&*self.root.dir, &sessions)
     }
 }
-
-/// Bytes of the list of sessions.
-const MAX_SESSIONS_BYTES: u64 = 16 << 20;
 
 /// Returns the first step of the near tier that a branch of home has.
 fn first_rewound(home: &Tier, near: &Listing) -> Result<Option<u64>> {

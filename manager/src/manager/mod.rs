@@ -15,6 +15,7 @@
 //! | `tiers`, `carrier` | further roots, and the threads that copy steps there |
 //! | `notice` | the best use of the time before a machine is taken away |
 //! | `copies` | the copies of a step in all tiers, the nearest first |
+//! | `parts` | the parts of steps on the local disk of a machine, in a root of several machines |
 //! | `left_steps` | the steps of a machine that was absent while the run went on |
 //! | `queries` | steps, metrics, metadata, plans |
 //! | `traces` | digests of states, and the traces of steps |
@@ -33,6 +34,7 @@ use stepwell_core::sys::Birth;
 use crate::coordination::team::Team;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::machines::Machines;
 use crate::options::Options;
 use crate::root::Root;
 use crate::save::Streams;
@@ -46,6 +48,7 @@ mod history;
 mod left_steps;
 mod notice;
 mod open;
+mod parts;
 mod persister;
 mod queries;
 mod rebuilt_bytes;
@@ -64,6 +67,7 @@ mod usage;
 pub use changes::Hold;
 use history::History;
 pub(crate) use open::agreed;
+use parts::Parts;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
 use saves::Saves;
@@ -153,6 +157,9 @@ struct Inner {
     inspection: Inspection,
     /// The further tiers, nearest first.
     tiers: Vec<Arc<Tier>>,
+    /// The machines of a root that is on the local disk of each.
+    machines: Option<Arc<Machines>>,
+    parts: Parts,
     birth: Birth,
 }
 

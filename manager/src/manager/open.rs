@@ -8,6 +8,7 @@ use stepwell_core::deadline::deadline_after;
 use stepwell_core::sys::Birth;
 
 use super::history::History;
+use super::parts::{self, Parts};
 use super::retaining::Inspection;
 use super::saves::Saves;
 use super::tiers::{self, TierPlace};
@@ -21,6 +22,9 @@ use crate::options::{OnSaveError, Options};
 use crate::periodic::Periodic;
 use crate::recovery;
 use crate::root::Root;
+
+/// The time of the other machines to leave, after the leader has carried the last step.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Manager {
     /// Opens a root. A writer first recovers it from a crash. A read-only manager changes nothing.
@@ -37,6 +41,8 @@ impl Manager {
         places: &[TierPlace],
     ) -> Result<Self> {
         options.check()?;
+        let is_spread = options.per_machine && !options.read_only;
+        let environment = if is_spread { parts::with_served_files(&environment) } else { environment };
         let mut led = None;
         let mut lead = || {
             let session = environment.hex_id();
@@ -46,17 +52,15 @@ impl Manager {
         let team = if environment.coordinator.world_size() == 1 {
             lead().map(Team::alone)
         } else {
-            let what = path.display().to_string();
+            // The local disks of machines may be mounted in different places.
+            let shown = if is_spread { path.file_name().map_or(path, Path::new) } else { path };
+            let what = shown.display().to_string();
             let timeout = options.stall_timeout;
             Team::meet(&environment.coordinator, &what, agreed(&options), timeout, lead)
         };
-        let (team, root) = match (team, led) {
-            (Ok(team), Some(root)) => (team, root),
-            (Ok(team), None) => {
-                let root = Root::open_beside(path, team.session(), &options, &environment)?;
-                (team, root)
-            }
-            (Err(error), led) => {
+        let team = match team {
+            Ok(team) => team,
+            Err(error) => {
                 // The other ranks have not come: give up the writer's rights.
                 if let Some(root) = led {
                     root.release();
@@ -65,7 +69,22 @@ impl Manager {
                 return Err(error);
             }
         };
+        let (root, machines) = if is_spread {
+            let met = parts::meet(&team, &mut led, path, &options, &environment);
+            if let Some(root) = &led {
+                root.release();
+                root.deleter.stop(Duration::from_millis(100));
+            }
+            let (root, machines) = met?;
+            (root, Some(machines))
+        } else {
+            let beside = || Root::open_beside(path, team.session(), &options, &environment);
+            (led.map_or_else(beside, Ok)?, None)
+        };
         let tiers = tiers::open(places, &team, &options).inspect_err(|_| {
+            if let Some(machines) = &machines {
+                machines.stop();
+            }
             root.release();
             root.deleter.stop(Duration::from_millis(100));
         })?;
@@ -81,6 +100,8 @@ impl Manager {
                 usage: Usage::default(),
                 inspection: Inspection::default(),
                 tiers,
+                machines,
+                parts: Parts::default(),
                 birth: Birth::now(),
             }),
         };
@@ -89,6 +110,7 @@ impl Manager {
             manager.inner.team.ask("open the tiers", || manager.inner.start_carriers())?;
         }
         manager.inner.join()?;
+        manager.inner.start_removing_parts()?;
         Ok(manager)
     }
 
@@ -146,6 +168,7 @@ pub(crate) fn agreed(options: &Options) -> Vec<(String, String)> {
     );
     [
         ("read_only", options.read_only.to_string()),
+        ("per_machine", options.per_machine.to_string()),
         ("max_pending", options.max_pending.to_string()),
         ("chunk_bytes", options.chunk_bytes.to_string()),
         ("min_row_bytes", options.min_row_bytes.to_string()),
@@ -176,7 +199,9 @@ impl Inner {
                 return Some(RankHeartbeat { save, progress: polls });
             }
             if queued.pending.is_empty() {
-                return None;
+                // The hosts of other machines wait for what the leader carries.
+                let carries = inner.machines.is_some() && inner.carries();
+                return carries.then(|| RankHeartbeat { save, progress: inner.carry_progress() });
             }
             let moved =
                 queued.pending.iter().fold(0_u64, |sum, save| sum.wrapping_add(save.progress_counter()));
@@ -270,9 +295,22 @@ impl Inner {
                 let _ = thread.join();
             }
         }
-        let left_together =
-            if drained.is_ok() { self.leave(left().min(self.options.stall_timeout)) } else { Ok(()) };
-        let carried = if drained.is_ok() { self.close_tiers(deadline) } else { Ok(()) };
+        // After a lost session, other machines do not answer any more.
+        let carries = drained.is_ok() && (self.machines.is_none() || self.team.check_session().is_ok());
+        let carry = || if carries { self.close_tiers(deadline) } else { Ok(()) };
+        let (carried, left_together) = if self.machines.is_some() {
+            // The leader carries files of other machines, so these leave later.
+            let carried = carry();
+            let served = self.serve_until_carried(deadline);
+            let patience = left().min(self.options.stall_timeout).max(LEAVE_TIMEOUT);
+            let left_together = if drained.is_ok() { served.and(self.leave(patience)) } else { served };
+            self.leave_machines();
+            (carried, left_together)
+        } else {
+            let left_together =
+                if drained.is_ok() { self.leave(left().min(self.options.stall_timeout)) } else { Ok(()) };
+            (carry(), left_together)
+        };
         // After the deadline, still wait a moment: a deletion stops between two files.
         let stopped = self.root.deleter.stop(left().max(Duration::from_millis(100)));
         if drained.is_ok() {

@@ -184,6 +184,11 @@ impl EndedSaves {
         self.over.insert(counter);
     }
 
+    /// True if the save with that number is over.
+    pub(super) fn is_over(&self, counter: u64) -> bool {
+        counter < self.over_before || self.over.contains(&counter)
+    }
+
     /// True if all saves before that number are over.
     pub(super) fn are_over(&self, before: u64) -> bool {
         (self.over_before..before).all(|counter| self.over.contains(&counter))

@@ -347,6 +347,11 @@ impl Inner {
         all
     }
 
+    /// Returns a value that changes while steps are carried.
+    pub(super) fn carry_progress(&self) -> u64 {
+        self.tiers.iter().fold(0, |sum, tier| tier.lock().progress.wrapping_add(sum))
+    }
+
     /// True if this process carries steps.
     pub(super) fn carries(&self) -> bool {
         !self.options.read_only && self.team.leads()
@@ -451,7 +456,9 @@ impl Manager {
 
     /// Returns a number that changes whenever a carrier gets on.
     pub fn carry_progress(&self) -> u64 {
-        self.inner.tiers.iter().fold(0, |sum, tier| tier.lock().progress.wrapping_add(sum))
+        // Others read from this machine meanwhile.
+        let served = self.inner.machines.as_ref().map_or(0, |machines| machines.requests());
+        self.inner.carry_progress().wrapping_add(served)
     }
 }
 

@@ -219,6 +219,15 @@ impl Retention {
         }
     }
 
+    /// True if it may drop items of steps.
+    pub fn thins(&self) -> bool {
+        match self {
+            Self::KeepEvery { items, .. } | Self::KeepEverySeconds { items, .. } => items.is_some(),
+            Self::Any { of } => of.iter().any(Self::thins),
+            _ => false,
+        }
+    }
+
     /// Returns the metric of the first [`Retention::KeepBest`], the default of `best_step`.
     pub fn metric(&self) -> Option<(&str, Mode)> {
         match self {

@@ -238,6 +238,9 @@ impl PlannedSave {
             nodes: team.nodes().into(),
             stall_timeout,
             in_root,
+            is_far: in_root
+                && options.per_machine
+                && team.nodes().get(team.rank() as usize) != team.nodes().first(),
             stale,
         };
         let (progress, devices) = (capture.progress(), capture.devices().to_vec());

@@ -89,7 +89,7 @@ fn commit(
     let _span = tracing::info_span!("save", step = save.step()).entered();
     save.set_stats(|stats| stats.queued_seconds = queued.elapsed().as_secs_f64());
     let temporary = plan.temporary.clone();
-    let (attempt, stale) = (plan.attempt.clone(), plan.stale);
+    let (attempt, stale, is_far) = (plan.attempt.clone(), plan.stale, plan.is_far);
     let counter = attempt.counter;
     let items = draft.items.iter().map(|item| (item.dir.clone(), item.clone())).collect();
     let machine = Machine::new(plan, draft);
@@ -105,6 +105,7 @@ fn commit(
         flush: Some(flush),
         written,
         attempt,
+        is_far,
         stale,
     };
     let result = commit::run(machine, root, &*environment.clock, &mut world);
@@ -147,6 +148,8 @@ struct SaveWorld<'a> {
     flush: Option<Flush>,
     written: &'a dyn Fn(),
     attempt: Attempt,
+    /// True if the leader is on another machine, and does not sync this rank's directory.
+    is_far: bool,
     /// True if a rank reported that its leaves have changed since the last census.
     stale: bool,
 }
@@ -184,6 +187,9 @@ impl World for SaveWorld<'_> {
         self.deleter.give_up_spares();
         let written = written?;
         synced?;
+        if self.is_far {
+            temporary.sync()?;
+        }
         (self.written)();
         let part = |written: WrittenItem| {
             let item = self.items.remove(&written.dir)?;

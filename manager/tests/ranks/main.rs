@@ -8,6 +8,7 @@ mod common;
 mod failing;
 mod job;
 mod lost;
+mod machines;
 mod meeting;
 mod refused;
 mod saving;

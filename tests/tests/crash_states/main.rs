@@ -11,6 +11,7 @@ mod conversions;
 mod copies;
 mod failures;
 mod kills;
+mod machines;
 mod mutants;
 mod processes;
 mod repair;

@@ -47,14 +47,14 @@ fn arrived(manager: &Manager, disk: &SimDisk, step: u64, tag: &str) {
 
 /// The promises of the marks: attempts of steps that may be there, and those that must be.
 #[derive(Default)]
-struct Promised {
+pub(super) struct Promised {
     may: Vec<(u64, String)>,
-    must: Vec<(u64, String)>,
+    pub(super) must: Vec<(u64, String)>,
     arrived: Vec<(u64, String)>,
 }
 
 impl Promised {
-    fn of(marks: &Marks) -> Self {
+    pub(super) fn of(marks: &Marks) -> Self {
         let mut promised = Self::default();
         for mark in marks.iter() {
             let words: Vec<&str> = mark.split(' ').collect();
@@ -68,6 +68,8 @@ impl Promised {
                     promised.must.retain(|(other, _)| *other <= step());
                     promised.arrived.retain(|(other, _)| *other <= step());
                 }
+                "deleting" => promised.must.retain(|(other, _)| *other != step()),
+                "deleted" => promised.may.retain(|(other, _)| *other != step()),
                 "rewound" => promised.may.retain(|(other, _)| *other <= step()),
                 other => panic!("{other}"),
             }
@@ -76,7 +78,7 @@ impl Promised {
     }
 
     /// Compares the steps of a manager with what was promised.
-    fn check(&self, manager: &Manager, must: &[(u64, String)], what: &str) -> Result<(), String> {
+    pub(super) fn check(&self, manager: &Manager, must: &[(u64, String)], what: &str) -> Result<(), String> {
         let steps = manager.all_steps().map_err(|error| format!("{what}: {error}"))?;
         let mut found = Vec::new();
         for step in steps {

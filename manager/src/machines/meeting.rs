@@ -1,0 +1,360 @@
+//! The meeting of the machines: each tells what it has, and the leader takes the steps over.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use serde::{Deserialize, Serialize};
+use stepwell_core::format::manifest::Attempt;
+use stepwell_core::io::{Dir, EntryKind, Lock};
+use stepwell_core::served::{Connections, ServedDir, Server, lengths_below};
+
+use super::dir::{NamedAttempt, named_attempts};
+use super::hand_over::{NewMain, demote};
+use super::record::{self, MachineRecord, NewestState, newest_state};
+use super::{Held, Hosting, Machines, MachinesDir, RankRuns, rank_of};
+use crate::control::{self, RootInfo};
+use crate::coordination::LEADER;
+use crate::coordination::team::Team;
+use crate::directory_layout::{self, OwnName};
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::options::Options;
+use crate::recovery;
+use crate::root::Root;
+use crate::step_name::StepName;
+
+/// What a rank tells.
+#[derive(Serialize, Deserialize)]
+struct RankReport {
+    /// The id in the root that it has opened. Empty: there is none.
+    id: String,
+    /// The root, for messages.
+    path: String,
+    /// Of the first rank of a machine.
+    machine: Option<MachineReport>,
+}
+
+/// What a machine has.
+#[derive(Serialize, Deserialize)]
+pub(super) struct MachineReport {
+    record: MachineRecord,
+    /// Where its server answers. The leader's starts later.
+    face: Option<Face>,
+    /// Its steps and branches.
+    pub(super) named: Vec<NamedAttempt>,
+    /// The ranks whose files it has, for each attempt.
+    files: Vec<(Attempt, RankRuns)>,
+    /// The content of `root.json`, if it was the main machine once.
+    info: Option<RootInfo>,
+    /// The sessions that its tiers know.
+    tier_sessions: Option<BTreeSet<String>>,
+}
+
+/// The server of a machine.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Face {
+    addresses: Vec<String>,
+    token: String,
+    /// The root, for messages.
+    path: String,
+}
+
+/// What all ranks hear.
+#[derive(Serialize, Deserialize)]
+struct Introduction {
+    faces: BTreeMap<u32, Face>,
+    /// For each attempt, the machines with files of its ranks.
+    held: Vec<(Attempt, Held)>,
+    sessions: BTreeSet<String>,
+    /// Sessions of parts without a step.
+    unnamed: BTreeSet<String>,
+}
+
+/// The machines, and the root that is on all of them.
+pub(crate) type Met = (Arc<Machines>, Arc<dyn Dir>);
+
+/// Introduces the machines to each other. All ranks make this call. `local` is the root on this
+/// machine. `led` is the leader's.
+pub(crate) fn meet(
+    team: &Team,
+    local: &Arc<dyn Dir>,
+    led: Option<&mut Root>,
+    options: &Options,
+    environment: &Environment,
+) -> Result<Met> {
+    let own = machine_of(team, team.rank());
+    let is_host = team.nodes().iter().position(|&machine| machine == own) == Some(team.rank() as usize);
+    let mut lock = None;
+    let owned = match &led {
+        None if is_host => own_root(&**local, team.session(), options.take_over).map(|owned| lock = owned),
+        _ => Ok(()),
+    };
+    let owned = owned
+        .and_then(|()| if is_host { record::read_or_make(&**local, environment).map(drop) } else { Ok(()) });
+    team.agree("own the machines", owned, |_| Ok(()))?;
+
+    let names = led.as_ref().map(|root| &root.names);
+    let mut server = None;
+    let mut reported = || {
+        let id = record::read(&**local)?.map(|record| record.id).unwrap_or_default();
+        let path = place(local);
+        if !is_host {
+            return Ok(RankReport { id, path, machine: None });
+        }
+        if led.is_none() {
+            server = Some(serve(local)?);
+        }
+        let machine = Some(report(local, names, server.as_ref().map(|(_, face)| face.clone()))?);
+        Ok(RankReport { id, path, machine })
+    };
+    let mine = reported();
+    let named = mine.as_ref().ok().and_then(|mine: &RankReport| Some(mine.machine.as_ref()?.named.clone()));
+    let mut met: Option<Met> = None;
+    let introduced_all = team.agree("meet the machines", mine, |reports| {
+        let (introduction, of_leader) = lead(team, local, led, reports, options, environment)?;
+        met = Some(of_leader);
+        Ok(introduction)
+    });
+    let introduction =
+        introduced_all.inspect_err(|_| met.iter().for_each(|(machines, _)| machines.stop()))?;
+    let hosting = is_host.then(|| Hosting { server: server.map(|(server, _)| server), _lock: lock });
+    let (machines, root) = met.unwrap_or_else(|| introduced(team, local, &introduction, hosting));
+    let handed_over = if is_host && !machines.is_main() {
+        hand_over(&**local, team.session(), named.as_deref().unwrap_or_default(), introduction, environment)
+    } else {
+        Ok(())
+    };
+    // Nobody goes on before all steps are where they belong.
+    team.agree("hand over the steps", handed_over, |_| Ok(())).inspect_err(|_| machines.stop())?;
+    Ok((machines, root))
+}
+
+fn machine_of(team: &Team, rank: u32) -> u32 {
+    team.nodes().get(rank as usize).copied().unwrap_or_default()
+}
+
+/// Becomes the writer of the root of another machine than the main one.
+fn own_root(local: &dyn Dir, session: &str, take_over: bool) -> Result<Option<Box<dyn Lock>>> {
+    // The leader has taken its own root over.
+    if control::read_epoch(local)?.is_some_and(|epoch| epoch.session == session) {
+        return Err(shared(&local.path().display().to_string()));
+    }
+    control::make_control(local)?;
+    control::lock(local, take_over)
+}
+
+/// The part of a machine that is not main: it retires what a killed process has left there, and
+/// keeps its steps as parts.
+fn hand_over(
+    local: &dyn Dir,
+    session: &str,
+    named: &[NamedAttempt],
+    all: Introduction,
+    environment: &Environment,
+) -> Result<()> {
+    // `Leftovers` deletes the trash.
+    recovery::sweep(local, session, environment)?;
+    demote(local, named)?;
+    let record = record::read_or_make(local, environment)?;
+    let (sessions, absent) = (all.sessions, BTreeSet::new());
+    record::write(local, &MachineRecord { id: record.id, sessions, led: false, absent })
+}
+
+fn shared(path: &str) -> Error {
+    Error::Invalid(format!(
+        "several machines share {path}, and per_machine=True is for a directory that each machine has for itself. Leave it out"
+    ))
+}
+
+/// Starts the server of a root.
+fn serve(root: &Arc<dyn Dir>) -> Result<(Server, Face)> {
+    let failed = |error| stepwell_core::Error::io("make a token to serve", root.path(), error);
+    let token = format!("{:032x}", stepwell_core::sys::random().map_err(failed)?);
+    let server = Server::start(Arc::clone(root), token.clone())?;
+    let face = Face { addresses: server.addresses().to_vec(), token, path: place(root) };
+    Ok((server, face))
+}
+
+/// Returns the steps and branches of a root on one machine.
+fn named(local: &dyn Dir, names: &StepName) -> Result<Vec<NamedAttempt>> {
+    // An invalid directory stays where it is.
+    let has_name = |name: &str| match directory_layout::parse(name) {
+        Some(own) => matches!(own, OwnName::Branch { .. }),
+        None => names.parse(name).is_some(),
+    };
+    Ok(named_attempts(local, &has_name)?)
+}
+
+fn report(local: &Arc<dyn Dir>, names: Option<&StepName>, face: Option<Face>) -> Result<MachineReport> {
+    let info = control::read_info(&**local)?;
+    let recorded = info.as_ref().map(|info| info.step_name.clone()).unwrap_or_default();
+    let named = named(&**local, names.unwrap_or(&recorded))?;
+    let mut files = Vec::new();
+    for NamedAttempt { name, attempt, .. } in &named {
+        files.push((attempt.clone(), ranks_in(&local.open_dir(name)?)?));
+    }
+    for entry in local.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
+        if let Some(OwnName::Part { session, counter, .. }) = directory_layout::parse(&entry.name) {
+            files.push((Attempt { session, counter }, ranks_in(&local.open_dir(&entry.name)?)?));
+        }
+    }
+    let record = record::read(&**local)?.unwrap_or_default();
+    let tier_sessions = control::read_sessions(&**local)?;
+    Ok(MachineReport { record, face, named, files, info, tier_sessions })
+}
+
+/// Describes a root on this machine, for messages.
+fn place(local: &Arc<dyn Dir>) -> String {
+    format!("{}:{}", stepwell_core::sys::host_name(), local.path().display())
+}
+
+/// Returns the ranks whose files are in a step, as first and last of each run.
+fn ranks_in(step: &Arc<dyn Dir>) -> Result<RankRuns> {
+    let ranks: BTreeSet<u32> = lengths_below(step)?.keys().filter_map(|path| rank_of(path)).collect();
+    let mut runs = RankRuns::new();
+    for rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(rank) => *last = rank,
+            _ => runs.push((rank, rank)),
+        }
+    }
+    Ok(runs)
+}
+
+/// Checks that the ranks of a machine share a directory, and that no two machines do.
+fn check_directories(team: &Team, reports: &[RankReport]) -> Result<()> {
+    let mut machines: BTreeMap<&str, u32> = BTreeMap::new();
+    let mut of_machines: BTreeMap<u32, &RankReport> = BTreeMap::new();
+    for (rank, report) in (0..).zip(reports) {
+        let machine = machine_of(team, rank);
+        let first = of_machines.entry(machine).or_insert(report);
+        if first.id != report.id {
+            return Err(Error::Invalid(format!(
+                "the processes of one machine have several directories: {} and, on rank {rank}, {}. With per_machine=True, they share one. If these are two machines, give them two host names",
+                first.path, report.path
+            )));
+        }
+        if *machines.entry(&report.id).or_insert(machine) != machine {
+            return Err(shared(&report.path));
+        }
+    }
+    Ok(())
+}
+
+/// The leader's part: decides which steps the root has, and takes them over.
+fn lead(
+    team: &Team,
+    local: &Arc<dyn Dir>,
+    led: Option<&mut Root>,
+    reports: Vec<RankReport>,
+    options: &Options,
+    environment: &Environment,
+) -> Result<(Introduction, Met)> {
+    check_directories(team, &reports)?;
+    let own = machine_of(team, LEADER);
+    let reports: BTreeMap<u32, MachineReport> = (0..)
+        .zip(reports)
+        .filter_map(|(rank, report)| Some((machine_of(team, rank), report.machine?)))
+        .collect();
+    let mut faces: BTreeMap<u32, Face> =
+        reports.iter().filter_map(|(&machine, report)| Some((machine, report.face.clone()?))).collect();
+    let others: BTreeMap<u32, Arc<ServedDir>> =
+        faces.iter().map(|(&machine, face)| (machine, served(face))).collect();
+    let records = reports.iter().map(|(&machine, report)| (machine, &report.record)).collect();
+    let has_steps = |machine: u32| reports.get(&machine).is_some_and(|report| !report.named.is_empty());
+    let NewestState { main: last, mut sessions } = newest_state(own, &records, has_steps);
+    if let Some(from) = last.filter(|&last| last != own).and_then(|last| reports.get(&last)) {
+        if let (Some(root), Some(info)) = (led, &from.info) {
+            root.take_info_over(info, from.named.iter().map(NamedAttempt::step_name), options)?;
+        }
+        if let Some(known) = &from.tier_sessions {
+            control::write_sessions(&**local, known)?;
+        }
+    }
+    NewMain { local, own, reports: &reports, others: &others, environment }.take_steps_over(last)?;
+
+    let with_step: HashSet<&Attempt> =
+        reports.values().flat_map(|report| &report.named).map(|named| &named.attempt).collect();
+    let mut held = Vec::new();
+    let mut unnamed = BTreeSet::new();
+    for (&machine, report) in &reports {
+        for (attempt, ranks) in &report.files {
+            if with_step.contains(attempt) {
+                held.push((attempt.clone(), Held { machine, ranks: ranks.clone() }));
+            } else {
+                unnamed.insert(attempt.session.clone());
+            }
+        }
+    }
+    let absent = match last.and_then(|last| reports.get(&last)) {
+        Some(last) => last.record.absent.clone(),
+        None => unnamed.clone(),
+    };
+    sessions.insert(team.session().to_owned());
+    let id = reports.get(&own).map(|report| report.record.id.clone()).unwrap_or_default();
+    record::write(&**local, &MachineRecord { id, sessions: sessions.clone(), led: true, absent })?;
+
+    let mut introduction = Introduction { faces: BTreeMap::new(), held, sessions, unnamed };
+    let machines = machines(team, local, &introduction, others);
+    let root: Arc<dyn Dir> = Arc::new(MachinesDir::new(Arc::clone(&machines), Arc::clone(local)));
+    let mut server = None;
+    if !faces.is_empty() {
+        // It shows the files of all machines.
+        let (serving, face) = serve(&root)?;
+        faces.insert(own, face);
+        server = Some(serving);
+    }
+    machines.host(Hosting { server, _lock: None });
+    introduction.faces = faces;
+    Ok((introduction, (machines, root)))
+}
+
+fn served(Face { addresses, token, path }: &Face) -> Arc<ServedDir> {
+    let client = Connections::new(PathBuf::from(path), addresses.clone(), token.clone());
+    Arc::new(ServedDir::new(Arc::new(client)))
+}
+
+/// The view of a rank that does not lead.
+fn introduced(team: &Team, local: &Arc<dyn Dir>, all: &Introduction, hosting: Option<Hosting>) -> Met {
+    let own = machine_of(team, team.rank());
+    let others: BTreeMap<u32, Arc<ServedDir>> = all
+        .faces
+        .iter()
+        .filter(|(machine, _)| **machine != own)
+        .map(|(&machine, face)| (machine, served(face)))
+        .collect();
+    let there = others.get(&machine_of(team, LEADER)).cloned();
+    let machines = machines(team, local, all, others);
+    if let Some(hosting) = hosting {
+        machines.host(hosting);
+    }
+    let there = there.map_or_else(|| Arc::clone(local), |there| there as Arc<dyn Dir>);
+    let root: Arc<dyn Dir> = Arc::new(MachinesDir::new(Arc::clone(&machines), there));
+    (machines, root)
+}
+
+fn machines(
+    team: &Team,
+    local: &Arc<dyn Dir>,
+    all: &Introduction,
+    others: BTreeMap<u32, Arc<ServedDir>>,
+) -> Arc<Machines> {
+    let mut held: HashMap<Attempt, Vec<Held>> = HashMap::new();
+    for (attempt, one) in &all.held {
+        held.entry(attempt.clone()).or_default().push(one.clone());
+    }
+    Arc::new(Machines {
+        own: machine_of(team, team.rank()),
+        main: machine_of(team, LEADER),
+        local: Arc::clone(local),
+        others,
+        of_ranks: team.nodes().into(),
+        session: team.session().to_owned(),
+        held,
+        unnamed: all.unnamed.clone(),
+        lengths: Mutex::default(),
+        is_host: false.into(),
+        hosting: Mutex::default(),
+    })
+}

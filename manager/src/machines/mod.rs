@@ -1,0 +1,217 @@
+//! A root whose files are on the local disks of several machines.
+//!
+//! ```text
+//! the leader's machine                    another machine
+//! run/step_00000010/manifest.json         run/.part-00000010-<session>-<save>/params/00008.data
+//!                  /params/index                                            /params/00009.data
+//!                  /params/00000.data     ...
+//! ```
+//!
+//! The steps, with their manifests and indexes, are on the machine of the leader (the main
+//! machine). Each rank writes its data file to its own machine: into a *part*, a directory that is
+//! named after the attempt. A part is durable before its ranks vote. So the one rename of the
+//! leader commits the step on all machines, and nothing has to be rolled forward.
+//!
+//! The first rank of each machine serves the files of its machine to the others
+//! ([`stepwell_core::served`]). To a reader, the root is one directory ([`dir`]). When the ranks
+//! meet ([`meeting`]), the leader finds the machine that was main last ([`record`]), and takes its
+//! steps over ([`hand_over`]). Parts of steps that are gone are removed ([`leftovers`]).
+
+mod dir;
+mod hand_over;
+mod leftovers;
+mod meeting;
+mod record;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use stepwell_core::format::manifest::Attempt;
+use stepwell_core::io::{Dir, EntryKind, Lock};
+use stepwell_core::served::{ServedDir, Server};
+
+use crate::directory_layout::{self, OwnName};
+use crate::error::Result;
+
+pub(crate) use dir::MachinesDir;
+pub(crate) use leftovers::Leftovers;
+pub(crate) use meeting::meet;
+
+/// The answer to a question for all files of a step is used again for so long.
+const LENGTHS_LAST: Duration = Duration::from_secs(5);
+
+/// The lengths of files, by their paths in a step.
+type Lengths = BTreeMap<String, u64>;
+/// The lengths of steps, by name, with the time of the answer.
+type KnownLengths = HashMap<String, (Instant, Lengths)>;
+
+/// The machines of a job, as one of its ranks knows them.
+pub(crate) struct Machines {
+    /// The number of this machine.
+    own: u32,
+    /// The number of the main machine.
+    main: u32,
+    /// The root on this machine.
+    local: Arc<dyn Dir>,
+    /// The roots of the other machines, by number.
+    others: BTreeMap<u32, Arc<ServedDir>>,
+    /// For each rank, the number of its machine in this session.
+    of_ranks: Arc<[u32]>,
+    session: String,
+    /// The machines that have files of a rank, for the attempts of earlier sessions.
+    held: HashMap<Attempt, Vec<Held>>,
+    /// Sessions of parts without a step, when the ranks met.
+    unnamed: BTreeSet<String>,
+    lengths: Mutex<KnownLengths>,
+    is_host: AtomicBool,
+    /// On the first rank of a machine, until it leaves.
+    hosting: Mutex<Option<Hosting>>,
+}
+
+/// What the first rank of a machine does for it.
+struct Hosting {
+    server: Option<Server>,
+    /// The lock of the writer of this machine's root. The main machine's is the root's own.
+    _lock: Option<Box<dyn Lock>>,
+}
+
+/// Ranks, as first and last of each run, in order.
+type RankRuns = Vec<(u32, u32)>;
+
+/// Files of an attempt on a machine: those of these ranks.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Held {
+    machine: u32,
+    ranks: RankRuns,
+}
+
+impl Held {
+    fn has(&self, rank: u32) -> bool {
+        self.ranks.iter().any(|&(first, last)| (first..=last).contains(&rank))
+    }
+}
+
+impl Machines {
+    /// True on the machine that has the steps.
+    pub(crate) fn is_main(&self) -> bool {
+        self.own == self.main
+    }
+
+    /// Begins to serve this machine.
+    fn host(&self, hosting: Hosting) {
+        self.is_host.store(true, Ordering::Relaxed);
+        *self.hosting() = Some(hosting);
+    }
+
+    /// True if this process serves the files of its machine.
+    pub(crate) fn is_host(&self) -> bool {
+        self.is_host.load(Ordering::Relaxed)
+    }
+
+    /// The root on this machine.
+    pub(crate) fn local(&self) -> &Arc<dyn Dir> {
+        &self.local
+    }
+
+    /// Records, on the main machine, that the run has gone on without the steps of absent machines:
+    /// their parts may go.
+    pub(crate) fn forget_absent(&self) -> Result<()> {
+        let Some(mut record) = record::read(&*self.local)? else { return Ok(()) };
+        record.sessions.extend(self.unnamed.iter().cloned());
+        record.absent.clear();
+        record::write(&*self.local, &record)
+    }
+
+    /// The number of requests that this process has answered. It changes as long as others read.
+    pub(crate) fn requests(&self) -> u64 {
+        self.hosting().as_ref().and_then(|hosting| hosting.server.as_ref()).map_or(0, Server::requests)
+    }
+
+    /// Ends what this process does for its machine.
+    pub(crate) fn stop(&self) {
+        let hosting = self.hosting().take();
+        drop(hosting);
+    }
+
+    fn hosting(&self) -> MutexGuard<'_, Option<Hosting>> {
+        self.hosting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the machines that may have a file of a rank, the likeliest first. The main machine
+    /// has all files of a step that was copied into the root.
+    fn holders(&self, attempt: &Attempt, rank: u32) -> Vec<u32> {
+        let saved = self.of_ranks.get(rank as usize).filter(|_| attempt.session == self.session);
+        let held = self.held.get(attempt).into_iter().flatten();
+        let held = held.filter(|held| held.has(rank)).map(|held| held.machine);
+        saved.copied().into_iter().chain(held).chain([self.main]).collect()
+    }
+
+    /// Returns the machines that may have files of an attempt.
+    fn holders_of(&self, attempt: &Attempt) -> BTreeSet<u32> {
+        if attempt.session == self.session {
+            return self.of_ranks.iter().copied().collect();
+        }
+        let held = self.held.get(attempt).into_iter().flatten().map(|held| held.machine);
+        held.chain([self.main]).collect()
+    }
+
+    fn lengths(&self) -> MutexGuard<'_, KnownLengths> {
+        self.lengths.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Returns the name of the part of an attempt.
+fn part_of(step: u64, attempt: &Attempt) -> String {
+    directory_layout::part(&directory_layout::label(step), &attempt.session, attempt.counter)
+}
+
+/// Returns the part that ranks of other machines write, in place of the temporary of a save.
+fn part_of_temporary(name: &str) -> Option<(String, Attempt)> {
+    match directory_layout::parse(name)? {
+        OwnName::Temporary { label, session, counter } => {
+            let part = directory_layout::part(&label, &session, counter);
+            Some((part, Attempt { session, counter }))
+        }
+        _ => None,
+    }
+}
+
+/// Returns the rank in the name of a data file: the rank that wrote it, or the first of its machine.
+fn rank_of(path: &str) -> Option<u32> {
+    let name = path.rsplit_once('/').map_or(path, |(_, name)| name).strip_suffix(".data")?;
+    name.strip_prefix('n').unwrap_or(name).parse().ok()
+}
+
+/// Syncs a directory with all directories in it, the deepest first.
+fn sync_below(dir: &dyn Dir) -> stepwell_core::Result<()> {
+    for entry in dir.unsorted_entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
+        sync_below(&*dir.open_dir(&entry.name)?)?;
+    }
+    dir.sync()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rank_is_read_from_the_name_of_a_file() {
+        assert_eq!(rank_of("params/00008.data"), Some(8));
+        assert_eq!(rank_of("params/n00016.data"), Some(16));
+        for other in ["params/index", "manifest.json", "00008", "params/x.data", ""] {
+            assert_eq!(rank_of(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn a_part_is_named_after_the_attempt() {
+        let session = "0123456789abcdef0123456789abcdef".to_owned();
+        let attempt = Attempt { session: session.clone(), counter: 3 };
+        let temporary = directory_layout::temporary(&directory_layout::label(5), &session, 3);
+        assert_eq!(part_of_temporary(&temporary), Some((part_of(5, &attempt), attempt)));
+        assert_eq!(part_of_temporary("step_00000005"), None);
+    }
+}

@@ -1,0 +1,233 @@
+//! A root on the local disks of several machines: what its manager does beside saves and restores.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use stepwell_core::deadline::StallTimer;
+use stepwell_core::format::manifest::Attempt;
+use stepwell_core::served::ServedDisk;
+
+use super::{Inner, Manager};
+use crate::commit::aside;
+use crate::coordination::team::Team;
+use crate::directory_layout::{self, OwnName};
+use crate::discovery::{damage, read_manifest};
+use crate::environment::Environment;
+use crate::error::Result;
+use crate::machines::{self, Leftovers, Machines};
+use crate::options::Options;
+use crate::periodic::Periodic;
+use crate::root::{self, Root};
+
+/// The host of a machine looks at this interval if a save has ended.
+const LOOK_INTERVAL: Duration = Duration::from_secs(2);
+/// It removes parts at this interval in any case: retired steps are deleted later, as readers may
+/// hold them.
+const REMOVE_INTERVAL: Duration = Duration::from_secs(10);
+/// A host that closes looks at this interval if the leader still carries steps.
+const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Branches of steps that lack files of a machine begin with this.
+const INCOMPLETE: &str = "incomplete-";
+
+/// What a host does for its machine, beside serving it.
+#[derive(Default)]
+pub(super) struct Parts {
+    removal: Mutex<Option<Periodic>>,
+    /// True if it does not wait in a close until the leader has carried what is due.
+    leaves_at_once: AtomicBool,
+}
+
+/// Opens the root on this machine, of a rank that does not lead, or makes the leader's see all
+/// machines. All ranks make this call.
+pub(super) fn meet(
+    team: &Team,
+    led: &mut Option<Root>,
+    path: &std::path::Path,
+    options: &Options,
+    environment: &Environment,
+) -> Result<(Root, Arc<Machines>)> {
+    let opened = match &led {
+        Some(root) => Ok(Arc::clone(&root.dir)),
+        None => root::open(environment, path, options.create),
+    };
+    let mut local = None;
+    team.agree("open the root", opened.map(|dir| local = Some(dir)), |_| Ok(()))?;
+    let local = local.ok_or_else(|| stepwell_core::Error::internal("a root on this machine", "none"))?;
+    let (machines, dir) = machines::meet(team, &local, led.as_mut(), options, environment)?;
+    let root = match led.take() {
+        Some(mut root) => {
+            root.discovery.forget();
+            root.dir = dir;
+            root
+        }
+        None => Root::of_reader(path, team.session(), options, environment, (dir, &local))
+            .inspect_err(|_| machines.stop())?,
+    };
+    Ok((root, machines))
+}
+
+/// Returns an environment whose queues also read files of other machines.
+pub(super) fn with_served_files(environment: &Environment) -> Environment {
+    let disk = Arc::new(ServedDisk::new(Arc::clone(&environment.disk)));
+    Environment { disk, ..environment.clone() }
+}
+
+impl Manager {
+    /// Does not wait for the leader in a close. Call it when this process has failed: what the
+    /// leader has not carried by then is left to the next job.
+    pub fn leave_at_once(&self) {
+        self.inner.parts.leaves_at_once.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Inner {
+    /// Starts the removal of parts of steps that are gone, on the host of each machine.
+    pub(super) fn start_removing_parts(self: &Arc<Self>) -> Result<()> {
+        let Some(machines) = self.machines.as_ref().filter(|machines| machines.is_host()) else {
+            return Ok(());
+        };
+        let thins = self.options.retention.thins();
+        let mut leftovers = Leftovers::new(Arc::clone(machines), self.environment.clone(), thins);
+        leftovers.empty_trash(&self.root)?;
+        self.remove_parts(&mut leftovers);
+        let inner = Arc::downgrade(self);
+        let (mut ended, mut last, mut has_gone_on) = (0, Instant::now(), !self.team.leads());
+        let look = move || {
+            let Some(inner) = inner.upgrade() else { return false };
+            has_gone_on = has_gone_on || inner.forget_absent_machines();
+            let now = inner.saves.lock().writes.ended;
+            if now != ended || last.elapsed() >= REMOVE_INTERVAL {
+                (ended, last) = (now, Instant::now());
+                inner.remove_parts(&mut leftovers);
+            }
+            true
+        };
+        let thread = Periodic::start("stepwell-parts", LOOK_INTERVAL, look)
+            .map_err(|error| stepwell_core::Error::io("start a thread for", &self.root.path, error))?;
+        *self.parts.removal.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        Ok(())
+    }
+
+    fn remove_parts(&self, leftovers: &mut Leftovers) {
+        let is_over = |step: u64, counter: u64| {
+            self.saves.lock().endings.is_over(counter) && !self.root.uncertain_from(step).contains(&step)
+        };
+        if let Err(error) = leftovers.remove(&self.root, &is_over) {
+            tracing::warn!(%error, "removing the files of retired steps on this machine failed. It is tried again");
+        }
+    }
+
+    /// Takes steps that lack files of a machine out of the listing, on the leader. Those that a
+    /// further tier has are deleted. The others go into a branch, of which there is one at most.
+    pub(super) fn set_incomplete_steps_aside(&self) -> Result<()> {
+        if self.machines.is_none() {
+            return Ok(());
+        }
+        let (root, listing) = (&self.root, self.root.list()?);
+        let (mut kept, mut retired) = (Vec::new(), Vec::new());
+        for (&step, found) in &listing.steps {
+            let Some(damage) = root.damage(found)? else { continue };
+            let is_carried =
+                |attempt| self.tiers.iter().any(|tier| tier.lock().steps.get(&step) == Some(attempt));
+            if is_carried(&found.manifest.attempt) {
+                retired.push((found.name.clone(), root.trash(step)));
+            } else {
+                tracing::warn!(step, %damage, "a step lacks files of a machine: it is moved into a branch");
+                kept.push(found.name.clone());
+            }
+        }
+        if kept.is_empty() && retired.is_empty() {
+            return Ok(());
+        }
+        root.check_writer()?;
+        let unique = self.environment.hex_id();
+        let branch = format!("{INCOMPLETE}{}", unique.get(..8).unwrap_or(&unique));
+        if !kept.is_empty() {
+            retired.extend(self.incomplete_branches()?);
+        }
+        for name in kept {
+            aside::set_aside(&*root.dir, &name, &branch)?;
+        }
+        let done = aside::retire_all(&*root.dir, &retired);
+        root.deleter.enqueue(retired.into_iter().take(done.deletable()).map(|(_, trash)| trash));
+        done.error.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Returns the steps that [`Self::set_incomplete_steps_aside`] has moved before, and that still
+    /// lack files, with names for their trash.
+    fn incomplete_branches(&self) -> Result<Vec<(String, String)>> {
+        let root = &self.root;
+        let is_ours = |branch: &str| {
+            branch.strip_prefix(INCOMPLETE).is_some_and(|unique| {
+                unique.len() == 8 && unique.bytes().all(|byte| byte.is_ascii_hexdigit())
+            })
+        };
+        let mut found = Vec::new();
+        for entry in root.dir.entries()? {
+            let Some(OwnName::Branch { branch, .. }) = directory_layout::parse(&entry.name) else { continue };
+            if !is_ours(&branch) {
+                continue;
+            }
+            let manifest = read_manifest(&*root.dir, &entry.name)?;
+            if damage(&*root.dir, &entry.name, &manifest)?.is_some() {
+                found.push((entry.name, root.trash(manifest.step)));
+            }
+        }
+        Ok(found)
+    }
+
+    /// Notices, on the leader, that the run has gone on without the steps of absent machines: a step
+    /// of this session is in a further tier, or there is none. Returns true from then on.
+    fn forget_absent_machines(&self) -> bool {
+        let Some(machines) = &self.machines else { return true };
+        let is_ours = |attempt: &Attempt| attempt.session == self.team.session();
+        let has_gone_on = if self.tiers.is_empty() {
+            let known = self.root.list();
+            known.is_ok_and(|known| known.steps.values().any(|found| is_ours(&found.manifest.attempt)))
+        } else {
+            self.tiers.iter().any(|tier| tier.lock().steps.values().any(is_ours))
+        };
+        if !has_gone_on {
+            return false;
+        }
+        if let Err(error) = machines.forget_absent() {
+            tracing::warn!(%error, "recording that the run has gone on failed. It is tried again");
+            return false;
+        }
+        true
+    }
+
+    /// Waits on a host until the leader has carried what is due: it reads from this machine. It does
+    /// not wait if the session is lost, or after [`Manager::leave_at_once`].
+    pub(super) fn serve_until_carried(&self, deadline: Instant) -> Result<()> {
+        let Some(machines) = self.machines.as_ref().filter(|machines| machines.is_host()) else {
+            return Ok(());
+        };
+        if self.team.leads() {
+            self.forget_absent_machines();
+            return self.team.report_carried();
+        }
+        let mut timer = StallTimer::new(self.options.stall_timeout);
+        while Instant::now() < deadline
+            && self.team.check_session().is_ok()
+            && !self.parts.leaves_at_once.load(Ordering::Relaxed)
+        {
+            let Some(progress) = self.team.leader_progress()? else { break };
+            if timer.left(machines.requests().wrapping_add(progress)).is_zero() {
+                break;
+            }
+            std::thread::sleep(CLOSE_POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// Ends what this process does for its machine.
+    pub(super) fn leave_machines(&self) {
+        let removal = self.parts.removal.lock().unwrap_or_else(PoisonError::into_inner).take();
+        removal.into_iter().for_each(Periodic::stop);
+        if let Some(machines) = &self.machines {
+            machines.stop();
+        }
+    }
+}

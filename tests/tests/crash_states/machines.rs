@@ -1,0 +1,104 @@
+//! A root on the local disks of two machines: a crash of both at any instant leaves every step
+//! whole on both, or not there. Each machine is a directory of the simulated disk.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use stepwell_core::io::simulated::SimDisk;
+use stepwell_manager::coordination::testing::InProcess;
+use stepwell_manager::environment::SystemClock;
+use stepwell_manager::{Environment, Manager, Options, Outcome, SaveRequest};
+use stepwell_tests::crash::{Explorer, Marks, Options as Crash};
+use stepwell_tests::steps::run::options;
+use stepwell_tests::steps::{states, world};
+
+use super::tiers::Promised;
+use super::{bound, quick};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Runs a job of one rank on each of these machines. Closes their managers.
+fn run(
+    disk: &SimDisk,
+    seed: u64,
+    machines: [&str; 2],
+    rank: impl Fn(usize, &Manager) -> Result<(), String> + Sync,
+) -> Result<(), String> {
+    let one = |number: usize, board: InProcess| -> Result<(), String> {
+        let environment = Environment {
+            coordinator: Arc::new(board),
+            clock: Arc::new(SystemClock::default()),
+            ..world::environment(disk, seed + number as u64)
+        };
+        let spread = Options { per_machine: true, ..options() };
+        let path = Path::new(machines[number]).join("run");
+        let manager =
+            Manager::open(&path, spread, environment).map_err(|error| format!("opening: {error}"))?;
+        let told = rank(number, &manager);
+        let closed = manager.close(Some(PATIENCE)).map_err(|error| format!("closing: {error}"));
+        told.and(closed)
+    };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..).zip(InProcess::ranks(2, 1)).collect();
+        let threads: Vec<_> =
+            ranks.into_iter().map(|(number, board)| scope.spawn(move || one(number, board))).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().unwrap())
+    })
+}
+
+/// Saves a step on both ranks. Each writes a part of it.
+fn save(manager: &Manager, disk: &SimDisk, rank: usize, step: u64, tag: &str) {
+    if rank == 0 {
+        disk.mark(&format!("saving {step} {tag}"));
+    }
+    // The other rank begins after the mark.
+    manager.agree("the mark", Ok(())).unwrap();
+    let mut request = SaveRequest::new(step, states::state(step, tag).unwrap());
+    request.custom_metadata = serde_json::json!({ "tag": tag });
+    let outcome = manager.save(request).unwrap().wait(Some(PATIENCE));
+    assert!(matches!(outcome, Ok(Some(Outcome::Committed))), "{outcome:?}");
+    if rank == 0 {
+        disk.mark(&format!("committed {step} {tag}"));
+    }
+}
+
+fn check(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
+    let promised = Promised::of(marks);
+    for (seed, machines) in [(80, ["a", "b"]), (90, ["b", "a"])] {
+        run(disk, seed, machines, |rank, manager| {
+            promised.check(manager, &promised.must, &format!("rank {rank} of {machines:?}"))
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_crash_of_all_machines_loses_and_resurrects_nothing() {
+    let disk = SimDisk::new();
+    run(&disk, 1, ["a", "b"], |rank, manager| {
+        save(manager, &disk, rank, 1, "a");
+        save(manager, &disk, rank, 2, "a");
+        if rank == 0 {
+            disk.mark("deleting 1");
+        }
+        manager.delete(1).unwrap();
+        if rank == 0 {
+            disk.mark("deleted 1");
+        }
+        Ok(())
+    })
+    .unwrap();
+    // Another machine leads.
+    run(&disk, 10, ["b", "a"], |rank, manager| {
+        save(manager, &disk, rank, 3, "b");
+        Ok(())
+    })
+    .unwrap();
+    // Other machines look into the temporaries and the trash of the main one.
+    let mut explorer = Explorer::new(Crash { unread: None, cap: bound(25, 1000), ..quick() });
+    if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check) {
+        panic!("{failure}");
+    }
+    println!("{}", explorer.explored);
+}
