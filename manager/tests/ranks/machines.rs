@@ -455,6 +455,56 @@ fn a_machine_that_has_led_often_is_not_the_newest_for_that() {
     }
 }
 
+/// Opens a job of two machines, one of which dies at an operation. Returns the operations that it
+/// did.
+fn open_and_die(nodes: &Nodes, paths: [&str; 2], dies: u32, at: Option<u64>) -> u64 {
+    let told = nodes.job.run(2, 1, |rank, environment| {
+        let process = nodes.disk().process();
+        let environment = Environment { disk: Arc::new(process.clone()), ..environment };
+        let impatient = Options { per_machine: true, stall_timeout: Duration::from_millis(700), ..options() };
+        if rank == dies
+            && let Some(at) = at
+        {
+            process.kill_at(at);
+        }
+        let opened = Manager::open(Path::new(paths[rank as usize]), impatient, environment);
+        let operations = process.operations();
+        if let Ok(manager) = opened {
+            let _ = manager.close(Some(Duration::from_millis(200)));
+        }
+        operations
+    });
+    told[dies as usize]
+}
+
+#[test]
+fn a_hand_over_may_end_at_any_operation() {
+    // A run takes a second.
+    let stride = if std::env::var_os("STEPWELL_LONG").is_some() { 1 } else { 23 };
+    let nodes = || {
+        let nodes = Nodes::new(1);
+        nodes.save(&["a", "b"], &options(), &[1, 2]);
+        nodes
+    };
+    let paths = ["/b/run", "/a/run"];
+    for dies in [0, 1] {
+        let operations = open_and_die(&nodes(), paths, dies, None);
+        assert!(operations > 20);
+        for at in (1..operations).step_by(stride) {
+            let nodes = nodes();
+            open_and_die(&nodes, paths, dies, Some(at));
+            for machines in [["b", "a"], ["a", "b"]] {
+                nodes.run(&machines, &options(), |_, manager| {
+                    let what = format!("rank {dies} at {at}, {machines:?}");
+                    assert_eq!(manager.all_steps().unwrap(), [1, 2], "{what}");
+                    assert_model(manager, 1, 2, 1);
+                    assert_model(manager, 2, 2, 2);
+                });
+            }
+        }
+    }
+}
+
 #[test]
 fn the_names_of_the_steps_follow_the_run() {
     let nodes = Nodes::new(1);
