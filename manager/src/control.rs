@@ -244,11 +244,16 @@ pub(crate) fn owner() -> String {
 }
 
 pub(crate) fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {
-    let mut bytes = serde_json::to_vec_pretty(value).map_err(|error| crate::error::unencodable(&error))?;
+    Ok(replace_json(root, name, value)?)
+}
+
+/// Replaces a small file of the root's own directory, durably.
+pub(crate) fn replace_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> stepwell_core::Result<()> {
+    let mut bytes = serde_json::to_vec_pretty(value)
+        .map_err(|error| stepwell_core::Error::internal("a value that JSON can hold", error.to_string()))?;
     bytes.push(b'\n');
     let control = root.open_dir(CONTROL)?;
-    control.replace_file(name, &format!(".{name}.new"), &bytes)?;
-    Ok(())
+    control.replace_file(name, &format!(".{name}.new"), &bytes)
 }
 
 /// Opens a root. With `create`, creates a missing one durably.

@@ -73,9 +73,17 @@ pub enum Error {
         /// The cause.
         source: stepwell_core::Error,
     },
-    /// The step has its name, but may not survive a power cut.
+    /// The root has one machine's part of a run.
     #[error(
-        "step {step} was renamed into place, but making that durable failed ({source}); it is not counted as committed. Save the step again, or open the root again: that syncs the step"
+        "{} has one machine's part of a run on several machines, and was opened as if it were whole. Nothing was changed", root.display()
+    )]
+    Spread {
+        /// The root.
+        root: PathBuf,
+    },
+    /// The step may have its name, and may not survive a power cut.
+    #[error(
+        "step {step} may be committed or not, and may not survive a power cut ({source}); it is not counted as committed. Save the step again, or open the root again: that decides it"
     )]
     DurabilityUncertain {
         /// The step.
@@ -365,7 +373,10 @@ impl Error {
             Self::Closed { .. } => Kind::Closed,
             Self::ReadOnly { .. } => Kind::ReadOnly,
             Self::NotAStep { .. } => Kind::NotAStep,
-            Self::Invalid(_) | Self::OtherStepName { .. } | Self::BranchExists { .. } => Kind::Invalid,
+            Self::Invalid(_)
+            | Self::OtherStepName { .. }
+            | Self::BranchExists { .. }
+            | Self::Spread { .. } => Kind::Invalid,
             Self::Timeout { .. } => Kind::Timeout,
             Self::Earlier { source, .. } => return source.kind(),
             Self::NoStagingMemory { source, .. } => return source.kind(),
@@ -385,6 +396,7 @@ impl Error {
             Self::ReadOnly { .. } => Some(Advice::OpenWritable),
             Self::NoLocks { .. } => Some(Advice::TakeOver),
             Self::OtherStepName { .. } => Some(Advice::OtherStepName),
+            Self::Spread { .. } => Some(Advice::Spread),
             Self::DonatedBuffer { .. } => Some(Advice::CaptureEagerly),
             Self::NoStagingMemory { .. } => Some(Advice::LessStaging),
             Self::Layout { advice, .. } => *advice,
@@ -449,6 +461,8 @@ pub enum Advice {
     TakeOver,
     /// Pass another pattern of step names.
     OtherStepName,
+    /// Open it as a tier that is spread over machines.
+    Spread,
     /// Capture the state before `save` returns.
     CaptureEagerly,
     /// Limit the staging memory.

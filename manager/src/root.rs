@@ -28,6 +28,7 @@ use crate::discovery::{
 };
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::machines;
 use crate::metrics::Sidecars;
 use crate::options::Options;
 use crate::recovery;
@@ -116,6 +117,12 @@ impl Root {
         let mut root = Self::new(path, session, options, environment, (dir, local));
         root.info = read_info(&*root.dir)?;
         root.names = names(options, root.info.as_ref());
+        if !options.per_machine && machines::is_spread(&*root.dir)? {
+            tracing::warn!(
+                root = %path.display(),
+                "this directory has one machine's part of a run on several machines. Files of the others are missing here. Read another tier of the run"
+            );
+        }
         if let Some(info) = &root.info {
             root.check_names(&info.step_name)?;
         }
@@ -197,6 +204,9 @@ impl Root {
         }
         writer_heartbeat::wait_for_silence(&**root, session, &*environment.clock, options.silence)?;
         root.sync()?;
+        if !options.per_machine && machines::is_spread(&**root)? {
+            return Err(Error::Spread { root: self.path.clone() });
+        }
         self.info = read_info(&**root)?;
         self.names = names(options, self.info.as_ref());
         let recorded = self.info.as_ref().map_or(&self.names, |info| &info.step_name).clone();

@@ -303,7 +303,7 @@ impl Ending {
                 tracing::warn!(%error, "removing leftovers of a killed save failed");
             }
         }
-        let (save, ended) = persist::run(job, &parent, &environment, &team, &deleter, &|| ());
+        let (save, ended) = persist::run(job, &parent, &environment, &team, &deleter, &|| Ok(()));
         heartbeat.into_iter().for_each(Periodic::stop);
         let cleaned = guarded("the deleter", || {
             // Late ranks may have written files for a save that was over by then.

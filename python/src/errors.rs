@@ -79,6 +79,7 @@ fn advice_text(advice: Advice) -> &'static str {
         Advice::OpenWritable => "Open it without read_only=True",
         Advice::TakeOver => "Pass Options(take_over=True)",
         Advice::OtherStepName => "The argument is step_name=",
+        Advice::Spread => "Pass it as sw.Tier(…, per_machine=True)",
         Advice::CaptureEagerly => "Pass snapshot=\"eager\"",
         Advice::LessStaging => "Pass a smaller Options(staging_bytes=)",
         Advice::GuardUpdates => {

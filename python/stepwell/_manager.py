@@ -215,6 +215,10 @@ class CheckpointManager(Reading):
                 check_not_foreign(self._root)
         exports = _checked(exports, self._root, read_only)
         spread = self._tiers is not None and self._tiers.per_machine
+        if spread and self._read_only:
+            raise MisuseError(
+                f"per_machine=True is for the processes that save: {self._root} has one machine's part of each step. With read_only=True, open another tier"
+            )
         if exports and spread:
             raise MisuseError(
                 f"exports= read whole steps from {self._root}, and each machine has a part of them there. Export from another tier, with `stepwell export`"

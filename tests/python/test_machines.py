@@ -73,7 +73,9 @@ def names(folder: Path, machine: str) -> list[str]:
     return sorted(name.split("-")[0] for name in found if name != ".stepwell")
 
 
-def test_the_steps_of_several_machines_are_restored_on_others(tmp_path: Path) -> None:
+def test_the_steps_of_several_machines_are_restored_on_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     script = """
 with open_spread() as manager:
     assert manager.latest_step() is None
@@ -85,6 +87,11 @@ with open_spread() as manager:
     assert names(tmp_path, "a") == ["step_00000001", "step_00000002"]
     # A retired step may wait for the next job.
     assert names(tmp_path, "b") in ([".part"] * 2, [".part"] * 3)
+    with pytest.raises(sw.errors.MisuseError, match="per_machine=True"):
+        sw.CheckpointManager(tmp_path / "a" / "run")
+    with caplog.at_level("WARNING"), pytest.raises(sw.errors.StepwellError):
+        sw.restore(tmp_path / "a" / "run")
+    assert "Read another tier of the run" in caplog.text
     # Each machine has half of the data.
     sizes = [sum(path.stat().st_size for path in (tmp_path / m / "run").rglob("*.data")) for m in ("a", "b")]
     assert 0.4 < sizes[0] / sizes[1] < 1.25
@@ -178,6 +185,8 @@ def test_what_cannot_be_spread_is_refused(tmp_path: Path) -> None:
         sw.CheckpointManager(tiers=[sw.Tier("s3://bucket/run", per_machine=True), home])
     with pytest.raises(sw.errors.MisuseError, match="exports="):
         sw.CheckpointManager(tiers=[near, home], exports=[sw.Export(str(tmp_path / "x-{step}"))])
+    with pytest.raises(sw.errors.MisuseError, match="another tier"):
+        sw.CheckpointManager(tiers=[near, home], read_only=True)
     meeting = sw.coordinators.SharedDirectory(0, 2, "job")
     with pytest.raises(sw.errors.MisuseError, match="path="):
         sw.CheckpointManager(tiers=[near, home], coordinator=meeting)

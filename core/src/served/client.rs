@@ -18,7 +18,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// The most connections that are kept.
 const MAX_IDLE: usize = 16;
 
-/// Where the bytes of an answer go.
+/// The destination of the bytes of an answer.
 pub(super) enum AnswerBytes<'a> {
     /// None are expected.
     Nowhere,

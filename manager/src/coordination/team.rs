@@ -192,6 +192,11 @@ impl Team {
         if self.is_alone() { Ok(()) } else { self.coordinator.put(&self.key("carried"), b"") }
     }
 
+    /// True if the session is over for that rank.
+    pub fn has_left(&self, rank: u32) -> Result<bool> {
+        Ok(self.heartbeat_of(rank)? == RankHeartbeat::LEFT)
+    }
+
     /// Returns the progress of the leader. `None` if it carries no more steps, or has left.
     pub fn leader_progress(&self) -> Result<Option<u64>> {
         if self.coordinator.get(&self.key("carried"), Duration::ZERO)?.is_some() {

@@ -96,13 +96,15 @@ impl Leftovers {
         if ended.iter().all(|part| main.has(part)) {
             return Ok(());
         }
-        // What was known may be outdated, and a listing may miss a step that gets another name
-        // meanwhile. A second one does not.
+        // The cache may be outdated, and a listing may miss a step that gets another name meanwhile.
+        // A second one does not.
         self.known.clear();
         let again = self.list(root)?;
         let record = record::read(&*root.dir)?.unwrap_or_default();
         let is_gone = |part: &FoundPart| {
-            record.knows_steps_of(&part.attempt.session) && !main.has(part) && !again.has(part)
+            let is_known =
+                part.attempt.session == machines.session || record.knows_steps_of(&part.attempt.session);
+            is_known && !main.has(part) && !again.has(part)
         };
         let trash = |part: FoundPart| {
             let label = directory_layout::label(part.step);

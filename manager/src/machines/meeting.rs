@@ -24,22 +24,22 @@ use crate::recovery;
 use crate::root::Root;
 use crate::step_name::StepName;
 
-/// What a rank tells.
+/// The report of a rank.
 #[derive(Serialize, Deserialize)]
 struct RankReport {
-    /// The id in the root that it has opened. Empty: there is none.
+    /// The id of the root that it has opened. Empty: it has none.
     id: String,
     /// The root, for messages.
     path: String,
-    /// Of the first rank of a machine.
+    /// The first rank of a machine reports for it.
     machine: Option<MachineReport>,
 }
 
-/// What a machine has.
+/// The report of a machine.
 #[derive(Serialize, Deserialize)]
 pub(super) struct MachineReport {
     record: MachineRecord,
-    /// Where its server answers. The leader's starts later.
+    /// Its server. The leader's starts later.
     face: Option<Face>,
     /// Its steps and branches.
     pub(super) named: Vec<NamedAttempt>,
@@ -60,13 +60,19 @@ struct Face {
     path: String,
 }
 
-/// What all ranks hear.
+/// The message to all ranks.
 #[derive(Serialize, Deserialize)]
 struct Introduction {
     faces: BTreeMap<u32, Face>,
     /// For each attempt, the machines with files of its ranks.
     held: Vec<(Attempt, Held)>,
     sessions: BTreeSet<String>,
+    /// The id of the main machine, as of these sessions.
+    main: String,
+    /// The id of the machine that leads.
+    leader: String,
+    /// The number of machines.
+    machines: u32,
     /// Sessions of parts without a step.
     unnamed: BTreeSet<String>,
 }
@@ -90,8 +96,9 @@ pub(crate) fn meet(
         None if is_host => own_root(&**local, team.session(), options.take_over).map(|owned| lock = owned),
         _ => Ok(()),
     };
-    let owned = owned
-        .and_then(|()| if is_host { record::read_or_make(&**local, environment).map(drop) } else { Ok(()) });
+    let owned = owned.and_then(|()| {
+        if is_host { Ok(record::read_or_make(&**local, environment).map(drop)?) } else { Ok(()) }
+    });
     team.agree("own the machines", owned, |_| Ok(()))?;
 
     let names = led.as_ref().map(|root| &root.names);
@@ -157,13 +164,16 @@ fn hand_over(
     recovery::sweep(local, session, environment)?;
     demote(local, named)?;
     let record = record::read_or_make(local, environment)?;
-    let (sessions, absent) = (all.sessions, BTreeSet::new());
-    record::write(local, &MachineRecord { id: record.id, sessions, led: false, absent })
+    let Introduction { sessions, main, machines, .. } = all;
+    Ok(record::write(
+        local,
+        &MachineRecord { id: record.id, sessions, main, machines, absent: BTreeSet::new() },
+    )?)
 }
 
 fn shared(path: &str) -> Error {
     Error::Invalid(format!(
-        "several machines share {path}, and per_machine=True is for a directory that each machine has for itself. Leave it out"
+        "several machines share {path}, and a tier that is spread over machines needs a directory that each of them has for itself"
     ))
 }
 
@@ -231,7 +241,7 @@ fn check_directories(team: &Team, reports: &[RankReport]) -> Result<()> {
         let first = of_machines.entry(machine).or_insert(report);
         if first.id != report.id {
             return Err(Error::Invalid(format!(
-                "the processes of one machine have several directories: {} and, on rank {rank}, {}. With per_machine=True, they share one. If these are two machines, give them two host names",
+                "the processes of one machine have several directories: {} and, on rank {rank}, {}. They need one that they share. If these are two machines, give them two host names",
                 first.path, report.path
             )));
         }
@@ -263,7 +273,7 @@ fn lead(
         faces.iter().map(|(&machine, face)| (machine, served(face))).collect();
     let records = reports.iter().map(|(&machine, report)| (machine, &report.record)).collect();
     let has_steps = |machine: u32| reports.get(&machine).is_some_and(|report| !report.named.is_empty());
-    let NewestState { main: last, mut sessions } = newest_state(own, &records, has_steps);
+    let NewestState { main: last, main_id, mut sessions } = newest_state(own, &records, has_steps);
     if let Some(from) = last.filter(|&last| last != own).and_then(|last| reports.get(&last)) {
         if let (Some(root), Some(info)) = (led, &from.info) {
             root.take_info_over(info, from.named.iter().map(NamedAttempt::step_name), options)?;
@@ -291,12 +301,20 @@ fn lead(
         Some(last) => last.record.absent.clone(),
         None => unnamed.clone(),
     };
-    sessions.insert(team.session().to_owned());
     let id = reports.get(&own).map(|report| report.record.id.clone()).unwrap_or_default();
-    record::write(&**local, &MachineRecord { id, sessions: sessions.clone(), led: true, absent })?;
+    let leader = id.clone();
+    let mut main = main_id;
+    if last.is_some() {
+        sessions.insert(team.session().to_owned());
+        main.clone_from(&leader);
+    }
+    let machines = u32::try_from(reports.len()).unwrap_or(u32::MAX);
+    let record = MachineRecord { id, sessions: sessions.clone(), main: main.clone(), machines, absent };
+    record::write(&**local, &record)?;
 
-    let mut introduction = Introduction { faces: BTreeMap::new(), held, sessions, unnamed };
-    let machines = machines(team, local, &introduction, others);
+    let mut introduction =
+        Introduction { faces: BTreeMap::new(), held, sessions, main, leader, machines, unnamed };
+    let machines = met_machines(team, local, &introduction, others);
     let root: Arc<dyn Dir> = Arc::new(MachinesDir::new(Arc::clone(&machines), Arc::clone(local)));
     let mut server = None;
     if !faces.is_empty() {
@@ -325,7 +343,7 @@ fn introduced(team: &Team, local: &Arc<dyn Dir>, all: &Introduction, hosting: Op
         .map(|(&machine, face)| (machine, served(face)))
         .collect();
     let there = others.get(&machine_of(team, LEADER)).cloned();
-    let machines = machines(team, local, all, others);
+    let machines = met_machines(team, local, all, others);
     if let Some(hosting) = hosting {
         machines.host(hosting);
     }
@@ -334,7 +352,7 @@ fn introduced(team: &Team, local: &Arc<dyn Dir>, all: &Introduction, hosting: Op
     (machines, root)
 }
 
-fn machines(
+fn met_machines(
     team: &Team,
     local: &Arc<dyn Dir>,
     all: &Introduction,
@@ -355,6 +373,8 @@ fn machines(
         unnamed: all.unnamed.clone(),
         lengths: Mutex::default(),
         is_host: false.into(),
+        is_recorded: Mutex::default(),
+        main_id: all.leader.clone(),
         hosting: Mutex::default(),
     })
 }

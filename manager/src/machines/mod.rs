@@ -39,6 +39,7 @@ use crate::error::Result;
 pub(crate) use dir::MachinesDir;
 pub(crate) use leftovers::Leftovers;
 pub(crate) use meeting::meet;
+pub(crate) use record::is_spread;
 
 /// The answer to a question for all files of a step is used again for so long.
 const LENGTHS_LAST: Duration = Duration::from_secs(5);
@@ -67,11 +68,14 @@ pub(crate) struct Machines {
     unnamed: BTreeSet<String>,
     lengths: Mutex<KnownLengths>,
     is_host: AtomicBool,
+    is_recorded: Mutex<bool>,
+    /// The id of the main machine.
+    main_id: String,
     /// On the first rank of a machine, until it leaves.
     hosting: Mutex<Option<Hosting>>,
 }
 
-/// What the first rank of a machine does for it.
+/// The services of the first rank of a machine for it.
 struct Hosting {
     server: Option<Server>,
     /// The lock of the writer of this machine's root. The main machine's is the root's own.
@@ -116,13 +120,29 @@ impl Machines {
         &self.local
     }
 
+    /// Records, before the first step of this session is committed, that the run goes on with it
+    /// ([`record`]).
+    pub(crate) fn record_session(&self) -> stepwell_core::Result<()> {
+        let mut is_recorded = self.is_recorded.lock().unwrap_or_else(PoisonError::into_inner);
+        if *is_recorded || !self.is_host() {
+            return Ok(());
+        }
+        if let Some(mut record) = record::read(&*self.local)? {
+            record.sessions.insert(self.session.clone());
+            record.main.clone_from(&self.main_id);
+            record::write(&*self.local, &record)?;
+        }
+        *is_recorded = true;
+        Ok(())
+    }
+
     /// Records, on the main machine, that the run has gone on without the steps of absent machines:
     /// their parts may go.
     pub(crate) fn forget_absent(&self) -> Result<()> {
         let Some(mut record) = record::read(&*self.local)? else { return Ok(()) };
         record.sessions.extend(self.unnamed.iter().cloned());
         record.absent.clear();
-        record::write(&*self.local, &record)
+        Ok(record::write(&*self.local, &record)?)
     }
 
     /// The number of requests that this process has answered. It changes as long as others read.
@@ -179,7 +199,7 @@ fn part_of_temporary(name: &str) -> Option<(String, Attempt)> {
     }
 }
 
-/// Returns the rank in the name of a data file: the rank that wrote it, or the first of its machine.
+/// Returns the rank in the name of a data file: that of its writer, or the first of its machine.
 fn rank_of(path: &str) -> Option<u32> {
     let name = path.rsplit_once('/').map_or(path, |(_, name)| name).strip_suffix(".data")?;
     name.strip_prefix('n').unwrap_or(name).parse().ok()

@@ -1,17 +1,18 @@
 //! The record of a machine: `machine.json` in its root.
 //!
-//! All machines of a job write the same list of sessions when they meet. So the machine whose list
-//! contains the others' took part last. A mark shows which of those with that list was main.
+//! All machines of a job write the same list of sessions, and the id of the main machine. So the
+//! machine whose list contains the others' took part last, and names the machine that was main. A
+//! session is added when the machines meet. If the machine that was main last is absent then, it is
+//! added before the first step is committed: until then, the run has not gone on.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::io::Dir;
 
-use crate::control::write_json;
+use crate::control::replace_json;
 use crate::directory_layout::{MACHINE, control};
 use crate::environment::Environment;
-use crate::error::Result;
 
 const MAX_BYTES: u64 = 16 << 20;
 
@@ -22,8 +23,10 @@ pub(super) struct MachineRecord {
     pub(super) id: String,
     /// The sessions of the run, until the last meeting of this machine.
     pub(super) sessions: BTreeSet<String>,
-    /// True if it was the main machine of the last of them.
-    pub(super) led: bool,
+    /// The id of the main machine, as of this list.
+    pub(super) main: String,
+    /// The number of machines at the last meeting.
+    pub(super) machines: u32,
     /// On the main machine: sessions whose steps may be on a machine that was absent.
     pub(super) absent: BTreeSet<String>,
 }
@@ -36,23 +39,31 @@ impl MachineRecord {
 }
 
 /// Reads the record of a root. An invalid one was edited: nothing is known then.
-pub(super) fn read(root: &dyn Dir) -> Result<Option<MachineRecord>> {
+pub(super) fn read(root: &dyn Dir) -> stepwell_core::Result<Option<MachineRecord>> {
     match root.read_file(&control(MACHINE), MAX_BYTES) {
         Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
         Err(error) if error.is_not_found() => Ok(None),
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error),
     }
 }
 
-pub(super) fn write(root: &dyn Dir, record: &MachineRecord) -> Result<()> {
+/// True if a root is on several machines, and this is one of them.
+pub(crate) fn is_spread(root: &dyn Dir) -> stepwell_core::Result<bool> {
+    Ok(read(root)?.is_some_and(|record| record.machines > 1))
+}
+
+pub(super) fn write(root: &dyn Dir, record: &MachineRecord) -> stepwell_core::Result<()> {
     if read(root)?.as_ref() == Some(record) {
         return Ok(());
     }
-    write_json(root, MACHINE, record)
+    replace_json(root, MACHINE, record)
 }
 
 /// Reads the record of this machine, which owns the root. Makes a missing one.
-pub(super) fn read_or_make(root: &dyn Dir, environment: &Environment) -> Result<MachineRecord> {
+pub(super) fn read_or_make(
+    root: &dyn Dir,
+    environment: &Environment,
+) -> stepwell_core::Result<MachineRecord> {
     if let Some(record) = read(root)? {
         return Ok(record);
     }
@@ -66,6 +77,8 @@ pub(super) fn read_or_make(root: &dyn Dir, environment: &Environment) -> Result<
 pub(super) struct NewestState {
     /// The machine that was main last. `None`: it is absent.
     pub(super) main: Option<u32>,
+    /// Its id.
+    pub(super) main_id: String,
     pub(super) sessions: BTreeSet<String>,
 }
 
@@ -86,25 +99,24 @@ pub(super) fn newest_state(
         records.iter().filter(|(_, one)| !is_outdated(one)).map(|(&machine, &one)| (machine, one)).collect();
     // Several lists: the machines have gone on apart. The one that leads now decides.
     let list = newest.get(&own).or_else(|| newest.values().next());
-    let sessions = list.map(|one| one.sessions.clone()).unwrap_or_default();
-    let mut with_list =
-        newest.iter().filter(|(_, one)| one.sessions == sessions).map(|(&machine, _)| machine);
+    let (sessions, main_id) = list.map(|one| (one.sessions.clone(), one.main.clone())).unwrap_or_default();
     let main = if sessions.is_empty() {
         let others = records.keys().copied();
         Some(std::iter::once(own).chain(others).find(|&machine| has_steps(machine)).unwrap_or(own))
     } else {
-        with_list.find(|machine| newest.get(machine).is_some_and(|one| one.led))
+        records.iter().find(|(_, one)| one.id == main_id).map(|(&machine, _)| machine)
     };
-    NewestState { main, sessions }
+    NewestState { main, main_id, sessions }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn record(sessions: &[&str], led: bool) -> MachineRecord {
+    /// The record of a machine with this id.
+    fn record(id: &str, sessions: &[&str], main: &str) -> MachineRecord {
         let sessions = sessions.iter().map(|&session| session.to_owned()).collect();
-        MachineRecord { sessions, led, ..MachineRecord::default() }
+        MachineRecord { id: id.to_owned(), sessions, main: main.to_owned(), ..MachineRecord::default() }
     }
 
     /// The machine that was main last, if `own` leads now.
@@ -115,30 +127,36 @@ mod tests {
 
     #[test]
     fn the_longest_of_lists_that_contain_each_other_is_the_newest() {
-        let many = record(&["1", "2", "3", "4"], true);
-        assert_eq!(main(0, &[many.clone(), record(&["1", "2", "3", "4"], false)]), Some(0));
-        assert_eq!(main(1, &[many.clone(), record(&["1", "2", "3", "4"], false)]), Some(0));
-        // Machine 1 has led since, and knew all before.
-        let later = record(&["1", "2", "3", "4", "5"], true);
-        assert_eq!(main(0, &[many.clone(), later.clone()]), Some(1));
-        // It took part later, and the main machine is absent.
-        let part = record(&["1", "2", "3", "4", "5"], false);
-        assert_eq!(main(0, &[many.clone(), part.clone()]), None);
-        assert_eq!(main(1, &[many, part, later]), Some(2));
+        let (a, b) = (record("a", &["1", "2", "3"], "a"), record("b", &["1", "2", "3"], "a"));
+        assert_eq!(main(0, &[a.clone(), b.clone()]), Some(0));
+        assert_eq!(main(1, &[a.clone(), b]), Some(0));
+        // Machine b has led since.
+        let b = record("b", &["1", "2", "3", "4"], "b");
+        assert_eq!(main(0, &[a.clone(), b.clone()]), Some(1));
+        // It took part since, and the main machine is absent.
+        let c = record("c", &["1", "2", "3", "4"], "b");
+        assert_eq!(main(0, &[a.clone(), c.clone()]), None);
+        assert_eq!(main(1, &[a, c, b]), Some(2));
+    }
+
+    #[test]
+    fn a_main_machine_that_died_early_is_named_by_others() {
+        let (a, b) = (record("a", &["1"], "a"), record("b", &["1", "2"], "a"));
+        assert_eq!(main(1, &[a, b]), Some(0));
     }
 
     #[test]
     fn machines_that_went_on_apart_follow_the_one_that_leads() {
-        let (one, other) = (record(&["1", "2"], true), record(&["1", "3"], true));
-        assert_eq!(main(0, &[one.clone(), other.clone()]), Some(0));
-        assert_eq!(main(1, &[one.clone(), other.clone()]), Some(1));
-        assert_eq!(main(2, &[one, other, record(&[], false)]), Some(0));
+        let (a, b) = (record("a", &["1", "2"], "a"), record("b", &["1", "3"], "b"));
+        assert_eq!(main(0, &[a.clone(), b.clone()]), Some(0));
+        assert_eq!(main(1, &[a.clone(), b.clone()]), Some(1));
+        assert_eq!(main(2, &[a, b, record("c", &[], "")]), Some(0));
     }
 
     #[test]
     fn machines_that_have_never_met_follow_the_one_with_steps() {
-        let new = record(&[], false);
-        assert_eq!(main(0, &[new.clone(), new.clone(), new.clone()]), Some(2));
-        assert_eq!(main(1, &[new.clone(), new]), Some(1));
+        let new = |id| record(id, &[], "");
+        assert_eq!(main(0, &[new("a"), new("b"), new("c")]), Some(2));
+        assert_eq!(main(1, &[new("a"), new("b")]), Some(1));
     }
 }

@@ -1,5 +1,6 @@
 //! A root on the local disks of several machines: what its manager does beside saves and restores.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,29 +9,44 @@ use stepwell_core::deadline::StallTimer;
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::served::ServedDisk;
 
+use super::tiers::Tier;
 use super::{Inner, Manager};
 use crate::commit::aside;
+use crate::coordination::LEADER;
 use crate::coordination::team::Team;
 use crate::directory_layout::{self, OwnName};
 use crate::discovery::{damage, read_manifest};
 use crate::environment::Environment;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::machines::{self, Leftovers, Machines};
 use crate::options::Options;
 use crate::periodic::Periodic;
 use crate::root::{self, Root};
 
 /// The host of a machine looks at this interval if a save has ended.
-const LOOK_INTERVAL: Duration = Duration::from_secs(2);
+const LOOK_INTERVAL: Duration = Duration::from_millis(250);
 /// It removes parts at this interval in any case: retired steps are deleted later, as readers may
 /// hold them.
 const REMOVE_INTERVAL: Duration = Duration::from_secs(10);
+/// A leader that closes looks at this interval if the other machines are still here.
+const PRESENCE_INTERVAL: Duration = Duration::from_secs(1);
 /// A host that closes looks at this interval if the leader still carries steps.
 const CLOSE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Branches of steps that lack files of a machine begin with this.
 const INCOMPLETE: &str = "incomplete-";
 
-/// What a host does for its machine, beside serving it.
+/// A step that lacked files of a machine, in its branch.
+struct IncompleteStep {
+    /// The name of its directory.
+    name: String,
+    /// Its own name.
+    step_name: String,
+    step: u64,
+    /// True if it lacks nothing any more.
+    is_whole: bool,
+}
+
+/// The work of a host for its machine, beside serving it.
 #[derive(Default)]
 pub(super) struct Parts {
     removal: Mutex<Option<Periodic>>,
@@ -124,6 +140,7 @@ impl Inner {
         if self.machines.is_none() {
             return Ok(());
         }
+        self.take_whole_steps_back()?;
         let (root, listing) = (&self.root, self.root.list()?);
         let (mut kept, mut retired) = (Vec::new(), Vec::new());
         for (&step, found) in &listing.steps {
@@ -144,7 +161,8 @@ impl Inner {
         let unique = self.environment.hex_id();
         let branch = format!("{INCOMPLETE}{}", unique.get(..8).unwrap_or(&unique));
         if !kept.is_empty() {
-            retired.extend(self.incomplete_branches()?);
+            let lacking = self.incomplete_steps()?.into_iter().filter(|step| !step.is_whole);
+            retired.extend(lacking.map(|step| (step.name, root.trash(step.step))));
         }
         for name in kept {
             aside::set_aside(&*root.dir, &name, &branch)?;
@@ -154,9 +172,8 @@ impl Inner {
         done.error.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// Returns the steps that [`Self::set_incomplete_steps_aside`] has moved before, and that still
-    /// lack files, with names for their trash.
-    fn incomplete_branches(&self) -> Result<Vec<(String, String)>> {
+    /// Returns the steps that [`Self::set_incomplete_steps_aside`] has moved before.
+    fn incomplete_steps(&self) -> Result<Vec<IncompleteStep>> {
         let root = &self.root;
         let is_ours = |branch: &str| {
             branch.strip_prefix(INCOMPLETE).is_some_and(|unique| {
@@ -165,20 +182,45 @@ impl Inner {
         };
         let mut found = Vec::new();
         for entry in root.dir.entries()? {
-            let Some(OwnName::Branch { branch, .. }) = directory_layout::parse(&entry.name) else { continue };
-            if !is_ours(&branch) {
+            let Some(OwnName::Branch { branch, step_name }) = directory_layout::parse(&entry.name) else {
                 continue;
-            }
-            let manifest = read_manifest(&*root.dir, &entry.name)?;
-            if damage(&*root.dir, &entry.name, &manifest)?.is_some() {
-                found.push((entry.name, root.trash(manifest.step)));
+            };
+            if is_ours(&branch) {
+                let manifest = read_manifest(&*root.dir, &entry.name)?;
+                let is_whole = damage(&*root.dir, &entry.name, &manifest)?.is_none();
+                found.push(IncompleteStep { name: entry.name, step_name, step: manifest.step, is_whole });
             }
         }
         Ok(found)
     }
 
-    /// Notices, on the leader, that the run has gone on without the steps of absent machines: a step
-    /// of this session is in a further tier, or there is none. Returns true from then on.
+    /// Gives steps their names back whose machine is here again, unless the run has gone on.
+    fn take_whole_steps_back(&self) -> Result<()> {
+        let root = &self.root;
+        let mut whole = self.incomplete_steps()?;
+        whole.retain(|step| step.is_whole);
+        let Some(first) = whole.iter().map(|step| step.step).min() else { return Ok(()) };
+        let near = root.list()?.steps.keys().next_back().copied();
+        let others = self.tiers.iter().filter_map(|tier| tier.lock().steps.keys().next_back().copied());
+        if near.into_iter().chain(others).max().is_some_and(|newest| newest >= first) {
+            let branches: Vec<String> = whole.into_iter().map(|step| step.name).collect();
+            tracing::warn!(
+                ?branches,
+                "these steps are whole again, but the run has gone on without them. They stay aside"
+            );
+            return Ok(());
+        }
+        root.check_writer()?;
+        for IncompleteStep { name, step_name, step, .. } in whole {
+            tracing::info!(step, "a step is listed again: the machine that it lacked is here");
+            aside::name_part(&*root.dir, &name, &step_name)?;
+        }
+        root.discovery.forget();
+        Ok(())
+    }
+
+    /// Notices, on the leader, that the run has gone on without the steps of absent machines: a
+    /// further tier has a step of this session. Returns true from then on.
     fn forget_absent_machines(&self) -> bool {
         let Some(machines) = &self.machines else { return true };
         let is_ours = |attempt: &Attempt| attempt.session == self.team.session();
@@ -198,8 +240,8 @@ impl Inner {
         true
     }
 
-    /// Waits on a host until the leader has carried what is due: it reads from this machine. It does
-    /// not wait if the session is lost, or after [`Manager::leave_at_once`].
+    /// Waits on a host until the leader has carried all steps: it reads from this machine. Does not
+    /// wait if the session is lost, or after [`Manager::leave_at_once`].
     pub(super) fn serve_until_carried(&self, deadline: Instant) -> Result<()> {
         let Some(machines) = self.machines.as_ref().filter(|machines| machines.is_host()) else {
             return Ok(());
@@ -220,6 +262,30 @@ impl Inner {
             std::thread::sleep(CLOSE_POLL_INTERVAL);
         }
         Ok(())
+    }
+
+    /// Waits until nothing is due in a tier, or a machine has left. The next job carries the rest.
+    pub(super) fn wait_while_machines_are_here(&self, tier: &Tier, deadline: Instant) -> Result<()> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match tier.wait_until_idle(Some(left.min(PRESENCE_INTERVAL)), self.options.stall_timeout) {
+                Err(Error::Timeout { .. }) if Instant::now() < deadline => {}
+                ended => return ended,
+            }
+            let mut hosts = BTreeMap::new();
+            for (rank, &machine) in (0..).zip(self.team.nodes()) {
+                hosts.entry(machine).or_insert(rank);
+            }
+            for &rank in hosts.values().filter(|&&rank| rank != LEADER) {
+                if self.team.has_left(rank)? {
+                    tracing::warn!(
+                        rank,
+                        "a machine has left before its steps were carried. The next job carries them"
+                    );
+                    return Ok(());
+                }
+            }
+        }
     }
 
     /// Ends what this process does for its machine.

@@ -46,6 +46,7 @@ impl Inner {
                 self.saves.lock().writes.has_been_written(turn);
                 self.saves.changed.notify_all();
                 self.wait_for_turn(turn);
+                self.machines.as_ref().map_or(Ok(()), |machines| machines.record_session())
             };
             let (save, ended) = persist::run(
                 job,

@@ -201,7 +201,7 @@ impl Tier {
     }
 
     /// Waits until nothing is due. Without a timeout, as long as there is progress.
-    fn wait_until_idle(&self, timeout: Option<Duration>, stall_timeout: Duration) -> Result<()> {
+    pub(super) fn wait_until_idle(&self, timeout: Option<Duration>, stall_timeout: Duration) -> Result<()> {
         let begun = Instant::now();
         let deadline = timeout.map(deadline_after);
         let mut timer = StallTimer::new(stall_timeout);
@@ -338,7 +338,10 @@ impl Inner {
         let mut all = Ok(());
         for tier in &self.tiers {
             let has_carrier = tier.lock().has_carrier;
-            let wait = || tier.wait_until_idle(left(), self.options.stall_timeout);
+            let wait = || match self.machines {
+                Some(_) => self.wait_while_machines_are_here(tier, deadline),
+                None => tier.wait_until_idle(left(), self.options.stall_timeout),
+            };
             let idle = if has_carrier { wait() } else { Ok(()) };
             tier.lock().stop = true;
             tier.changed.notify_all();

@@ -211,7 +211,7 @@ fn save(trouble: Trouble) {
     let persister = thread::spawn(move || {
         let deleter =
             Arc::new(Deleter::new(Arc::clone(&root), Arc::clone(&environment.clock), Duration::ZERO, None));
-        let (save, ended) = persist::run(job, &root, &environment, &team, &deleter, &|| ());
+        let (save, ended) = persist::run(job, &root, &environment, &team, &deleter, &|| Ok(()));
         let callbacks = save.set_outcome(ended.outcome);
         save.call(callbacks);
     });

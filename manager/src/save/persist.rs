@@ -40,7 +40,7 @@ pub(crate) fn run(
     environment: &Environment,
     team: &Team,
     deleter: &Arc<Deleter>,
-    written: &dyn Fn(),
+    written: &dyn Fn() -> stepwell_core::Result<()>,
 ) -> (Save, SaveEnd) {
     let save = job.save.clone();
     let step = save.step();
@@ -83,7 +83,7 @@ fn commit(
     environment: &Environment,
     team: &Team,
     deleter: &Arc<Deleter>,
-    written: &dyn Fn(),
+    written: &dyn Fn() -> stepwell_core::Result<()>,
 ) -> SaveEnd {
     let SaveJob { save, plan, draft, unwritten, flush, queued } = job;
     let _span = tracing::info_span!("save", step = save.step()).entered();
@@ -146,7 +146,7 @@ struct SaveWorld<'a> {
     /// This rank's parts of items that other ranks write.
     unwritten: Vec<ItemPart>,
     flush: Option<Flush>,
-    written: &'a dyn Fn(),
+    written: &'a dyn Fn() -> stepwell_core::Result<()>,
     attempt: Attempt,
     /// True if the leader is on another machine, and does not sync this rank's directory.
     is_far: bool,
@@ -190,7 +190,7 @@ impl World for SaveWorld<'_> {
         if self.is_far {
             temporary.sync()?;
         }
-        (self.written)();
+        (self.written)()?;
         let part = |written: WrittenItem| {
             let item = self.items.remove(&written.dir)?;
             Some(ItemPart { item, index: written.index, tensor_bytes: written.tensor_bytes })

@@ -1,5 +1,5 @@
-//! A root on the local disks of several machines. Each is a directory of the simulated disk. What
-//! one reads of another comes over TCP.
+//! A root on the local disks of several machines. Each is a directory of the simulated disk. They
+//! read from each other over TCP.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier};
@@ -159,7 +159,7 @@ const STEP_1: &str = "step_00000001";
 const STEP_2: &str = "step_00000002";
 
 #[test]
-fn each_machine_keeps_the_files_of_its_ranks_and_all_ranks_read_the_whole() {
+fn each_machine_keeps_its_files_and_all_ranks_read_the_whole() {
     let nodes = Nodes::new(2);
     nodes.run(&["a", "b"], &options(), |rank, manager| {
         assert_eq!(manager.latest_step().unwrap(), None);
@@ -218,7 +218,7 @@ fn what_is_deleted_leaves_all_machines() {
         manager.delete(3).unwrap();
     });
     for _ in 0..2 {
-        // What is left at the end goes when the next job begins.
+        // The next job removes the rest.
         nodes.run(&["a", "b", "c"], &keeping(2), |_, _| ());
     }
     assert_eq!(nodes.names("a"), ["step_00000004"]);
@@ -227,7 +227,7 @@ fn what_is_deleted_leaves_all_machines() {
 }
 
 #[test]
-fn a_job_without_one_of_its_machines_goes_on_from_a_further_tier() {
+fn a_job_without_a_machine_goes_on_from_a_further_tier() {
     let nodes = Nodes::new(1);
     nodes.run_with_home(&["a", "b", "c"], &keeping(1), |rank, manager| save(manager, rank, 3, &[1, 2]));
     nodes.lose("b");
@@ -265,7 +265,7 @@ fn a_job_without_its_main_machine_goes_on_from_a_further_tier() {
 }
 
 #[test]
-fn a_step_that_lacks_a_machine_and_has_no_copy_is_not_listed_and_not_deleted() {
+fn a_step_that_lacks_a_machine_waits_for_it_in_a_branch() {
     let nodes = Nodes::new(1);
     nodes.run_with_home(&["a", "b"], &options(), |rank, manager| {
         save(manager, rank, 2, &[1]);
@@ -285,10 +285,15 @@ fn a_step_that_lacks_a_machine_and_has_no_copy_is_not_listed_and_not_deleted() {
         "{names:?}"
     );
     assert!(nodes.names("b").contains(&"part 2".to_owned()));
+    // It is back.
+    nodes.run_with_home(&["a", "b"], &options(), |_, manager| {
+        assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+        assert_model(manager, 2, 2, 2);
+    });
 }
 
 #[test]
-fn a_machine_that_comes_back_with_old_steps_does_not_bring_them_back() {
+fn a_machine_that_comes_back_brings_no_old_steps_back() {
     let nodes = Nodes::new(1);
     nodes.run_with_home(&["a", "b"], &options(), |rank, manager| save(manager, rank, 2, &[1, 2]));
     nodes.run_with_home(&["b", "c"], &options(), |rank, manager| {
@@ -307,7 +312,7 @@ fn a_machine_that_comes_back_with_old_steps_does_not_bring_them_back() {
 }
 
 #[test]
-fn a_step_that_is_saved_again_replaces_the_files_on_all_machines() {
+fn a_step_that_is_saved_again_is_replaced_on_all_machines() {
     let nodes = Nodes::new(1);
     nodes.run(&["a", "b"], &options(), |rank, manager| {
         save(manager, rank, 2, &[1]);
@@ -340,7 +345,7 @@ fn steps_of_a_branch_keep_their_files_on_all_machines() {
 }
 
 #[test]
-fn a_save_that_fails_on_one_machine_is_no_step_and_leaves_nothing() {
+fn a_save_that_fails_on_one_machine_leaves_nothing() {
     let nodes = Nodes::new(1);
     let barrier = Barrier::new(3);
     nodes.run(&["a", "b", "c"], &options(), |rank, manager| {
@@ -415,7 +420,7 @@ fn a_killed_process_leaves_nothing_and_loses_nothing() {
 }
 
 #[test]
-fn parts_of_an_absent_main_machine_stay_until_the_run_has_gone_on() {
+fn parts_of_an_absent_main_machine_stay_at_first() {
     let nodes = Nodes::new(1);
     nodes.run_with_home(&["a", "b"], &options(), |rank, manager| {
         save(manager, rank, 2, &[1]);
@@ -431,12 +436,56 @@ fn parts_of_an_absent_main_machine_stay_until_the_run_has_gone_on() {
         });
         assert!(nodes.names("b").contains(&"part 2".to_owned()), "{:?}", nodes.names("b"));
     }
-    // It is back.
-    nodes.run_with_home(&["a", "b"], &options(), |_, _| ());
-    assert!(nodes.names("b").contains(&"part 2".to_owned()), "{:?}", nodes.names("b"));
-    let names = nodes.names("a");
-    let is_stale = |name: &String| name.starts_with(".branch-stale-") && name.ends_with(STEP_2);
-    assert!(names.iter().any(is_stale), "{names:?}");
+    // It is back, and the run has not gone on.
+    nodes.run_with_home(&["a", "b"], &options(), |_, manager| {
+        assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+        assert_model(manager, 2, 2, 2);
+    });
+    nodes.run_with_home(&["b", "c"], &options(), |rank, manager| {
+        save(manager, rank, 2, &[3]);
+        if rank == 0 {
+            manager.wait_until_carried(Some(LONG)).unwrap();
+        }
+    });
+    nodes.run_with_home(&["b", "c"], &options(), |_, manager| {
+        assert_eq!(manager.latest_step().unwrap(), Some(3));
+    });
+    nodes.run_with_home(&["a", "b"], &options(), |_, manager| {
+        assert_eq!(manager.latest_step().unwrap(), Some(3));
+    });
+}
+
+#[test]
+fn a_job_that_saves_nothing_sets_no_step_aside() {
+    let nodes = Nodes::new(1);
+    nodes.save(&["a", "b"], &options(), &[1, 2]);
+    nodes.run_with_home(&["b", "c"], &options(), |_, manager| {
+        assert_eq!(manager.latest_step().unwrap(), None);
+    });
+    nodes.run_with_home(&["a", "c"], &options(), |_, manager| {
+        assert_eq!(manager.latest_step().unwrap(), None);
+    });
+    for machines in [["a", "b"], ["b", "a"]] {
+        nodes.run_with_home(&machines, &options(), |_, manager| {
+            assert_eq!(manager.all_steps().unwrap(), [1, 2], "{machines:?}");
+            assert_model(manager, 2, 2, 2);
+        });
+    }
+}
+
+#[test]
+fn a_part_of_a_run_is_not_opened_as_a_whole() {
+    let nodes = Nodes::new(1);
+    nodes.save(&["a", "b"], &options(), &[1]);
+    for path in ["/a/run", "/b/run"] {
+        let refused = Manager::open(Path::new(path), options(), nodes.job.environment(SingleProcess));
+        let error = refused.map(drop).unwrap_err();
+        assert!(error.to_string().contains("one machine's part"), "{error}");
+    }
+    nodes.run(&["a", "b"], &options(), |_, manager| assert_model(manager, 1, 2, 1));
+    // One machine has all of it.
+    nodes.save(&["c"], &options(), &[1]);
+    Manager::open(Path::new("/c/run"), options(), nodes.job.environment(SingleProcess)).unwrap();
 }
 
 #[test]
