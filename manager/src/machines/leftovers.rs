@@ -96,8 +96,8 @@ impl Leftovers {
         if ended.iter().all(|part| main.has(part)) {
             return Ok(());
         }
-        // The cache may be outdated, and a listing may miss a step that gets another name meanwhile.
-        // A second one does not.
+        // The cache may be outdated, and a listing may miss a step that gets another name
+        // meanwhile. A second one does not.
         self.known.clear();
         let again = self.list(root)?;
         let record = record::read(&*root.dir)?.unwrap_or_default();
