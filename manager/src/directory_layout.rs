@@ -31,6 +31,8 @@ pub const HEARTBEAT_PREFIX: &str = "beat-";
 pub const REWIND: &str = "rewind.json";
 /// The sessions that a near tier knows.
 pub const SESSIONS: &str = "sessions.json";
+/// Branches of steps without which the run has gone on begin with this.
+pub const STALE: &str = "stale-";
 /// The record of a machine, in the control directory ([`crate::machines`]).
 pub const MACHINE: &str = "machine.json";
 /// The directory of later metrics, keyed by attempt.

@@ -73,6 +73,12 @@ impl Environment {
     pub(crate) fn hex_id(&self) -> String {
         format!("{:032x}", self.rng.next_u128())
     }
+
+    /// Returns the name of a new branch: the prefix and 8 hex digits.
+    pub(crate) fn new_branch(&self, prefix: &str) -> String {
+        let unique = self.hex_id();
+        format!("{prefix}{}", unique.get(..8).unwrap_or(&unique))
+    }
 }
 
 /// The system's clocks.

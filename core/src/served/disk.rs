@@ -5,11 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::dir::ServedFile;
-use crate::Error;
-use crate::Result;
 use crate::io::workers::{Job, TransferWorkers};
 use crate::io::{Completion, Dir, Disk, EngineChoice, File, Queue, Transfer};
 use crate::sys::{Buffer, Mapping};
+use crate::{Error, Result};
 
 /// The most requests of one queue to other machines that wait for an answer.
 const CONNECTIONS: usize = 8;

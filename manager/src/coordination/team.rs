@@ -225,7 +225,7 @@ impl Team {
     pub fn have_others_left(&self, timeout: Duration) -> Result<bool> {
         let deadline = deadline_after(timeout);
         for rank in (0..self.world_size()).filter(|&rank| rank != self.rank()) {
-            while self.heartbeat_of(rank)? != RankHeartbeat::LEFT {
+            while !self.has_left(rank)? {
                 if Instant::now() >= deadline {
                     return Ok(false);
                 }

@@ -13,7 +13,7 @@ use super::meeting::MachineReport;
 use super::part_of;
 use crate::commit::aside;
 use crate::delete_tree::ignore_missing;
-use crate::directory_layout::{self, LEASE, MANIFEST, METRICS, TRACES, control};
+use crate::directory_layout::{self, LEASE, MANIFEST, METRICS, STALE, TRACES, control};
 use crate::environment::Environment;
 use crate::error::Result;
 
@@ -36,7 +36,7 @@ impl NewMain<'_> {
         // First: metrics without a step are removed, and a step without its metrics may be, too.
         self.others.values().try_for_each(|from| take_sidecars_over(&**self.local, from))?;
         let mut there: HashSet<&Attempt> = HashSet::new();
-        let stale = self.stale_branch();
+        let stale = self.environment.new_branch(STALE);
         for named in self.named_of(self.own) {
             there.insert(&named.attempt);
             if named.is_step() && !current.contains(&named.attempt) {
@@ -48,7 +48,7 @@ impl NewMain<'_> {
         let rest = self.others.keys().copied().filter(|&machine| Some(machine) != last);
         for machine in last.into_iter().chain(rest) {
             let Some(from) = self.others.get(&machine) else { continue };
-            let stale = self.stale_branch();
+            let stale = self.environment.new_branch(STALE);
             let mut taken = Vec::new();
             for named in self.named_of(machine) {
                 if !there.insert(&named.attempt) {
@@ -70,11 +70,6 @@ impl NewMain<'_> {
 
     fn named_of(&self, machine: u32) -> &[NamedAttempt] {
         self.reports.get(&machine).map_or(&[], |report| &report.named)
-    }
-
-    fn stale_branch(&self) -> String {
-        let unique = self.environment.hex_id();
-        format!("stale-{}", unique.get(..8).unwrap_or(&unique))
     }
 
     /// Makes room for a step: an invalid directory with its name is quarantined. A branch that has

@@ -8,7 +8,7 @@
 //! * parts of a session whose steps may be on a machine that is absent. They go once the run has
 //!   gone on ([`super::record`]).
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -74,14 +74,10 @@ impl Leftovers {
         let local = machines.local();
         let parts = parts_in(&**local)?;
         // Ask before the steps: a save that is committed meanwhile is not over then.
-        let is_ours = |part: &&FoundPart| part.attempt.session == machines.session;
-        let pending: HashSet<Attempt> = parts
-            .iter()
-            .filter(|part| is_ours(part) && !is_over(part.step, part.attempt.counter))
-            .map(|part| part.attempt.clone())
-            .collect();
-        let (ended, _): (Vec<FoundPart>, Vec<FoundPart>) =
-            parts.into_iter().partition(|part| !pending.contains(&part.attempt));
+        let has_ended = |part: &FoundPart| {
+            part.attempt.session != machines.session || is_over(part.step, part.attempt.counter)
+        };
+        let ended: Vec<FoundPart> = parts.into_iter().filter(has_ended).collect();
         if ended.is_empty() {
             return Ok(());
         }
@@ -129,12 +125,12 @@ impl Leftovers {
         let mut main = MainNames::default();
         let mut known = HashMap::new();
         for Entry { name, inode, .. } in root.dir.entries()? {
-            let step = match directory_layout::parse(&name) {
-                Some(OwnName::Branch { step_name, .. }) => step_of(&step_name),
-                Some(OwnName::Quarantine { label }) => step_of(&label),
+            let (step, is_left) = match directory_layout::parse(&name) {
+                Some(OwnName::Branch { step_name, .. }) => (step_of(&step_name), false),
+                Some(OwnName::Quarantine { label }) => (step_of(&label), false),
                 // Readers may hold it. A temporary may be a step that is being replaced.
-                Some(OwnName::Trash { .. } | OwnName::Temporary { .. }) => None,
-                None if step_of(&name).is_some() => step_of(&name),
+                Some(OwnName::Trash { .. } | OwnName::Temporary { .. }) => (None, true),
+                None if step_of(&name).is_some() => (step_of(&name), false),
                 _ => continue,
             };
             let attempt = match self.known.remove(&(name.clone(), inode)) {
@@ -143,10 +139,6 @@ impl Leftovers {
                     Ok(manifest) => manifest.attempt,
                     Err(error) if error.is_gone() => continue,
                     Err(error) if is_not_a_step(&error) => {
-                        let is_left = matches!(
-                            directory_layout::parse(&name),
-                            Some(OwnName::Trash { .. } | OwnName::Temporary { .. })
-                        );
                         if !is_left {
                             main.invalid.insert(step);
                         }

@@ -314,7 +314,7 @@ fn lead(
 
     let mut introduction =
         Introduction { faces: BTreeMap::new(), held, sessions, main, leader, machines, unnamed };
-    let machines = met_machines(team, local, &introduction, others);
+    let machines = met_machines(team, local, &introduction, others, true);
     let root: Arc<dyn Dir> = Arc::new(MachinesDir::new(Arc::clone(&machines), Arc::clone(local)));
     let mut server = None;
     if !faces.is_empty() {
@@ -323,7 +323,7 @@ fn lead(
         faces.insert(own, face);
         server = Some(serving);
     }
-    machines.host(Hosting { server, _lock: None });
+    *machines.hosting() = Some(Hosting { server, _lock: None });
     introduction.faces = faces;
     Ok((introduction, (machines, root)))
 }
@@ -343,10 +343,8 @@ fn introduced(team: &Team, local: &Arc<dyn Dir>, all: &Introduction, hosting: Op
         .map(|(&machine, face)| (machine, served(face)))
         .collect();
     let there = others.get(&machine_of(team, LEADER)).cloned();
-    let machines = met_machines(team, local, all, others);
-    if let Some(hosting) = hosting {
-        machines.host(hosting);
-    }
+    let machines = met_machines(team, local, all, others, hosting.is_some());
+    *machines.hosting() = hosting;
     let there = there.map_or_else(|| Arc::clone(local), |there| there as Arc<dyn Dir>);
     let root: Arc<dyn Dir> = Arc::new(MachinesDir::new(Arc::clone(&machines), there));
     (machines, root)
@@ -357,6 +355,7 @@ fn met_machines(
     local: &Arc<dyn Dir>,
     all: &Introduction,
     others: BTreeMap<u32, Arc<ServedDir>>,
+    is_host: bool,
 ) -> Arc<Machines> {
     let mut held: HashMap<Attempt, Vec<Held>> = HashMap::new();
     for (attempt, one) in &all.held {
@@ -372,7 +371,7 @@ fn met_machines(
         held,
         unnamed: all.unnamed.clone(),
         lengths: Mutex::default(),
-        is_host: false.into(),
+        is_host,
         is_recorded: Mutex::default(),
         main_id: all.leader.clone(),
         hosting: Mutex::default(),

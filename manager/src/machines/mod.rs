@@ -24,7 +24,6 @@ mod meeting;
 mod record;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -67,7 +66,7 @@ pub(crate) struct Machines {
     /// Sessions of parts without a step, when the ranks met.
     unnamed: BTreeSet<String>,
     lengths: Mutex<KnownLengths>,
-    is_host: AtomicBool,
+    is_host: bool,
     is_recorded: Mutex<bool>,
     /// The id of the main machine.
     main_id: String,
@@ -104,15 +103,9 @@ impl Machines {
         self.own == self.main
     }
 
-    /// Begins to serve this machine.
-    fn host(&self, hosting: Hosting) {
-        self.is_host.store(true, Ordering::Relaxed);
-        *self.hosting() = Some(hosting);
-    }
-
     /// True if this process serves the files of its machine.
     pub(crate) fn is_host(&self) -> bool {
-        self.is_host.load(Ordering::Relaxed)
+        self.is_host
     }
 
     /// The root on this machine.

@@ -19,7 +19,7 @@ use stepwell_core::format::manifest::Manifest;
 use super::Inner;
 use super::tiers::Tier;
 use crate::control::{read_sessions, write_sessions};
-use crate::directory_layout::{self, OwnName};
+use crate::directory_layout::{self, OwnName, STALE};
 use crate::discovery::{Listing, is_not_a_step, read_manifest};
 use crate::error::Result;
 
@@ -33,8 +33,7 @@ impl Inner {
         let known = read_sessions(&*self.root.dir)?;
         let left = known.as_ref().and_then(|known| first_left(&manifests(&near), &manifests(&theirs), known));
         if let Some(first) = [rewound, left].into_iter().flatten().min() {
-            let unique = self.environment.hex_id();
-            let branch = format!("stale-{}", unique.get(..8).unwrap_or(&unique));
+            let branch = self.environment.new_branch(STALE);
             let moved = self.move_aside(first, &branch, true)?.carry_out()?;
             tracing::warn!(
                 ?moved, %branch, root = %self.root.path.display(), home = %home.manager.path().display(),

@@ -158,8 +158,7 @@ impl Inner {
             return Ok(());
         }
         root.check_writer()?;
-        let unique = self.environment.hex_id();
-        let branch = format!("{INCOMPLETE}{}", unique.get(..8).unwrap_or(&unique));
+        let branch = self.environment.new_branch(INCOMPLETE);
         if !kept.is_empty() {
             let lacking = self.incomplete_steps()?.into_iter().filter(|step| !step.is_whole);
             retired.extend(lacking.map(|step| (step.name, root.trash(step.step))));
@@ -220,7 +219,8 @@ impl Inner {
     }
 
     /// Notices, on the leader, that the run has gone on without the steps of absent machines: a
-    /// further tier has a step of this session. Returns true from then on.
+    /// further tier has a step of this session, or the root has one, if it is the only tier. After
+    /// the first true answer, no further call is needed.
     fn forget_absent_machines(&self) -> bool {
         let Some(machines) = &self.machines else { return true };
         let is_ours = |attempt: &Attempt| attempt.session == self.team.session();
