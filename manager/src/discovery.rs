@@ -82,6 +82,8 @@ pub struct Listing {
 pub struct Discovery {
     /// The log of a writer's own changes.
     changes: Option<Arc<ChangeLog>>,
+    /// Held by a writer's thread that lists, or that makes a later listing look again.
+    turn: Mutex<()>,
     cache: Mutex<Cache>,
 }
 
@@ -116,7 +118,15 @@ struct Pass {
 impl Discovery {
     /// Returns the discovery of a root's writer, with the log of its changes.
     pub fn of_writer(changes: Arc<ChangeLog>) -> Self {
-        Self { changes: Some(changes), cache: Mutex::default() }
+        Self { changes: Some(changes), ..Self::default() }
+    }
+
+    /// Waits for the listings of other threads. The log of changes and the cache describe one point
+    /// in time only if one thread updates them. A reader's passes inspect every name, so they need
+    /// no turns.
+    fn turn(&self) -> Option<MutexGuard<'_, ()>> {
+        let _ = self.changes.as_ref()?;
+        Some(self.turn.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn lock(&self) -> MutexGuard<'_, Cache> {
@@ -125,6 +135,7 @@ impl Discovery {
 
     /// Forgets all steps.
     pub fn forget(&self) {
+        let _turn = self.turn();
         *self.lock() = Cache::default();
         if let Some(changes) = &self.changes {
             changes.forget();
@@ -133,6 +144,7 @@ impl Discovery {
 
     /// Makes the next listing inspect this name again, because its manifest has changed.
     pub fn touch(&self, name: &str) {
+        let _turn = self.turn();
         self.lock().remove(name);
         if let Some(changes) = &self.changes {
             changes.touch(name);
@@ -141,12 +153,14 @@ impl Discovery {
 
     /// Lists the root. Checks the `stat` of every manifest.
     pub fn list(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
+        let _turn = self.turn();
         self.list_until_stable(root, names, false)
     }
 
     /// Lists the root. A writer inspects only changed names. See the module documentation.
     pub fn list_changes(&self, root: &dyn Dir, names: &StepName) -> Result<Arc<Listing>> {
         let Some(changes) = &self.changes else { return self.list(root, names) };
+        let _turn = self.turn();
         match changes.since_listed(root.changed()?) {
             Some((touched, at)) => {
                 let listing = self.inspect_names(root, names, &touched)?;
@@ -159,6 +173,7 @@ impl Discovery {
 
     /// Lists the whole directory, if the writer's last listing is old.
     pub fn refresh(&self, root: &dyn Dir, names: &StepName) -> Result<()> {
+        let _turn = self.turn();
         match &self.changes {
             Some(changes) if changes.is_older_than(MAX_LISTING_AGE) => {
                 self.list_until_stable(root, names, true).map(drop)

@@ -190,3 +190,34 @@ fn a_reader_always_finds_the_one_kept_step() {
     let steps = saving.join().unwrap();
     assert!(looked.unwrap() > 20 && steps > 20);
 }
+
+#[test]
+fn threads_of_one_manager_list_every_committed_step() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 0);
+    let newest = AtomicU64::new(0);
+    let until = Instant::now() + Duration::from_secs(2);
+    let goes_on = || Instant::now() < until;
+    std::thread::scope(|scope| {
+        for look in [
+            // Forgets all steps, and lists them again.
+            (|manager: &Manager, _| manager.reload().unwrap()) as fn(&Manager, u64),
+            |manager, newest| assert!(manager.all_steps().unwrap().contains(&newest)),
+            |manager, newest| assert_eq!(manager.manifest(Some(newest)).unwrap().step, newest),
+            |manager, newest| assert!(manager.latest_step().unwrap() >= Some(newest)),
+        ] {
+            let (manager, newest) = (&manager, &newest);
+            scope.spawn(move || {
+                while goes_on() {
+                    look(manager, newest.load(Ordering::SeqCst));
+                }
+            });
+        }
+        for step in (1..).take_while(|_| goes_on()) {
+            commit(&manager, step);
+            newest.store(step, Ordering::SeqCst);
+        }
+    });
+    assert!(newest.load(Ordering::SeqCst) > 10);
+}

@@ -113,6 +113,7 @@ fn check(disk: &SimDisk, marks: &Marks, compress: &[&str]) -> Result<(), String>
     promised.check(&manager, &promised.must, "both tiers")?;
     manager.wait_until_carried(Some(PATIENCE)).map_err(|error| error.to_string())?;
     let newest = manager.latest_step().map_err(|error| error.to_string())?;
+    let tiers = manager.tiers().map_err(|error| error.to_string())?;
     manager.close(Some(PATIENCE)).map_err(|error| error.to_string())?;
     drop(manager);
     // The machine is lost.
@@ -125,7 +126,10 @@ fn check(disk: &SimDisk, marks: &Marks, compress: &[&str]) -> Result<(), String>
     )
     .map_err(|error| format!("home after recovery: {error}"))?;
     let theirs = home.latest_step().map_err(|error| error.to_string())?;
-    if theirs == newest { Ok(()) } else { Err(format!("home has {theirs:?}, and the newest is {newest:?}")) }
+    if theirs == newest {
+        return Ok(());
+    }
+    Err(format!("home has {theirs:?}, and the newest is {newest:?}; the tiers: {tiers:?}"))
 }
 
 #[test]
