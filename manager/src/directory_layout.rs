@@ -35,6 +35,10 @@ pub const SESSIONS: &str = "sessions.json";
 pub const STALE: &str = "stale-";
 /// The record of a machine, in the control directory ([`crate::machines`]).
 pub const MACHINE: &str = "machine.json";
+/// The orders of the main machine to those that keep copies of others' files.
+pub const COPY_ORDERS: &str = "copying.json";
+/// The report of a machine on these orders.
+pub const COPY_REPORT: &str = "copied.json";
 /// The directory of later metrics, keyed by attempt.
 pub const METRICS: &str = "metrics";
 /// The directory of traces, keyed by attempt. Made with the first trace.
@@ -43,6 +47,7 @@ pub const TRACES: &str = "traces";
 const TEMPORARY_PREFIX: &str = ".tmp-";
 const GIVEN_UP_PREFIX: &str = ".given-up-";
 const PART_PREFIX: &str = ".part-";
+const COPY_PREFIX: &str = ".copy-";
 const TRASH_PREFIX: &str = ".trash-";
 const QUARANTINE_PREFIX: &str = ".quarantine-";
 const BRANCH_PREFIX: &str = ".branch-";
@@ -63,6 +68,15 @@ pub enum OwnName {
     },
     /// The files of a step that are on another machine than the step ([`crate::machines`]).
     Part {
+        /// The step's padded number.
+        label: String,
+        /// The session of the save.
+        session: String,
+        /// The save's number within its session.
+        counter: u64,
+    },
+    /// Copies of files that other machines have of a step ([`crate::machines`]).
+    Copy {
         /// The step's padded number.
         label: String,
         /// The session of the save.
@@ -123,6 +137,11 @@ pub fn temporary(label: &str, session: &str, counter: u64) -> String {
 /// Returns the name of the part of a save, on another machine than the leader's.
 pub fn part(label: &str, session: &str, counter: u64) -> String {
     format!("{PART_PREFIX}{}-{session}-{counter}", shortened(label))
+}
+
+/// Returns the name of the copies of files that other machines have of a step.
+pub fn copy(label: &str, session: &str, counter: u64) -> String {
+    format!("{COPY_PREFIX}{}-{session}-{counter}", shortened(label))
 }
 
 /// Returns the name of the mark that a rank gave up on the leader in a save. Every rank derives the
@@ -188,6 +207,10 @@ pub fn parse(name: &str) -> Option<OwnName> {
         let (label, session, counter) = of_a_save(rest)?;
         return Some(OwnName::Part { label, session, counter });
     }
+    if let Some(rest) = name.strip_prefix(COPY_PREFIX) {
+        let (label, session, counter) = of_a_save(rest)?;
+        return Some(OwnName::Copy { label, session, counter });
+    }
     let (label, session, counter) = of_a_save(name.strip_prefix(TEMPORARY_PREFIX)?)?;
     Some(OwnName::Temporary { label, session, counter })
 }
@@ -233,6 +256,11 @@ mod tests {
             parse(&part),
             Some(OwnName::Part { label: label(5), session: session.into(), counter: 3 })
         );
+        let copy = copy(&label(5), session, 3);
+        assert_eq!(
+            parse(&copy),
+            Some(OwnName::Copy { label: label(5), session: session.into(), counter: 3 })
+        );
         assert_eq!(parse(&trash("00000005", 1)), Some(OwnName::Trash { label: "00000005".into() }));
         assert_eq!(
             parse(&quarantine("step_00000005", 1)),
@@ -246,6 +274,7 @@ mod tests {
         for name in [
             temporary,
             part,
+            copy,
             given_up,
             trash("5", 1),
             quarantine("5", 1),

@@ -163,11 +163,11 @@ pub enum Error {
         by: String,
     },
     /// A tier will not get a step.
-    #[error("step {step} does not come to the tier `{tier}`: {why}")]
+    #[error("step {step} {}: {why}", not_carried(tier))]
     NotCarried {
         /// The step.
         step: u64,
-        /// The tier's name.
+        /// The tier's name. Empty: the copies on other machines.
         tier: String,
         /// Why not.
         why: String,
@@ -337,6 +337,13 @@ fn owned_by(owner: Option<&str>) -> String {
             format!(" ({owner}{whose})")
         })
         .unwrap_or_default()
+}
+
+fn not_carried(tier: &str) -> String {
+    if tier.is_empty() {
+        return "is not copied to other machines".to_owned();
+    }
+    format!("does not come to the tier `{tier}`")
 }
 
 impl Error {

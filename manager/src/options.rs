@@ -57,6 +57,9 @@ pub struct Options {
     pub read_only: bool,
     /// True if the root is a directory on the local disk of each machine ([`crate::machines`]).
     pub per_machine: bool,
+    /// The number of machines that have a file, if the root is on the local disk of each. 1: none
+    /// has a copy.
+    pub copies: u32,
     /// True to create a missing root.
     pub create: bool,
     /// True to become the writer on a file system without locks, once no other writer has sent a
@@ -141,6 +144,7 @@ impl Default for Options {
             max_pending: 1,
             read_only: false,
             per_machine: false,
+            copies: 1,
             create: true,
             take_over: false,
             silence: Duration::from_secs(60),
@@ -225,6 +229,12 @@ impl Options {
                 "stall_timeout={:e} s must be at most {:e} s",
                 self.stall_timeout.as_secs_f64(),
                 MAX_STALL_TIMEOUT.as_secs_f64()
+            )));
+        }
+        if self.copies == 0 || (self.copies > 1 && !self.per_machine) {
+            return Err(Error::Invalid(format!(
+                "copies={} must be at least 1, and more only for a root on the local disks of several machines",
+                self.copies
             )));
         }
         if self.writers == Some(0) {

@@ -82,8 +82,8 @@ mod _core {
     };
     #[pymodule_export]
     use crate::manager::{
-        Held, Manager, Ticket, carry_within, saves_until_full, tier_states, tiers_of, wait_carried,
-        wait_until_carried,
+        Held, Manager, Ticket, carry_within, is_copied, saves_until_full, tier_states, tiers_of,
+        wait_carried, wait_until_carried,
     };
     #[pymodule_export]
     use crate::matching::{first_globs, flat_pieces, match_state, renamed};

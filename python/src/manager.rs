@@ -39,7 +39,7 @@ use self::closing::Closing;
 use self::tiers::{TierArgument, WantedTier};
 
 pub use self::ticket::Ticket;
-pub use self::tiers::{carry_within, tier_states, tiers_of, wait_carried, wait_until_carried};
+pub use self::tiers::{carry_within, is_copied, tier_states, tiers_of, wait_carried, wait_until_carried};
 
 type Error = stepwell_manager::Error;
 

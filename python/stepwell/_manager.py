@@ -232,7 +232,7 @@ class CheckpointManager(Reading):
             max_pending,
             read_only,
             on_save_error,
-            spread,
+            0 if self._tiers is None else self._tiers.machine_copies,
         )
         further = [] if self._tiers is None else self._tiers.further(options, step_name, self._read_only)
         lifecycle.notifier.start()  # for log lines of the engine

@@ -168,9 +168,10 @@ def to_json(
     max_pending: int,
     read_only: bool,
     on_save_error: str,
-    per_machine: bool = False,
+    machine_copies: int = 0,
 ) -> str:
-    """All options, as the engine reads them."""
+    """All options, as the engine reads them. ``machine_copies``: the number of machines that have
+    each file, or 0 if all share one directory."""
     one_of(on_save_error, "on_save_error", ("raise", "warn"))
     if isinstance(staging_bytes, str):
         one_of(staging_bytes, "staging_bytes (where it is no number of bytes)", ("auto",))
@@ -187,7 +188,8 @@ def to_json(
         "max_pending": max_pending,
         "read_only": bool(read_only),
         "on_save_error": on_save_error,
-        "per_machine": per_machine,
+        "per_machine": machine_copies > 0,
+        "copies": max(1, machine_copies),
         "silence": finite_seconds(options.silence, "silence"),
         "grace": finite_seconds(options.grace, "grace"),
         "stall_timeout": stall_seconds(options.stall_timeout),

@@ -47,6 +47,7 @@ _SHARED = frozenset(
 )
 _MOST_EVERY = 2**63 - 1
 _MOST_RATE = 2**62
+_MOST_COPIES = 2**16
 
 
 @public
@@ -74,6 +75,9 @@ class Tier:
         per_machine: the first tier is a directory on the local disk of each machine of the job, in
             place of one that all processes share. Each process writes to its own machine, and reads
             what others have over the network. A machine is told by its host name.
+        copies: with ``per_machine=True``, the number of machines that have each file. ``2``: each
+            machine also copies the files of another one, in the background, so that the loss of a
+            machine loses no copied step.
     """
 
     location: Location
@@ -86,6 +90,7 @@ class Tier:
     bytes_per_second: int | None = None
     compress: bool | Globs = False
     per_machine: bool = False
+    copies: int = 1
 
     def __post_init__(self) -> None:
         if self.name is not None and not text(self.name, "the name of a Tier"):
@@ -94,6 +99,10 @@ class Tier:
         whole(self.every, "every= of a Tier", 1, _MOST_EVERY)
         flag(self.all_due, "all_due= of a Tier")
         flag(self.per_machine, "per_machine= of a Tier")
+        if whole(self.copies, "copies= of a Tier", 1, _MOST_COPIES) > 1 and not self.per_machine:
+            raise MisuseError(
+                "copies= are on other machines: they are for a tier on the local disk of each, with per_machine=True"
+            )
         if self.survives is not None:
             one_of(self.survives, "survives= of a Tier", _SURVIVES)
         if self.bytes_per_second is not None:
@@ -155,6 +164,8 @@ class Tiers:
             )
         #: True if the first tier is on the local disks of several machines.
         self.per_machine = bool(first.per_machine)
+        #: The number of machines that have each file of it. 0: it is in one place.
+        self.machine_copies = int(first.copies) if first.per_machine else 0
         if self.per_machine and is_store(self.roots[0]):
             raise MisuseError(f"all machines share {self.roots[0]}: leave per_machine= out")
 
@@ -176,7 +187,7 @@ class Tiers:
         return found
 
     def survives(self, at: int) -> Survives:
-        """Returns what the copies of a tier outlive."""
+        """Returns what the copies of a tier outlive, without its copies on other machines."""
         tier, root = self.all[at], self.roots[at]
         return tier.survives or _guess(root)
 
@@ -212,16 +223,16 @@ class Tiers:
         """Waits until a tier has a committed step."""
         if name not in self.names:
             raise MisuseError(f"there is no tier {shown(name)}; the tiers are {', '.join(self.names)}")
-        if name == self.names[0]:
-            return
-        if not _core.wait_carried(core, step, name, limit):
-            raise TimeoutError(
-                f"waited {limit or 0.0:.1f} s for the tier {name} to get step {step}; it is still on its way"
-            )
+        is_first = name == self.names[0]
+        if not _core.wait_carried(core, step, "" if is_first else name, limit):
+            what = "copies on other machines of" if is_first else f"the tier {name} to get"
+            raise TimeoutError(f"waited {limit or 0.0:.1f} s for {what} step {step}; it is still on its way")
 
     def durability(self, core: _core.Manager, step: int) -> Survives:
         """Returns what the tiers that have a committed step outlive."""
         have = [self.survives(self._place(name)) for name in _core.tiers_of(core, step)]
+        if self.machine_copies > 1 and _core.is_copied(core, step):
+            have.append("node")
         return max(have, key=_SURVIVES.index, default="process")
 
 

@@ -50,11 +50,12 @@ def state(step):
     rows = sw.sharding.LocalShard(whole(step)[first:end].copy(), (600, 1000), (first, 0))
     return {"rows": rows, "norm": np.full(300_000, step, np.float64), "step": step}
 
-def open_spread(keep=2, timeout=60.0):
-    near = sw.Tier(os.path.join(ROOT, MACHINE, "run"), retention=keep, per_machine=True)
+def open_spread(keep=2, timeout=60.0, copies=1):
+    near = sw.Tier(os.path.join(ROOT, MACHINE, "run"), retention=keep, per_machine=True, copies=copies)
     home = sw.Tier(os.path.join(ROOT, "home"), all_due=True, survives="node")
     options = sw.Options(stall_timeout=timeout)
-    return sw.CheckpointManager(tiers=[near, home], coordinator=Folder(), options=options)
+    tiers = [near, home] if copies == 1 else [near]
+    return sw.CheckpointManager(tiers=tiers, coordinator=Folder(), options=options)
 
 def check(manager, step):
     found = manager.restore(step, into=state(-1))
@@ -150,6 +151,51 @@ with open_spread() as manager:
     begin(tmp_path, script, 2, "a,d", "third").succeed()
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_copies_make_up_for_a_lost_machine(tmp_path: Path, lost: int) -> None:
+    script = """
+manager = open_spread(timeout=5.0, copies=2)
+for step in range(1000):
+    save = manager.save(step, state(step))
+    save.result()
+    if RANK == 0:
+        if step == 3:
+            save.result(tier="near")
+            assert save.durability == "node"
+            assert not manager.tiers()[0].due
+        print(step, flush=True)
+"""
+    ranks = begin(tmp_path, script, 3, "a,b,c", "first")
+    process = ranks.processes[0]
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "5":
+            break
+    ranks.processes[lost].send_signal(signal.SIGKILL)
+    shutil.rmtree(tmp_path / "abc"[lost])
+    ranks.finish(60)
+    left = [machine for machine in "abc" if machine != "abc"[lost]]
+    script = """
+with open_spread(copies=2) as manager:
+    latest = manager.latest_step()
+    assert latest >= 3, latest
+    check(manager, latest)
+    manager.save(5000, state(5000)).result()
+    if RANK == 0:
+        manager.wait_until_carried()
+    manager.rewind(latest)
+"""
+    begin(tmp_path, script, 3, f"d,{','.join(left)}", "second").succeed()
+    shutil.rmtree(tmp_path / "d")
+    script = """
+with open_spread(copies=2) as manager:
+    latest = manager.latest_step()
+    assert 3 <= latest < 5000, latest
+    check(manager, latest)
+"""
+    begin(tmp_path, script, 2, ",".join(reversed(left)), "third").succeed()
+
+
 def test_a_process_that_fails_ends_soon(tmp_path: Path) -> None:
     script = """
 with open_spread() as manager:
@@ -179,6 +225,8 @@ def test_one_process_is_one_machine(tmp_path: Path) -> None:
 
 def test_what_cannot_be_spread_is_refused(tmp_path: Path) -> None:
     near, home = sw.Tier(tmp_path / "near", per_machine=True), sw.Tier(tmp_path / "home")
+    with pytest.raises(sw.errors.MisuseError, match="per_machine=True"):
+        sw.Tier(tmp_path / "near", copies=2)
     with pytest.raises(sw.errors.MisuseError, match="first tier"):
         sw.CheckpointManager(tiers=[home, near])
     with pytest.raises(sw.errors.MisuseError, match="leave per_machine= out"):

@@ -270,8 +270,12 @@ impl SpreadStep {
         }
         let (part, attempt) = self.attempt()?;
         let mut failure = None;
-        for machine in self.machines.holders(attempt, rank) {
+        for (machine, in_copy) in self.machines.holders(attempt, rank) {
             let found = match (self.machines.others.get(&machine), &self.main) {
+                (other, _) if in_copy => {
+                    let root = other.map_or(&**self.machines.local(), |other| &**other as &dyn Dir);
+                    find(root, &format!("{}/{name}", copy_of_part(part)))
+                }
                 // As it was opened: under a lease, it may have lost its name.
                 (_, Some(main)) if machine == self.machines.main => find(&**main, name),
                 (Some(other), _) => find(&**other, &format!("{part}/{name}")),
@@ -284,6 +288,14 @@ impl SpreadStep {
             }
         }
         failure.map_or(Ok(None), Err)
+    }
+}
+
+/// Returns the name of the copy of the attempt that has this part.
+fn copy_of_part(part: &str) -> String {
+    match directory_layout::parse(part) {
+        Some(OwnName::Part { label, session, counter }) => directory_layout::copy(&label, &session, counter),
+        _ => String::new(),
     }
 }
 
@@ -354,31 +366,38 @@ impl Dir for SpreadStep {
             return Ok(None);
         }
         let mut all = Lengths::new();
-        let mut add = |machine: u32, mut lengths: Lengths| {
+        let mut add = |is_main: bool, mut lengths: Lengths| {
             // As in `find`.
-            lengths.retain(|path, _| machine == self.machines.main || rank_of(path).is_some());
+            lengths.retain(|path, _| is_main || rank_of(path).is_some());
             all.append(&mut lengths);
         };
         if let Some(here) = self.here()?.filter(|_| !self.machines.is_main()) {
-            add(self.machines.own, lengths_below(here)?);
+            add(false, lengths_below(here)?);
         }
         let (part, attempt) = self.attempt()?;
+        let copy = copy_of_part(part);
         let mut places = Vec::new();
-        for machine in self.machines.holders_of(attempt) {
-            let place: (u32, Arc<dyn Dir>, &str) = match (self.machines.others.get(&machine), &self.main) {
-                (_, Some(main)) if machine == self.machines.main => (machine, Arc::clone(main), ""),
-                (Some(other), _) => (machine, Arc::clone(other) as Arc<dyn Dir>, part),
+        for (machine, in_copy) in self.machines.holders_of(attempt) {
+            let other = self.machines.others.get(&machine).map(|other| Arc::clone(other) as Arc<dyn Dir>);
+            let place: (bool, Arc<dyn Dir>, &str) = match (other, &self.main) {
+                (Some(other), _) if in_copy => (false, other, &copy),
+                (None, _) if in_copy => match missing(self.machines.local().open_dir(&copy))? {
+                    Some(copy) => (false, copy, ""),
+                    None => continue,
+                },
+                (_, Some(main)) if machine == self.machines.main => (true, Arc::clone(main), ""),
+                (Some(other), _) => (false, other, part),
                 _ => continue,
             };
             places.push(place);
         }
-        let answers = each("stepwell-find", REQUESTS_AT_ONCE, &places, |(machine, dir, below)| {
+        let answers = each("stepwell-find", REQUESTS_AT_ONCE, &places, |(is_main, dir, below)| {
             let lengths = if below.is_empty() { lengths_below(dir).map(Some) } else { dir.lengths(below) };
-            missing(lengths).map(|lengths| (*machine, lengths))
+            missing(lengths).map(|lengths| (*is_main, lengths))
         });
         for answer in answers {
-            let (machine, lengths) = answer?;
-            add(machine, lengths.flatten().unwrap_or_default());
+            let (is_main, lengths) = answer?;
+            add(is_main, lengths.flatten().unwrap_or_default());
         }
         Ok(Some(all))
     }
@@ -454,7 +473,7 @@ pub(super) struct NamedAttempt {
 impl NamedAttempt {
     /// False for a branch's.
     pub(super) fn is_step(&self) -> bool {
-        directory_layout::parse(&self.name).is_none()
+        !matches!(directory_layout::parse(&self.name), Some(OwnName::Branch { .. }))
     }
 
     /// The name of the step, also of one in a branch.

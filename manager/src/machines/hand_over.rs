@@ -16,6 +16,7 @@ use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{self, LEASE, MANIFEST, METRICS, STALE, TRACES, control};
 use crate::environment::Environment;
 use crate::error::Result;
+use crate::step_name::StepName;
 
 /// The machine that leads now.
 pub(super) struct NewMain<'a> {
@@ -24,18 +25,23 @@ pub(super) struct NewMain<'a> {
     pub(super) reports: &'a BTreeMap<u32, MachineReport>,
     pub(super) others: &'a BTreeMap<u32, Arc<ServedDir>>,
     pub(super) environment: &'a Environment,
+    /// The pattern of step names.
+    pub(super) names: &'a StepName,
+    /// The machines whose copies take the place of the last main machine, which is absent.
+    pub(super) stand_ins: &'a [u32],
 }
 
 impl NewMain<'_> {
     /// Takes the steps of the machine that was main last, and all branches. Steps that other
     /// machines still have go into a branch: they have been absent since.
     pub(super) fn take_steps_over(&self, last: Option<u32>) -> Result<()> {
-        let of_last = last.map_or(&[][..], |last| self.named_of(last));
-        let current: HashSet<&Attempt> =
-            of_last.iter().filter(|named| named.is_step()).map(|named| &named.attempt).collect();
+        let (of_last, mut current) = (last.into_iter().chain(self.stand_ins.iter().copied()), HashSet::new());
+        let of_last = of_last.flat_map(|machine| self.named_of(machine));
+        current.extend(of_last.filter(|named| named.is_step()).map(|named| &named.attempt));
         // First: metrics without a step are removed, and a step without its metrics may be, too.
-        self.others.values().try_for_each(|from| take_sidecars_over(&**self.local, from))?;
+        self.others.values().try_for_each(|from| take_sidecars_over(&**self.local, &**from))?;
         let mut there: HashSet<&Attempt> = HashSet::new();
+        let mut steps: HashSet<u64> = self.current_steps(&current);
         let stale = self.environment.new_branch(STALE);
         for named in self.named_of(self.own) {
             there.insert(&named.attempt);
@@ -46,6 +52,18 @@ impl NewMain<'_> {
         }
         // Those of the last main machine come first, so that no other gets their names.
         let rest = self.others.keys().copied().filter(|&machine| Some(machine) != last);
+        for stand_in in self.stand_ins {
+            let from = self.others.get(stand_in).map_or(&**self.local, |other| &**other as &dyn Dir);
+            for named in self.reports.get(stand_in).map_or(&[][..], |report| &report.copied) {
+                if current.contains(&named.attempt) || !steps.insert(named.step) {
+                    continue;
+                }
+                there.insert(&named.attempt);
+                let target = self.free_name(named, self.names.format(named.step), &stale)?;
+                self.take_step_over(from, named, &target)?;
+                tracing::warn!(step = named.step, from = %from.path().display(), "the main machine of this run is absent: a step was taken from the copy of another one");
+            }
+        }
         for machine in last.into_iter().chain(rest) {
             let Some(from) = self.others.get(&machine) else { continue };
             let stale = self.environment.new_branch(STALE);
@@ -58,7 +76,7 @@ impl NewMain<'_> {
                 let target =
                     if is_left { directory_layout::branch(&stale, &named.name) } else { named.name.clone() };
                 let target = self.free_name(named, target, &stale)?;
-                self.take_step_over(from, named, &target)?;
+                self.take_step_over(&**from, named, &target)?;
                 taken.push(target);
             }
             if !taken.is_empty() {
@@ -66,6 +84,12 @@ impl NewMain<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Returns the numbers of these steps.
+    fn current_steps(&self, current: &HashSet<&Attempt>) -> HashSet<u64> {
+        let named = self.reports.values().flat_map(|report| &report.named);
+        named.filter(|named| current.contains(&named.attempt)).map(|named| named.step).collect()
     }
 
     fn named_of(&self, machine: u32) -> &[NamedAttempt] {
@@ -89,7 +113,7 @@ impl NewMain<'_> {
 
     /// Copies manifest and indexes of a step to this machine, beside the files that it has of it,
     /// and gives it its name.
-    fn take_step_over(&self, from: &ServedDir, named: &NamedAttempt, target: &str) -> Result<()> {
+    fn take_step_over(&self, from: &dyn Dir, named: &NamedAttempt, target: &str) -> Result<()> {
         let local = &**self.local;
         let part = part_of(named.step, &named.attempt);
         let dir = match local.open_dir(&part) {
@@ -122,7 +146,7 @@ impl NewMain<'_> {
 }
 
 /// Copies the later metrics and traces that this machine lacks.
-fn take_sidecars_over(local: &dyn Dir, from: &ServedDir) -> Result<()> {
+pub(super) fn take_sidecars_over(local: &dyn Dir, from: &dyn Dir) -> Result<()> {
     for dir in [METRICS, TRACES].map(control) {
         let there = match from.open_dir(&dir) {
             Err(error) if error.is_gone() => continue,

@@ -16,6 +16,7 @@ use stepwell_core::format::manifest::{Attempt, Manifest};
 use stepwell_core::io::{Dir, Entry};
 use stepwell_core::limits::MAX_MANIFEST_BYTES;
 
+use super::copies::replace;
 use super::{Machines, record};
 use crate::commit::aside;
 use crate::directory_layout::{self, MANIFEST, OwnName};
@@ -34,11 +35,17 @@ pub(crate) struct Leftovers {
     environment: Environment,
     /// True if retention drops items of steps.
     thins: bool,
+    listing: MainListing,
+}
+
+/// Lists the steps of the main machine.
+#[derive(Default)]
+pub(super) struct MainListing {
     /// The attempts of directories of the main machine, by name and inode.
     known: HashMap<(String, u64), Attempt>,
 }
 
-/// The files of an attempt on this machine.
+/// The files of an attempt on this machine: its part or its copy.
 struct FoundPart {
     name: String,
     step: u64,
@@ -47,7 +54,7 @@ struct FoundPart {
 
 /// The main machine's directories of steps.
 #[derive(Default)]
-struct MainNames {
+pub(super) struct MainNames {
     /// By attempt.
     names: HashMap<Attempt, String>,
     /// The steps of directories whose manifest is invalid. `None`: any step.
@@ -55,6 +62,11 @@ struct MainNames {
 }
 
 impl MainNames {
+    /// Returns the name that an attempt has.
+    pub(super) fn name_of(&self, attempt: &Attempt) -> Option<&str> {
+        self.names.get(attempt).map(String::as_str)
+    }
+
     fn has(&self, part: &FoundPart) -> bool {
         let is_invalid = |step| self.invalid.contains(&step);
         self.names.contains_key(&part.attempt) || is_invalid(Some(part.step)) || is_invalid(None)
@@ -64,7 +76,7 @@ impl MainNames {
 impl Leftovers {
     /// The parts of this machine. `thins`: retention drops items of steps.
     pub(crate) fn new(machines: Arc<Machines>, environment: Environment, thins: bool) -> Self {
-        Self { machines, environment, thins, known: HashMap::new() }
+        Self { machines, environment, thins, listing: MainListing::default() }
     }
 
     /// Removes parts. `root` is the root of all machines, and its deleter that of this machine.
@@ -81,10 +93,10 @@ impl Leftovers {
         if ended.is_empty() {
             return Ok(());
         }
-        let main = self.list(root)?;
+        let main = self.listing.list(root)?;
         if self.thins {
             for part in &ended {
-                if let Some(name) = main.names.get(&part.attempt).filter(|name| is_step(name)) {
+                if let Some(name) = main.name_of(&part.attempt).filter(|name| is_step(name)) {
                     thin(&**local, &part.name, &*root.dir, name)?;
                 }
             }
@@ -92,10 +104,7 @@ impl Leftovers {
         if ended.iter().all(|part| main.has(part)) {
             return Ok(());
         }
-        // The cache may be outdated, and a listing may miss a step that gets another name
-        // meanwhile. A second one does not.
-        self.known.clear();
-        let again = self.list(root)?;
+        let again = self.listing.list_anew(root)?;
         let record = record::read(&*root.dir)?.unwrap_or_default();
         let is_gone = |part: &FoundPart| {
             let is_known =
@@ -118,9 +127,18 @@ impl Leftovers {
         root.deleter.enqueue(entries.into_iter().map(|entry| entry.name).filter(|name| is_trash(name)));
         Ok(())
     }
+}
+
+impl MainListing {
+    /// Lists again before something is removed: the cache may be outdated, and a listing may miss a
+    /// step that gets another name meanwhile. A second one does not.
+    pub(super) fn list_anew(&mut self, root: &Root) -> Result<MainNames> {
+        self.known.clear();
+        self.list(root)
+    }
 
     /// Returns what the main machine has: steps, branches, invalid directories and trash.
-    fn list(&mut self, root: &Root) -> Result<MainNames> {
+    pub(super) fn list(&mut self, root: &Root) -> Result<MainNames> {
         let step_of = |name: &str| root.names.parse(name);
         let mut main = MainNames::default();
         let mut known = HashMap::new();
@@ -157,7 +175,7 @@ impl Leftovers {
 
 fn parts_in(local: &dyn Dir) -> stepwell_core::Result<Vec<FoundPart>> {
     let part = |Entry { name, .. }: Entry| match directory_layout::parse(&name)? {
-        OwnName::Part { label, session, counter } => {
+        OwnName::Part { label, session, counter } | OwnName::Copy { label, session, counter } => {
             Some(FoundPart { name, step: label.parse().ok()?, attempt: Attempt { session, counter } })
         }
         _ => None,
@@ -173,10 +191,14 @@ fn thin(local: &dyn Dir, part: &str, root: &dyn Dir, name: &str) -> Result<()> {
     if manifest.dropped.is_empty() {
         return Ok(());
     }
-    Ok(aside::apply_tombstones(&local.open_dir(part)?, &manifest)?)
+    let part = local.open_dir(part)?;
+    if part.stat(MANIFEST)?.is_some() {
+        replace(&*part, MANIFEST, &bytes)?;
+    }
+    Ok(aside::apply_tombstones(&part, &manifest)?)
 }
 
-fn is_step(name: &str) -> bool {
+pub(super) fn is_step(name: &str) -> bool {
     directory_layout::parse(name).is_none()
 }
 

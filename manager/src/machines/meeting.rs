@@ -43,12 +43,22 @@ pub(super) struct MachineReport {
     face: Option<Face>,
     /// Its steps and branches.
     pub(super) named: Vec<NamedAttempt>,
+    /// Its copies with a manifest.
+    pub(super) copied: Vec<NamedAttempt>,
     /// The ranks whose files it has, for each attempt.
-    files: Vec<(Attempt, RankRuns)>,
+    files: Vec<HeldFiles>,
     /// The content of `root.json`, if it was the main machine once.
     info: Option<RootInfo>,
     /// The sessions that its tiers know.
     tier_sessions: Option<BTreeSet<String>>,
+}
+
+/// The files of an attempt on the machine that reports.
+#[derive(Serialize, Deserialize)]
+struct HeldFiles {
+    attempt: Attempt,
+    ranks: RankRuns,
+    in_copy: bool,
 }
 
 /// The server of a machine.
@@ -200,18 +210,30 @@ fn report(local: &Arc<dyn Dir>, names: Option<&StepName>, face: Option<Face>) ->
     let info = control::read_info(&**local)?;
     let recorded = info.as_ref().map(|info| info.step_name.clone()).unwrap_or_default();
     let named = named(&**local, names.unwrap_or(&recorded))?;
+    let is_copy = |name: &str| matches!(directory_layout::parse(name), Some(OwnName::Copy { .. }));
+    let copied = named_attempts(&**local, &is_copy)?;
     let mut files = Vec::new();
+    let mut add = |attempt: Attempt, name: &str, in_copy: bool| -> Result<()> {
+        files.push(HeldFiles { attempt, ranks: ranks_in(&local.open_dir(name)?)?, in_copy });
+        Ok(())
+    };
     for NamedAttempt { name, attempt, .. } in &named {
-        files.push((attempt.clone(), ranks_in(&local.open_dir(name)?)?));
+        add(attempt.clone(), name, false)?;
     }
     for entry in local.entries()?.into_iter().filter(|entry| entry.kind == EntryKind::Dir) {
-        if let Some(OwnName::Part { session, counter, .. }) = directory_layout::parse(&entry.name) {
-            files.push((Attempt { session, counter }, ranks_in(&local.open_dir(&entry.name)?)?));
+        match directory_layout::parse(&entry.name) {
+            Some(OwnName::Part { session, counter, .. }) => {
+                add(Attempt { session, counter }, &entry.name, false)?;
+            }
+            Some(OwnName::Copy { session, counter, .. }) => {
+                add(Attempt { session, counter }, &entry.name, true)?;
+            }
+            _ => {}
         }
     }
     let record = record::read(&**local)?.unwrap_or_default();
     let tier_sessions = control::read_sessions(&**local)?;
-    Ok(MachineReport { record, face, named, files, info, tier_sessions })
+    Ok(MachineReport { record, face, named, copied, files, info, tier_sessions })
 }
 
 /// Describes a root on this machine, for messages.
@@ -273,25 +295,35 @@ fn lead(
         faces.iter().map(|(&machine, face)| (machine, served(face))).collect();
     let records = reports.iter().map(|(&machine, report)| (machine, &report.record)).collect();
     let has_steps = |machine: u32| reports.get(&machine).is_some_and(|report| !report.named.is_empty());
-    let NewestState { main: last, main_id, mut sessions } = newest_state(own, &records, has_steps);
-    if let Some(from) = last.filter(|&last| last != own).and_then(|last| reports.get(&last)) {
-        if let (Some(root), Some(info)) = (led, &from.info) {
+    let newest = newest_state(own, &records, has_steps);
+    let stand_ins = stand_ins(own, &newest, &reports);
+    let NewestState { main: last, main_id, mut sessions } = newest;
+    let source = last.or(stand_ins.first().copied());
+    let mut led = led;
+    if let Some(from) = source.filter(|&source| source != own).and_then(|source| reports.get(&source)) {
+        if let (Some(root), Some(info)) = (&mut led, &from.info) {
             root.take_info_over(info, from.named.iter().map(NamedAttempt::step_name), options)?;
         }
         if let Some(known) = &from.tier_sessions {
             control::write_sessions(&**local, known)?;
         }
     }
-    NewMain { local, own, reports: &reports, others: &others, environment }.take_steps_over(last)?;
+    let names = &led.map_or_else(StepName::default, |root| root.names.clone());
+    let new_main =
+        NewMain { local, own, reports: &reports, others: &others, environment, names, stand_ins: &stand_ins };
+    new_main.take_steps_over(last)?;
 
-    let with_step: HashSet<&Attempt> =
-        reports.values().flat_map(|report| &report.named).map(|named| &named.attempt).collect();
+    let copied =
+        stand_ins.iter().filter_map(|machine| reports.get(machine)).flat_map(|report| &report.copied);
+    let named = reports.values().flat_map(|report| &report.named).chain(copied);
+    let with_step: HashSet<&Attempt> = named.map(|named| &named.attempt).collect();
     let mut held = Vec::new();
     let mut unnamed = BTreeSet::new();
     for (&machine, report) in &reports {
-        for (attempt, ranks) in &report.files {
+        for HeldFiles { attempt, ranks, in_copy } in &report.files {
             if with_step.contains(attempt) {
-                held.push((attempt.clone(), Held { machine, ranks: ranks.clone() }));
+                let held_here = Held { machine, ranks: ranks.clone(), in_copy: *in_copy };
+                held.push((attempt.clone(), held_here));
             } else {
                 unnamed.insert(attempt.session.clone());
             }
@@ -326,6 +358,26 @@ fn lead(
     *machines.hosting() = Some(Hosting { server, _lock: None });
     introduction.faces = faces;
     Ok((introduction, (machines, root)))
+}
+
+/// Returns the machines whose copies take the place of the last main machine, if that is absent:
+/// the newest first. They were there in the last session, so they know of each rewind.
+fn stand_ins(own: u32, newest: &NewestState, reports: &BTreeMap<u32, MachineReport>) -> Vec<u32> {
+    if newest.main.is_some() {
+        return Vec::new();
+    }
+    let is_current =
+        |record: &MachineRecord| record.sessions == newest.sessions && record.main == newest.main_id;
+    let current = reports.iter().filter(|(_, report)| is_current(&report.record));
+    let newest_step = |report: &MachineReport| {
+        let steps = report.named.iter().filter(|named| named.is_step()).chain(&report.copied);
+        steps.map(|named| named.step).max()
+    };
+    let mut machines: Vec<(u64, bool, u32)> = current
+        .filter_map(|(&machine, report)| Some((newest_step(report)?, machine == own, machine)))
+        .collect();
+    machines.sort_unstable_by(|a, b| b.cmp(a));
+    machines.into_iter().map(|(_, _, machine)| machine).collect()
 }
 
 fn served(Face { addresses, token, path }: &Face) -> Arc<ServedDir> {

@@ -15,8 +15,10 @@
 //! The first rank of each machine serves the files of its machine to the others
 //! ([`stepwell_core::served`]). To a reader, the root is one directory ([`dir`]). When the ranks
 //! meet ([`meeting`]), the leader finds the machine that was main last ([`record`]), and takes its
-//! steps over ([`hand_over`]). Parts of steps that are gone are removed ([`leftovers`]).
+//! steps over ([`hand_over`]). Parts of steps that are gone are removed ([`leftovers`]). On request,
+//! other machines keep copies of the files ([`copies`]).
 
+mod copies;
 mod dir;
 mod hand_over;
 mod leftovers;
@@ -35,6 +37,7 @@ use stepwell_core::served::{ServedDir, Server};
 use crate::directory_layout::{self, OwnName};
 use crate::error::Result;
 
+pub(crate) use copies::{Copier, FoundReport};
 pub(crate) use dir::MachinesDir;
 pub(crate) use leftovers::Leftovers;
 pub(crate) use meeting::meet;
@@ -89,7 +92,12 @@ type RankRuns = Vec<(u32, u32)>;
 struct Held {
     machine: u32,
     ranks: RankRuns,
+    /// True if they are in a copy.
+    in_copy: bool,
 }
+
+/// A machine that may have a file, and true if it would be in a copy.
+type Place = (u32, bool);
 
 impl Held {
     fn has(&self, rank: u32) -> bool {
@@ -155,20 +163,35 @@ impl Machines {
 
     /// Returns the machines that may have a file of a rank, the likeliest first. The main machine
     /// has all files of a step that was copied into the root.
-    fn holders(&self, attempt: &Attempt, rank: u32) -> Vec<u32> {
-        let saved = self.of_ranks.get(rank as usize).filter(|_| attempt.session == self.session);
-        let held = self.held.get(attempt).into_iter().flatten();
-        let held = held.filter(|held| held.has(rank)).map(|held| held.machine);
-        saved.copied().into_iter().chain(held).chain([self.main]).collect()
+    fn holders(&self, attempt: &Attempt, rank: u32) -> Vec<Place> {
+        let (saved, held) = (self.saved_by(attempt, rank), self.held_of(attempt));
+        let held = held.filter(|held| held.has(rank)).map(|held| (held.machine, held.in_copy));
+        saved.map(|machine| (machine, false)).into_iter().chain(held).chain([(self.main, false)]).collect()
     }
 
     /// Returns the machines that may have files of an attempt.
-    fn holders_of(&self, attempt: &Attempt) -> BTreeSet<u32> {
+    fn holders_of(&self, attempt: &Attempt) -> BTreeSet<Place> {
         if attempt.session == self.session {
-            return self.of_ranks.iter().copied().collect();
+            return self.of_ranks.iter().map(|&machine| (machine, false)).collect();
         }
-        let held = self.held.get(attempt).into_iter().flatten().map(|held| held.machine);
-        held.chain([self.main]).collect()
+        let held = self.held_of(attempt).map(|held| (held.machine, held.in_copy));
+        held.chain([(self.main, false)]).collect()
+    }
+
+    /// Returns the machines that have a file of a rank.
+    fn machines_with(&self, attempt: &Attempt, rank: u32) -> BTreeSet<u32> {
+        let held = self.held_of(attempt).filter(|held| held.has(rank)).map(|held| held.machine);
+        let known: BTreeSet<u32> = self.saved_by(attempt, rank).into_iter().chain(held).collect();
+        if known.is_empty() { BTreeSet::from([self.main]) } else { known }
+    }
+
+    /// Returns the machine of a rank, if this session made the attempt.
+    fn saved_by(&self, attempt: &Attempt, rank: u32) -> Option<u32> {
+        self.of_ranks.get(rank as usize).copied().filter(|_| attempt.session == self.session)
+    }
+
+    fn held_of(&self, attempt: &Attempt) -> impl Iterator<Item = &Held> {
+        self.held.get(attempt).into_iter().flatten()
     }
 
     fn lengths(&self) -> MutexGuard<'_, KnownLengths> {

@@ -27,14 +27,18 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(60);
 const PAUSE_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Inner {
-    /// Starts the carriers. They begin with the steps that an earlier process has left.
+    /// Takes steps out of the listing that were left behind or are incomplete, on the leader. Then
+    /// starts the carriers. They begin with the steps that an earlier process has left.
     pub(super) fn start_carriers(self: &Arc<Self>) -> Result<()> {
-        if self.tiers.is_empty() || !self.carries() {
+        if !self.carries() {
             return Ok(());
         }
         self.finish_rewind()?;
         self.set_left_steps_aside()?;
         self.set_incomplete_steps_aside()?;
+        if self.tiers.is_empty() {
+            return Ok(());
+        }
         let listing = self.root.list_changes()?;
         for tier in &self.tiers {
             let newest = tier.lock().steps.keys().next_back().copied();
@@ -54,9 +58,10 @@ impl Inner {
         Ok(())
     }
 
-    /// Makes a step due in the tiers that take it.
+    /// Makes a step due in the tiers that take it, and for copies on other machines.
     pub(super) fn carry_later(&self, step: u64) {
         self.tiers.iter().for_each(|tier| tier.commit(step, None));
+        self.copy_later(step);
     }
 
     /// Carries a step to a tier.

@@ -48,6 +48,7 @@ mod history;
 mod left_steps;
 mod notice;
 mod open;
+mod partner_copies;
 mod parts;
 mod persister;
 mod queries;
@@ -67,6 +68,7 @@ mod usage;
 pub use changes::Hold;
 use history::History;
 pub(crate) use open::agreed;
+use partner_copies::PartnerCopies;
 use parts::Parts;
 pub use queries::{ItemReport, StepReport};
 use retaining::Inspection;
@@ -160,6 +162,7 @@ struct Inner {
     /// The machines of a root that is on the local disk of each.
     machines: Option<Arc<Machines>>,
     parts: Parts,
+    partners: PartnerCopies,
     birth: Birth,
 }
 

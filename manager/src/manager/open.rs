@@ -8,6 +8,7 @@ use stepwell_core::deadline::deadline_after;
 use stepwell_core::sys::Birth;
 
 use super::history::History;
+use super::partner_copies::PartnerCopies;
 use super::parts::{self, Parts};
 use super::retaining::Inspection;
 use super::saves::Saves;
@@ -102,15 +103,17 @@ impl Manager {
                 tiers,
                 machines,
                 parts: Parts::default(),
+                partners: PartnerCopies::default(),
                 birth: Birth::now(),
             }),
         };
-        if !places.is_empty() {
+        if !places.is_empty() || manager.inner.machines.is_some() {
             // The other ranks hear of a failure.
             manager.inner.team.ask("open the tiers", || manager.inner.start_carriers())?;
         }
         manager.inner.join()?;
         manager.inner.start_removing_parts()?;
+        manager.inner.start_partner_copies()?;
         Ok(manager)
     }
 
@@ -169,6 +172,7 @@ pub(crate) fn agreed(options: &Options) -> Vec<(String, String)> {
     [
         ("read_only", options.read_only.to_string()),
         ("per_machine", options.per_machine.to_string()),
+        ("copies", options.copies.to_string()),
         ("max_pending", options.max_pending.to_string()),
         ("chunk_bytes", options.chunk_bytes.to_string()),
         ("min_row_bytes", options.min_row_bytes.to_string()),
@@ -297,7 +301,13 @@ impl Inner {
         }
         // After a lost session, other machines do not answer any more.
         let carries = drained.is_ok() && (self.machines.is_none() || self.team.check_session().is_ok());
-        let carry = || if carries { self.close_tiers(deadline) } else { Ok(()) };
+        let carry = || {
+            if !carries {
+                return Ok(());
+            }
+            let copied = self.wait_while_machines_are_here(deadline, &|left| self.wait_until_copied(left));
+            self.close_tiers(deadline).and(copied)
+        };
         let (carried, left_together) = if self.machines.is_some() {
             // The leader carries files of other machines, so these leave later.
             let carried = carry();

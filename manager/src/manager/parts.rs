@@ -9,7 +9,6 @@ use stepwell_core::deadline::StallTimer;
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::served::ServedDisk;
 
-use super::tiers::Tier;
 use super::{Inner, Manager};
 use crate::commit::aside;
 use crate::coordination::LEADER;
@@ -264,11 +263,15 @@ impl Inner {
         Ok(())
     }
 
-    /// Waits until nothing is due in a tier, or a machine has left. The next job carries the rest.
-    pub(super) fn wait_while_machines_are_here(&self, tier: &Tier, deadline: Instant) -> Result<()> {
+    /// Waits until nothing is due, or a machine has left. The next job carries or copies the rest.
+    pub(super) fn wait_while_machines_are_here(
+        &self,
+        deadline: Instant,
+        wait_until_idle: &dyn Fn(Option<Duration>) -> Result<()>,
+    ) -> Result<()> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            match tier.wait_until_idle(Some(left.min(PRESENCE_INTERVAL)), self.options.stall_timeout) {
+            match wait_until_idle(Some(left.min(PRESENCE_INTERVAL))) {
                 Err(Error::Timeout { .. }) if Instant::now() < deadline => {}
                 ended => return ended,
             }
@@ -292,6 +295,7 @@ impl Inner {
     pub(super) fn leave_machines(&self) {
         let removal = self.parts.removal.lock().unwrap_or_else(PoisonError::into_inner).take();
         removal.into_iter().for_each(Periodic::stop);
+        self.stop_copier();
         if let Some(machines) = &self.machines {
             machines.stop();
         }

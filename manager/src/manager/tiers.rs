@@ -209,7 +209,7 @@ impl Tier {
         while state.is_busy || state.queue.due().next().is_some() {
             let is_late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             if is_late || (timeout.is_none() && timer.left(state.progress).is_zero()) {
-                let waited_for = format!("the tier `{}` to get {}", self.name, what_is_due(&state));
+                let waited_for = format!("the tier `{}` to get {}", self.name, what_is_due(&state.queue));
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
             state = self.wait(state, POLL_INTERVAL);
@@ -233,9 +233,9 @@ impl Tier {
 }
 
 /// Describes the steps that a tier is to get, and the last failure.
-fn what_is_due(state: &TierState) -> String {
-    let steps: Vec<String> = state.queue.due().map(|step| step.to_string()).collect();
-    let failed = state.queue.failure().map(|(step, why)| format!(". Carrying step {step} failed: {why}"));
+pub(super) fn what_is_due(queue: &CarryQueue) -> String {
+    let steps: Vec<String> = queue.due().map(|step| step.to_string()).collect();
+    let failed = queue.failure().map(|(step, why)| format!(". Carrying step {step} failed: {why}"));
     format!("step(s) {}{}", steps.join(", "), failed.unwrap_or_default())
 }
 
@@ -306,6 +306,7 @@ impl Inner {
         for tier in &self.tiers {
             kept.extend(tier.lock().queue.due());
         }
+        kept.extend(self.kept_for_copies());
         kept
     }
 
@@ -321,15 +322,26 @@ impl Inner {
             let mut all = self.tiers.iter().zip(&mut forgotten);
             all.try_for_each(|(tier, forgotten)| tier.forget(&is_removed, forgotten))
         };
-        let removed = forget().and_then(|()| remove());
+        let mut uncopied = Vec::new();
+        let mut stop = || {
+            uncopied = self.stop_copying(&is_removed, STOP_CARRYING)?;
+            forget()
+        };
+        let record = || self.machines.as_ref().map_or(Ok(()), |machines| Ok(machines.record_session()?));
+        let removed = stop().and_then(|()| record()).and_then(|()| remove());
         if removed.is_err() {
+            for step in uncopied {
+                self.copy_later(step);
+            }
             for (tier, forgotten) in self.tiers.iter().zip(forgotten) {
                 for step in forgotten {
                     tier.commit(step, None);
                 }
             }
         }
-        removed
+        let removed = removed?;
+        self.forget_partner_copies(is_removed)?;
+        Ok(removed)
     }
 
     /// Waits until every due step has arrived, then ends the carriers and closes the tiers.
@@ -339,7 +351,9 @@ impl Inner {
         for tier in &self.tiers {
             let has_carrier = tier.lock().has_carrier;
             let wait = || match self.machines {
-                Some(_) => self.wait_while_machines_are_here(tier, deadline),
+                Some(_) => self.wait_while_machines_are_here(deadline, &|left| {
+                    tier.wait_until_idle(left, self.options.stall_timeout)
+                }),
                 None => tier.wait_until_idle(left(), self.options.stall_timeout),
             };
             let idle = if has_carrier { wait() } else { Ok(()) };
@@ -352,7 +366,7 @@ impl Inner {
 
     /// Returns a value that changes while steps are carried.
     pub(super) fn carry_progress(&self) -> u64 {
-        self.tiers.iter().fold(0, |sum, tier| tier.lock().progress.wrapping_add(sum))
+        self.tiers.iter().fold(self.copy_progress(), |sum, tier| tier.lock().progress.wrapping_add(sum))
     }
 
     /// True if this process carries steps.
@@ -367,7 +381,9 @@ impl Manager {
     pub fn tiers(&self) -> Result<Vec<TierReport>> {
         let inner = &self.inner;
         inner.check_usable()?;
-        let mut reports = vec![TierReport { path: inner.root.path.clone(), ..TierReport::default() }];
+        let mut near = TierReport { path: inner.root.path.clone(), ..TierReport::default() };
+        inner.report_copies(&mut near);
+        let mut reports = vec![near];
         reports.extend(inner.tiers.iter().map(|tier| tier.report()));
         for (report, root) in reports.iter_mut().zip(inner.roots()) {
             // The carrier knows the steps of a tier, even if its store does not answer.
@@ -390,13 +406,18 @@ impl Manager {
             let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
             tier.wait_until_idle(left, stall_timeout)?;
         }
-        Ok(())
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        self.inner.wait_until_copied(left)
     }
 
-    /// Waits until a tier has a committed step. Fails with [`Error::NotCarried`] if it will not get
+    /// Waits until a tier has a committed step. An empty name: until the other machines have copies
+    /// of it, if they keep some. Fails with [`Error::NotCarried`] if it will not get
     /// it, and with [`Error::Timeout`] if it has not got it by then.
     pub fn wait_carried(&self, step: u64, name: &str, timeout: Duration) -> Result<()> {
         self.inner.check_carrying()?;
+        if name.is_empty() {
+            return self.inner.wait_copied(step, timeout);
+        }
         let Some(tier) = self.inner.tiers.iter().find(|tier| tier.name == name) else {
             let names: Vec<&str> = self.inner.tiers.iter().map(|tier| &*tier.name).collect();
             return Err(Error::Invalid(format!(
@@ -421,7 +442,7 @@ impl Manager {
                 return Err(Error::NotCarried { step, tier: name.to_owned(), why });
             }
             if Instant::now() >= deadline {
-                let waited_for = format!("the tier `{name}` to get {}", what_is_due(&state));
+                let waited_for = format!("the tier `{name}` to get {}", what_is_due(&state.queue));
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
             state = tier.wait(state, POLL_INTERVAL);
@@ -447,14 +468,23 @@ impl Manager {
         Ok(names)
     }
 
+    /// True if the loss of one machine loses no file of a committed step: others have copies, which
+    /// this session has made. Only the leader knows it.
+    pub fn is_copied(&self, step: u64) -> Result<bool> {
+        let inner = &self.inner;
+        inner.birth.check("manager")?;
+        let found = inner.root.committed(step)?;
+        Ok(found.is_some_and(|found| inner.is_copied(step, &found.manifest.attempt)))
+    }
+
     /// Describes what the tiers are still to get. Empty if nothing is due.
     pub fn due_in_tiers(&self) -> String {
         let due = self.inner.tiers.iter().filter_map(|tier| {
             let state = tier.lock();
             state.queue.due().next()?;
-            Some(format!("the tier `{}` to get {}", tier.name, what_is_due(&state)))
+            Some(format!("the tier `{}` to get {}", tier.name, what_is_due(&state.queue)))
         });
-        due.collect::<Vec<_>>().join("; ")
+        self.inner.due_copies().into_iter().chain(due).collect::<Vec<_>>().join("; ")
     }
 
     /// Returns a number that changes whenever a carrier gets on.

@@ -25,7 +25,7 @@ const HOME: &str = "/home/run";
 const ENOSPC: i32 = 28;
 
 /// Rows cut over the ranks, and an item of the last rank.
-fn model(rank: u32, ranks: u32, seed: u64) -> StateSource {
+pub(crate) fn model(rank: u32, ranks: u32, seed: u64) -> StateSource {
     let mut tree = Tree::new();
     let root = tree.push_container(None, None, ContainerKind::Dict);
     tree.push_leaf(Some(root), key("rows"));
@@ -41,29 +41,35 @@ fn model(rank: u32, ranks: u32, seed: u64) -> StateSource {
 }
 
 /// The step reads back whole, as `ranks` ranks have saved it.
-fn assert_model(manager: &Manager, step: u64, ranks: u32, seed: u64) {
+pub(crate) fn assert_model(manager: &Manager, step: u64, ranks: u32, seed: u64) {
     let found = read(&manager.checkpoint(Some(step)).unwrap());
     assert_eq!(found[0].1, expected(ROWS * u64::from(ranks), COLUMNS, seed as u8));
     assert_eq!(found[1].1, expected(8, COLUMNS, seed as u8 ^ 1));
 }
 
+/// Tells a directory of a save by its step.
+fn told(name: &str, prefix: &str, what: &str) -> Option<String> {
+    let rest = name.strip_prefix(prefix)?;
+    Some(format!("{what} {}", rest.split('-').next().unwrap().parse::<u64>().unwrap()))
+}
+
 /// Some machines, with as many ranks on each.
-struct Nodes {
+pub(crate) struct Nodes {
     job: Job,
     per_node: u32,
 }
 
 impl Nodes {
-    fn new(per_node: u32) -> Self {
+    pub(crate) fn new(per_node: u32) -> Self {
         Self { job: Job::new(), per_node }
     }
 
-    fn disk(&self) -> &SimDisk {
+    pub(crate) fn disk(&self) -> &SimDisk {
         &self.job.disk
     }
 
     /// Runs a job on these machines. Each rank gets its manager, or the reason why it has none.
-    fn try_run<T: Send>(
+    pub(crate) fn try_run<T: Send>(
         &self,
         nodes: &[&str],
         options: &Options,
@@ -79,7 +85,7 @@ impl Nodes {
     }
 
     /// Without a further tier. Closes the managers.
-    fn run<T: Send>(
+    pub(crate) fn run<T: Send>(
         &self,
         nodes: &[&str],
         options: &Options,
@@ -89,7 +95,7 @@ impl Nodes {
     }
 
     /// With a further tier on a disk that all share.
-    fn run_with_home<T: Send>(
+    pub(crate) fn run_with_home<T: Send>(
         &self,
         nodes: &[&str],
         options: &Options,
@@ -99,25 +105,22 @@ impl Nodes {
     }
 
     /// Saves these steps, as ranks of these machines.
-    fn save(&self, nodes: &[&str], options: &Options, steps: &[u64]) {
+    pub(crate) fn save(&self, nodes: &[&str], options: &Options, steps: &[u64]) {
         let ranks = nodes.len() as u32 * self.per_node;
         self.run(nodes, options, |rank, manager| save(manager, rank, ranks, steps));
     }
 
     /// The names in the root of a machine that are not the root's own. A part is told by its step.
-    fn names(&self, node: &str) -> Vec<String> {
+    pub(crate) fn names(&self, node: &str) -> Vec<String> {
         let image = self.disk().image();
         let Some(root) = image.get(&format!("/{node}/run")) else { return Vec::new() };
         let names = root.entries().unwrap().iter().map(|(name, _)| name.to_string());
-        let told = names.filter(|name| name != ".stepwell").map(|name| match name.strip_prefix(".part-") {
-            Some(rest) => format!("part {}", rest.split('-').next().unwrap().parse::<u64>().unwrap()),
-            None => name,
-        });
-        told.collect()
+        let of_save = |name: &str| told(name, ".part-", "part").or_else(|| told(name, ".copy-", "copy"));
+        names.filter(|name| name != ".stepwell").map(|name| of_save(&name).unwrap_or(name)).collect()
     }
 
     /// A machine whose disk is lost.
-    fn lose(&self, node: &str) {
+    pub(crate) fn lose(&self, node: &str) {
         self.disk()
             .open_dir(Path::new("/"))
             .unwrap()
@@ -145,13 +148,13 @@ fn home(environment: &Environment) -> Vec<TierPlace> {
     }]
 }
 
-fn save(manager: &Manager, rank: u32, ranks: u32, steps: &[u64]) {
+pub(crate) fn save(manager: &Manager, rank: u32, ranks: u32, steps: &[u64]) {
     for &step in steps {
         committed(&manager.save(SaveRequest::new(step, model(rank, ranks, step))).unwrap());
     }
 }
 
-fn keeping(steps: u32) -> Options {
+pub(crate) fn keeping(steps: u32) -> Options {
     Options { retention: Retention::keep_latest(steps.into()), grace: Duration::ZERO, ..options() }
 }
 
@@ -506,7 +509,7 @@ fn a_machine_that_has_led_often_is_not_the_newest_for_that() {
 
 /// Opens a job of two machines, one of which dies at an operation. Returns the operations that it
 /// did.
-fn open_and_die(nodes: &Nodes, paths: [&str; 2], dies: u32, at: Option<u64>) -> u64 {
+pub(crate) fn open_and_die(nodes: &Nodes, paths: [&str; 2], dies: u32, at: Option<u64>) -> u64 {
     let told = nodes.job.run(2, 1, |rank, environment| {
         let process = nodes.disk().process();
         let environment = Environment { disk: Arc::new(process.clone()), ..environment };

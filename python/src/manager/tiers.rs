@@ -76,7 +76,14 @@ pub fn tiers_of(py: Python<'_>, manager: &Manager, step: u64) -> PyResult<Vec<St
     manager.query(py, move |inner| inner.tiers_of(step))
 }
 
-/// Waits until a tier has a step. Returns false after the timeout. Without one, raises after the
+/// True if other machines have copies of all files of a step.
+#[pyfunction]
+pub fn is_copied(py: Python<'_>, manager: &Manager, step: u64) -> PyResult<bool> {
+    manager.query(py, move |inner| inner.is_copied(step))
+}
+
+/// Waits until a tier has a step. Without a name, until other machines have copies of it, if they
+/// keep some. Returns false after the timeout. Without one, raises after the
 /// stall timeout without progress.
 #[pyfunction]
 #[pyo3(signature = (manager, step, tier, timeout = None))]

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use stepwell_core::io::simulated::SimDisk;
+use stepwell_core::io::{Disk, Rename};
 use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::environment::SystemClock;
 use stepwell_manager::{Environment, Manager, Options, Outcome, SaveRequest};
@@ -23,6 +24,7 @@ fn run(
     disk: &SimDisk,
     seed: u64,
     machines: [&str; 2],
+    copies: u32,
     rank: impl Fn(usize, &Manager) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
     let one = |number: usize, board: InProcess| -> Result<(), String> {
@@ -31,7 +33,7 @@ fn run(
             clock: Arc::new(SystemClock::default()),
             ..world::environment(disk, seed + number as u64)
         };
-        let spread = Options { per_machine: true, ..options() };
+        let spread = Options { per_machine: true, copies, ..options() };
         let path = Path::new(machines[number]).join("run");
         let manager =
             Manager::open(&path, spread, environment).map_err(|error| format!("opening: {error}"))?;
@@ -66,7 +68,7 @@ fn save(manager: &Manager, disk: &SimDisk, rank: usize, step: u64, tag: &str) {
 fn check(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
     let promised = Promised::of(marks);
     for (seed, machines) in [(80, ["a", "b"]), (90, ["b", "a"])] {
-        run(disk, seed, machines, |rank, manager| {
+        run(disk, seed, machines, 1, |rank, manager| {
             promised.check(manager, &promised.must, &format!("rank {rank} of {machines:?}"))
         })?;
     }
@@ -76,7 +78,7 @@ fn check(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
 #[test]
 fn a_crash_of_all_machines_loses_and_resurrects_nothing() {
     let disk = SimDisk::new();
-    run(&disk, 1, ["a", "b"], |rank, manager| {
+    run(&disk, 1, ["a", "b"], 1, |rank, manager| {
         save(manager, &disk, rank, 1, "a");
         save(manager, &disk, rank, 2, "a");
         if rank == 0 {
@@ -90,7 +92,7 @@ fn a_crash_of_all_machines_loses_and_resurrects_nothing() {
     })
     .unwrap();
     // Another machine leads.
-    run(&disk, 10, ["b", "a"], |rank, manager| {
+    run(&disk, 10, ["b", "a"], 1, |rank, manager| {
         save(manager, &disk, rank, 3, "b");
         Ok(())
     })
@@ -98,6 +100,66 @@ fn a_crash_of_all_machines_loses_and_resurrects_nothing() {
     // Other machines look into the temporaries and the trash of the main one.
     let mut explorer = Explorer::new(Crash { unread: None, cap: bound(25, 1000), ..quick() });
     if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check) {
+        panic!("{failure}");
+    }
+    println!("{}", explorer.explored);
+}
+
+/// Runs a call between two marks of the first rank.
+fn marked(manager: &Manager, disk: &SimDisk, rank: usize, marks: [&str; 2], call: impl FnOnce()) {
+    if rank == 0 {
+        disk.mark(marks[0]);
+    }
+    manager.agree("the mark", Ok(())).unwrap();
+    call();
+    if rank == 0 {
+        disk.mark(marks[1]);
+    }
+}
+
+/// Saves a step, and waits until the other machine has a copy.
+fn save_copied(manager: &Manager, disk: &SimDisk, rank: usize, step: u64, tag: &str) {
+    save(manager, disk, rank, step, tag);
+    if rank == 0 {
+        manager.wait_until_carried(Some(PATIENCE)).unwrap();
+        disk.mark(&format!("arrived {step} {tag}"));
+    }
+    manager.agree("the copy", Ok(())).unwrap();
+}
+
+/// After the crash, one of the machines is lost.
+fn check_a_loss(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
+    let promised = Promised::of(marks);
+    let image = disk.image();
+    for (seed, lost, machines) in [(80, "a", ["b", "c"]), (90, "a", ["c", "b"]), (100, "b", ["a", "c"])] {
+        let disk = SimDisk::from_image(&image);
+        let above = disk.open_dir(Path::new("")).map_err(|error| error.to_string())?;
+        if above.stat(lost).map_err(|error| error.to_string())?.is_some() {
+            above.rename(lost, "lost", Rename::NoReplace).map_err(|error| error.to_string())?;
+        }
+        run(&disk, seed, machines, 1, |rank, manager| {
+            promised.check(manager, &promised.arrived, &format!("rank {rank} of {machines:?}"))
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_loss_of_a_machine_with_copies_loses_nothing() {
+    let disk = SimDisk::new();
+    run(&disk, 1, ["a", "b"], 2, |rank, manager| {
+        save_copied(manager, &disk, rank, 1, "a");
+        save_copied(manager, &disk, rank, 2, "a");
+        marked(manager, &disk, rank, ["rewinding 1", "rewound 1"], || {
+            manager.rewind(1, None).unwrap();
+        });
+        save_copied(manager, &disk, rank, 2, "b");
+        marked(manager, &disk, rank, ["deleting 1", "deleted 1"], || manager.delete(1).unwrap());
+        Ok(())
+    })
+    .unwrap();
+    let mut explorer = Explorer::new(Crash { unread: None, cap: bound(10, 1000), ..quick() });
+    if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check_a_loss) {
         panic!("{failure}");
     }
     println!("{}", explorer.explored);

@@ -50,7 +50,7 @@ fn arrived(manager: &Manager, disk: &SimDisk, step: u64, tag: &str) {
 pub(super) struct Promised {
     may: Vec<(u64, String)>,
     pub(super) must: Vec<(u64, String)>,
-    arrived: Vec<(u64, String)>,
+    pub(super) arrived: Vec<(u64, String)>,
 }
 
 impl Promised {
@@ -68,7 +68,10 @@ impl Promised {
                     promised.must.retain(|(other, _)| *other <= step());
                     promised.arrived.retain(|(other, _)| *other <= step());
                 }
-                "deleting" => promised.must.retain(|(other, _)| *other != step()),
+                "deleting" => {
+                    promised.must.retain(|(other, _)| *other != step());
+                    promised.arrived.retain(|(other, _)| *other != step());
+                }
                 "deleted" => promised.may.retain(|(other, _)| *other != step()),
                 "rewound" => promised.may.retain(|(other, _)| *other <= step()),
                 other => panic!("{other}"),

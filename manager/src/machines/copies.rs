@@ -1,0 +1,395 @@
+//! Copies of the files of other machines, so that the loss of a machine loses no step.
+//!
+//! ```text
+//! machine 0 (main)            machine 1                  machine 2
+//! step_00000010/              .part-00000010-…/          .part-00000010-…/
+//! .copy-…/  of machine 2      .copy-…/  of machine 0     .copy-…/  of machine 1
+//!                               with manifest and indexes
+//! ```
+//!
+//! Each machine pulls the files of the machines before it into a *copy*, a directory that is named
+//! after the attempt. A file gets its name there when it is whole and durable. The machines behind
+//! the main one also copy the manifest and the indexes. If the main machine is lost, the next
+//! leader takes the steps from such a machine ([`super::hand_over`]).
+//!
+//! The main machine gives orders in a file, which the others read: the step to copy. They report in
+//! a file of theirs, which the leader reads. A copy must not bring back a step that was rewound or
+//! deleted. So each order makes the machines look at the steps of the main machine first, and drop
+//! the manifests of others. A rewind or deletion waits for the reports.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use stepwell_core::format::manifest::{Attempt, Manifest, stored_files};
+use stepwell_core::io::{Dir, File, Rename};
+use stepwell_core::load::LoadOptions;
+use stepwell_core::served::lengths_below;
+use stepwell_core::sys::each;
+use stepwell_core::{Result as CoreResult, limits};
+
+use super::hand_over::take_sidecars_over;
+use super::leftovers::{MainListing, is_step};
+use super::{Lengths, Machines, rank_of};
+use crate::checkpoint::Checkpoint;
+use crate::control;
+use crate::delete_tree::ignore_missing;
+use crate::directory_layout::{self, COPY_ORDERS, COPY_REPORT, MANIFEST, OwnName};
+use crate::discovery::REQUESTS_AT_ONCE;
+use crate::error::Result;
+use crate::root::Root;
+
+/// The most bytes of a file with orders or a report.
+const MAX_BYTES: u64 = 1 << 20;
+/// A machine that copies looks for new orders, and reports its progress, at this interval.
+const ORDERS_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The orders of the main machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CopyOrders {
+    /// The session that gives them.
+    session: String,
+    /// Counts the orders of the session. The first one is 1.
+    number: u64,
+    /// The attempt to copy, with its step.
+    target: Option<(u64, Attempt)>,
+    /// True if steps were removed: the run has gone on.
+    has_removed: bool,
+}
+
+/// The report of a machine on these orders.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CopyReport {
+    session: String,
+    /// The order as of which the machine has no manifest of a step that is gone.
+    pub(crate) current: u64,
+    /// The last order that has ended.
+    pub(crate) ended: u64,
+    /// Why it failed.
+    pub(crate) failure: Option<String>,
+    /// The bytes that were copied in this session.
+    pub(crate) bytes: u64,
+}
+
+/// The report of a machine, or the error of its reading.
+pub(crate) struct FoundReport {
+    /// The root of the machine, for messages.
+    pub(crate) place: String,
+    pub(crate) report: CoreResult<CopyReport>,
+}
+
+impl Machines {
+    /// Gives an order, on the main machine.
+    pub(crate) fn order(
+        &self,
+        number: u64,
+        target: Option<(u64, Attempt)>,
+        has_removed: bool,
+    ) -> CoreResult<()> {
+        let orders = CopyOrders { session: self.session.clone(), number, target, has_removed };
+        control::replace_json(&*self.local, COPY_ORDERS, &orders)
+    }
+
+    /// Reads the reports of all machines, on the main machine.
+    pub(crate) fn copy_reports(&self) -> Vec<FoundReport> {
+        let others = self.others.values().map(|other| Arc::clone(other) as Arc<dyn Dir>);
+        let roots: Vec<Arc<dyn Dir>> = std::iter::once(Arc::clone(&self.local)).chain(others).collect();
+        each("stepwell-reports", REQUESTS_AT_ONCE, &roots, |root| {
+            let report: CoreResult<Option<CopyReport>> = read(&**root, COPY_REPORT);
+            let report = report.map(|found| found.filter(|one| one.session == self.session));
+            let place = root.path().display().to_string();
+            FoundReport { place, report: report.map(Option::unwrap_or_default) }
+        })
+    }
+
+    /// The number of machines.
+    pub(crate) fn count(&self) -> usize {
+        self.others.len() + 1
+    }
+
+    /// Returns the machines that are to have copies of files that these machines have.
+    fn keepers(&self, holders: &BTreeSet<u32>, copies: u32) -> BTreeSet<u32> {
+        let mut all: BTreeSet<u32> = self.others.keys().copied().collect();
+        all.insert(self.own);
+        keepers(&all, holders, copies)
+    }
+
+    /// True if this machine is to have a copy of a file of an attempt.
+    fn keeps(&self, attempt: &Attempt, path: &str, copies: u32) -> bool {
+        let Some(rank) = rank_of(path) else { return false };
+        self.keepers(&self.machines_with(attempt, rank), copies).contains(&self.own)
+    }
+
+    /// True if this machine is to have copies of the manifests.
+    fn keeps_manifests(&self, copies: u32) -> bool {
+        self.keepers(&BTreeSet::from([self.main]), copies).contains(&self.own)
+    }
+}
+
+/// Returns those of `all` machines that follow the first holder, until `copies` have the files.
+fn keepers(all: &BTreeSet<u32>, holders: &BTreeSet<u32>, copies: u32) -> BTreeSet<u32> {
+    let Some(&first) = holders.first() else { return BTreeSet::new() };
+    let lacking = (copies as usize).min(all.len()).saturating_sub(holders.len());
+    let (before, behind) = (all.range(..first), all.range(first..));
+    behind.chain(before).filter(|machine| !holders.contains(machine)).take(lacking).copied().collect()
+}
+
+/// Returns the name of the copy of an attempt.
+pub(super) fn copy_of(step: u64, attempt: &Attempt) -> String {
+    directory_layout::copy(&directory_layout::label(step), &attempt.session, attempt.counter)
+}
+
+fn read<T: for<'de> Deserialize<'de>>(root: &dyn Dir, name: &str) -> CoreResult<Option<T>> {
+    match root.read_file(&directory_layout::control(name), MAX_BYTES) {
+        // An invalid one was edited. The next one replaces it.
+        Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
+        Err(error) if error.is_gone() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Keeps the copies of one machine. Its host owns it.
+pub(crate) struct Copier {
+    machines: Arc<Machines>,
+    copies: u32,
+    listing: MainListing,
+    report: CopyReport,
+    /// True if the copying of the last order was stopped.
+    is_stopped: bool,
+}
+
+impl Copier {
+    /// The copier of this machine. `copies` is the number of machines that have a file.
+    pub(crate) fn new(machines: Arc<Machines>, copies: u32) -> Self {
+        let report = CopyReport { session: machines.session.clone(), ..CopyReport::default() };
+        Self { machines, copies, listing: MainListing::default(), report, is_stopped: false }
+    }
+
+    /// Does what the main machine has ordered. `root` is the root of all machines. `goes_on` is
+    /// called after each piece of a file, and returns false to stop.
+    pub(crate) fn look(
+        &mut self,
+        root: &Root,
+        load: &LoadOptions,
+        timeout: Duration,
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let Some(orders) = self.orders(root)? else { return Ok(()) };
+        if self.report.current < orders.number {
+            if orders.has_removed {
+                self.machines.record_session()?;
+            }
+            self.drop_manifests(root)?;
+            self.report.current = orders.number;
+            self.write_report()?;
+        }
+        if self.report.ended >= orders.number {
+            return Ok(());
+        }
+        self.is_stopped = false;
+        let copied = match &orders.target {
+            Some((step, attempt)) => self.copy(root, &orders, *step, attempt, (load, timeout), goes_on),
+            None => Ok(()),
+        };
+        if self.is_stopped {
+            return Ok(());
+        }
+        self.report.failure = copied.err().map(|error| error.to_string());
+        self.report.ended = orders.number;
+        Ok(self.write_report()?)
+    }
+
+    /// Reads the orders of this session.
+    fn orders(&self, root: &Root) -> CoreResult<Option<CopyOrders>> {
+        let orders: Option<CopyOrders> = read(&*root.dir, COPY_ORDERS)?;
+        Ok(orders.filter(|orders| orders.session == self.machines.session))
+    }
+
+    fn write_report(&self) -> CoreResult<()> {
+        control::replace_json(&*self.machines.local, COPY_REPORT, &self.report)
+    }
+
+    /// Drops the manifests of copies whose step the main machine does not list any more.
+    fn drop_manifests(&mut self, root: &Root) -> Result<()> {
+        let local = Arc::clone(&self.machines.local);
+        let named = copies_in(&*local)?.into_iter().filter_map(|(name, attempt)| {
+            let stat = local.stat(&format!("{name}/{MANIFEST}")).transpose()?;
+            Some(stat.map(|_| (name, attempt)))
+        });
+        let named = named.collect::<CoreResult<Vec<_>>>()?;
+        if named.is_empty() {
+            return Ok(());
+        }
+        let main = self.listing.list(root)?;
+        // A listing may miss a step that gets another name meanwhile. A second one does not.
+        let again = self.listing.list_anew(root)?;
+        for (name, attempt) in named {
+            if [&main, &again].iter().all(|main| !main.name_of(&attempt).is_some_and(is_step)) {
+                let copy = local.open_dir(&name)?;
+                ignore_missing(copy.remove_file(MANIFEST))?;
+                copy.sync()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies what this machine is to have of a step. Does nothing if the step is gone.
+    fn copy(
+        &mut self,
+        root: &Root,
+        orders: &CopyOrders,
+        step: u64,
+        attempt: &Attempt,
+        (load, timeout): (&LoadOptions, Duration),
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        let found = root.committed(step)?.filter(|found| found.manifest.attempt == *attempt);
+        let Some(found) = found else { return Ok(()) };
+        let Some(source) = root.lease_found(&found, timeout, load.clone())? else { return Ok(()) };
+        let manifest = Arc::clone(source.manifest());
+        let files = stored_files(&manifest.files).into_iter();
+        let files: Vec<(&str, u64)> =
+            files.filter(|(path, _)| self.machines.keeps(attempt, path, self.copies)).collect();
+        let has_manifest = self.machines.keeps_manifests(self.copies);
+        if files.is_empty() && !has_manifest {
+            return Ok(());
+        }
+        let machines = Arc::clone(&self.machines);
+        let local = &*machines.local;
+        let dir = opened_or_created(local, &copy_of(step, attempt))?;
+        let there = lengths_below(&dir)?;
+        let mut looked = Instant::now();
+        let mut went_on = |copier: &mut Self, bytes: u64| -> CoreResult<bool> {
+            copier.report.bytes = copier.report.bytes.saturating_add(bytes);
+            if looked.elapsed() >= ORDERS_INTERVAL {
+                looked = Instant::now();
+                copier.write_report()?;
+                if copier.orders(root)?.is_none_or(|now| now.number != orders.number) {
+                    return Ok(false);
+                }
+            }
+            Ok(goes_on())
+        };
+        for (path, length) in files {
+            if there.get(path) != Some(&length) {
+                let from = source.stored_file(path)?;
+                self.copy_file(&dir, path, &*from, &mut went_on)?;
+            }
+        }
+        if has_manifest {
+            copy_control(local, &*root.dir)?;
+            write_manifest(&dir, &there, &source, &manifest)?;
+        }
+        dir.sync()?;
+        Ok(local.sync()?)
+    }
+
+    /// Copies a file, which gets its name when it is durable.
+    fn copy_file(
+        &mut self,
+        dir: &Arc<dyn Dir>,
+        path: &str,
+        from: &dyn File,
+        went_on: &mut dyn FnMut(&mut Self, u64) -> CoreResult<bool>,
+    ) -> CoreResult<()> {
+        let (item, name) = path.rsplit_once('/').unwrap_or(("", path));
+        let above = if item.is_empty() { Arc::clone(dir) } else { opened_or_created(&**dir, item)? };
+        let new = format!("{name}.new");
+        // An earlier try was interrupted.
+        ignore_missing(above.remove_file(&new))?;
+        let mut failure = None;
+        let copied = above.copy_file(&new, from, &mut |bytes| match went_on(self, bytes) {
+            Ok(goes_on) => {
+                self.is_stopped = !goes_on;
+                goes_on
+            }
+            Err(error) => {
+                failure = Some(error);
+                false
+            }
+        });
+        failure.map_or(copied, Err)?;
+        above.rename(&new, name, Rename::Replace)?;
+        above.sync()
+    }
+}
+
+/// Copies what else a main machine knows: the root's facts, its sessions and later metrics.
+fn copy_control(local: &dyn Dir, main: &dyn Dir) -> Result<()> {
+    if let Some(info) = control::read_info(main)?
+        && control::read_info(local)?.as_ref() != Some(&info)
+    {
+        control::replace_info(local, &info)?;
+    }
+    if let Some(sessions) = control::read_sessions(main)? {
+        control::write_sessions(local, &sessions)?;
+    }
+    take_sidecars_over(local, main)
+}
+
+/// Writes the indexes of a step. When all of the copy is durable, writes its manifest.
+fn write_manifest(
+    dir: &Arc<dyn Dir>,
+    there: &Lengths,
+    source: &Checkpoint,
+    manifest: &Manifest,
+) -> Result<()> {
+    for item in &manifest.items {
+        let above = opened_or_created(&**dir, &item.dir)?;
+        if there.get(&item.index.path) != Some(&item.index.length) {
+            let bytes = source.dir().read_file(&item.index.path, limits::MAX_INDEX_BYTES)?;
+            let name = item.index.path.rsplit_once('/').map_or(&*item.index.path, |(_, name)| name);
+            replace(&*above, name, &bytes)?;
+        }
+        above.sync()?;
+    }
+    dir.sync()?;
+    replace(&**dir, MANIFEST, &source.dir().read_file(MANIFEST, limits::MAX_MANIFEST_BYTES)?)?;
+    Ok(())
+}
+
+/// Replaces a file of a copy by one with these bytes.
+pub(super) fn replace(dir: &dyn Dir, name: &str, bytes: &[u8]) -> CoreResult<()> {
+    let new = format!("{name}.new");
+    // An earlier try was interrupted.
+    ignore_missing(dir.remove_file(&new))?;
+    dir.replace_file(name, &new, bytes)
+}
+
+fn opened_or_created(parent: &dyn Dir, name: &str) -> CoreResult<Arc<dyn Dir>> {
+    match parent.create_dir(name) {
+        Err(error) if error.already_exists() => parent.open_dir(name),
+        created => created,
+    }
+}
+
+/// Returns the copies on this machine, by name.
+fn copies_in(local: &dyn Dir) -> CoreResult<Vec<(String, Attempt)>> {
+    let copy = |name: String| match directory_layout::parse(&name)? {
+        OwnName::Copy { session, counter, .. } => Some((name, Attempt { session, counter })),
+        _ => None,
+    };
+    Ok(local.entries()?.into_iter().filter_map(|entry| copy(entry.name)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_machines_keep_copies_until_there_are_enough() {
+        let all = BTreeSet::from([0, 1, 2, 3]);
+        let of = |holders: &[u32], copies| -> Vec<u32> {
+            keepers(&all, &holders.iter().copied().collect(), copies).into_iter().collect()
+        };
+        assert!(of(&[1], 1).is_empty());
+        assert_eq!(of(&[1], 2), [2]);
+        assert_eq!(of(&[3], 2), [0]);
+        assert!(of(&[1, 2], 2).is_empty());
+        assert_eq!(of(&[1, 2], 3), [3]);
+        assert_eq!(of(&[0], 9), [1, 2, 3]);
+        assert_eq!(of(&[7], 2), [0], "the machine is not here");
+        assert!(of(&[], 2).is_empty());
+    }
+}
