@@ -410,9 +410,9 @@ impl Manager {
         self.inner.wait_until_copied(left)
     }
 
-    /// Waits until a tier has a committed step. An empty name: until the other machines have copies
-    /// of it, if they keep some. Fails with [`Error::NotCarried`] if it will not get
-    /// it, and with [`Error::Timeout`] if it has not got it by then.
+    /// Waits until a tier has a committed step. An empty name: until other machines have copies of
+    /// it, if they keep some. Fails with [`Error::NotCarried`] if that will not happen, and with
+    /// [`Error::Timeout`] if it has not happened by then.
     pub fn wait_carried(&self, step: u64, name: &str, timeout: Duration) -> Result<()> {
         self.inner.check_carrying()?;
         if name.is_empty() {
