@@ -15,8 +15,8 @@
 //! The first rank of each machine serves the files of its machine to the others
 //! ([`stepwell_core::served`]). To a reader, the root is one directory ([`dir`]). When the ranks
 //! meet ([`meeting`]), the leader finds the machine that was main last ([`record`]), and takes its
-//! steps over ([`hand_over`]). Parts of steps that are gone are removed ([`leftovers`]). On request,
-//! other machines keep copies of the files ([`copies`]).
+//! steps over ([`hand_over`]). Parts of steps that are gone are removed ([`leftovers`]). Other
+//! machines keep copies of the files, if the user wants it ([`copies`]).
 
 mod copies;
 mod dir;
