@@ -242,6 +242,10 @@ bench-tiers: build ## what further tiers cost saves and a loop beside them (abou
 	cargo build --quiet -p stepwell-tests --bin fake_store
 	$(BIN)/python tests/bench/tiers.py $(ARGS)
 
+.PHONY: bench-machines
+bench-machines: build ## copies of a near tier on two machines, and reads from the other one (about 3 minutes)
+	$(BIN)/python tests/bench/machines.py $(ARGS)
+
 .PHONY: bench-compression
 bench-compression: build ## what compressed copies save and cost on one core (a few minutes; needs torch and zstandard)
 	$(BIN)/python tests/bench/compression.py $(ARGS)

@@ -17,6 +17,8 @@ pub const LEASE: &str = ".lease";
 pub const EXPORT_RECORD: &str = "stepwell_export.json";
 /// The index of an item, below the item's directory.
 pub const INDEX: &str = "index";
+/// The file of a copy that names the ranks all of whose files are there ([`crate::machines`]).
+pub const WHOLE: &str = ".whole.json";
 /// The directory for files of the root itself.
 pub const CONTROL: &str = ".stepwell";
 /// The file with format version, root id, step-name pattern, and the user's root metadata.

@@ -528,7 +528,17 @@ impl Root {
         timeout: Duration,
         load: LoadOptions,
     ) -> Result<Option<Checkpoint>> {
-        Checkpoint::lease(&self.dir, &found.name, &self.environment, timeout, load)
+        self.lease_name(&found.name, timeout, load)
+    }
+
+    /// Opens and leases a step by the name of its directory. `None` if it is gone.
+    pub(crate) fn lease_name(
+        &self,
+        name: &str,
+        timeout: Duration,
+        load: LoadOptions,
+    ) -> Result<Option<Checkpoint>> {
+        Checkpoint::lease(&self.dir, name, &self.environment, timeout, load)
     }
 }
 

@@ -8,17 +8,19 @@
 //! ```
 //!
 //! Each machine pulls the files of the machines before it into a *copy*, a directory that is named
-//! after the attempt. A file gets its name there when it is whole and durable. The machines behind
-//! the main one also copy the manifest and the indexes. If the main machine is lost, the next
-//! leader takes the steps from such a machine ([`super::hand_over`]).
+//! after the attempt. A file gets its name there when it is whole and durable. A marker names the
+//! ranks all of whose files are there: an interrupted copy does not count. The machines behind the
+//! main one also copy the manifest and the indexes. If the main machine is lost, the next leader
+//! takes the steps from such a machine ([`super::hand_over`]).
 //!
 //! The main machine gives orders in a file, which the others read: the step to copy. They report in
 //! a file of theirs, which the leader reads. A copy must not bring back a step that was rewound or
 //! deleted. So each order makes the machines look at the steps of the main machine first, and drop
-//! the manifests of others. A rewind or deletion waits for the reports.
+//! the manifests of others. A rewind or deletion waits for the reports. A machine that was absent
+//! in a session drops all manifests of its copies when it is back.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -30,18 +32,20 @@ use stepwell_core::sys::each;
 use stepwell_core::{Result as CoreResult, limits};
 
 use super::hand_over::take_sidecars_over;
-use super::leftovers::{MainListing, is_step};
-use super::{Lengths, Machines, rank_of};
+use super::leftovers::MainListing;
+use super::{Lengths, Machines, RankRuns, rank_of, runs_of, sync_below};
 use crate::checkpoint::Checkpoint;
 use crate::control;
 use crate::delete_tree::ignore_missing;
-use crate::directory_layout::{self, COPY_ORDERS, COPY_REPORT, MANIFEST, OwnName};
+use crate::directory_layout::{self, COPY_ORDERS, COPY_REPORT, MANIFEST, OwnName, WHOLE};
 use crate::discovery::REQUESTS_AT_ONCE;
 use crate::error::Result;
 use crate::root::Root;
 
 /// The most bytes of a file with orders or a report.
 const MAX_BYTES: u64 = 1 << 20;
+/// The most ranks whose files are in a copy.
+const MAX_RANKS: u64 = 1 << 24;
 /// A machine that copies looks for new orders, and reports its progress, at this interval.
 const ORDERS_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -52,18 +56,26 @@ pub(crate) struct CopyOrders {
     session: String,
     /// Counts the orders of the session. The first one is 1.
     number: u64,
-    /// The attempt to copy, with its step.
-    target: Option<(u64, Attempt)>,
+    target: Option<CopyTarget>,
     /// True if steps were removed: the run has gone on.
     has_removed: bool,
+}
+
+/// The attempt to copy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CopyTarget {
+    pub(crate) step: u64,
+    /// The name of its directory.
+    pub(crate) name: String,
+    pub(crate) attempt: Attempt,
 }
 
 /// The report of a machine on these orders.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct CopyReport {
     session: String,
-    /// The order as of which the machine has no manifest of a step that is gone.
-    pub(crate) current: u64,
+    /// The last order before whose copying the machine has dropped manifests.
+    pub(crate) dropped: u64,
     /// The last order that has ended.
     pub(crate) ended: u64,
     /// Why it failed.
@@ -81,12 +93,7 @@ pub(crate) struct FoundReport {
 
 impl Machines {
     /// Gives an order, on the main machine.
-    pub(crate) fn order(
-        &self,
-        number: u64,
-        target: Option<(u64, Attempt)>,
-        has_removed: bool,
-    ) -> CoreResult<()> {
+    pub(crate) fn order(&self, number: u64, target: Option<CopyTarget>, has_removed: bool) -> CoreResult<()> {
         let orders = CopyOrders { session: self.session.clone(), number, target, has_removed };
         control::replace_json(&*self.local, COPY_ORDERS, &orders)
     }
@@ -106,6 +113,31 @@ impl Machines {
     /// The number of machines.
     pub(crate) fn count(&self) -> usize {
         self.others.len() + 1
+    }
+
+    /// True if a machine had a copy with a manifest, when the ranks met.
+    pub(crate) fn had_manifests(&self) -> bool {
+        !self.with_manifests.is_empty()
+    }
+
+    /// The right to change manifests of copies on this machine.
+    pub(super) fn copied_manifests(&self) -> MutexGuard<'_, ()> {
+        self.copied_manifests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True if no other machine has a copy with another manifest than this one. It is asked before
+    /// files are deleted that an older manifest lists.
+    pub(super) fn copies_have(&self, copy: &str, manifest: &[u8], copies: u32) -> CoreResult<bool> {
+        let mut machines = self.keepers(&BTreeSet::from([self.main]), copies);
+        machines.extend(&self.with_manifests);
+        for other in machines.iter().filter_map(|machine| self.others.get(machine)) {
+            match other.read_file(&format!("{copy}/{MANIFEST}"), limits::MAX_MANIFEST_BYTES) {
+                Ok(theirs) if theirs != manifest => return Ok(false),
+                Err(error) if !error.is_gone() => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(true)
     }
 
     /// Returns the machines that are to have copies of files that these machines have.
@@ -140,6 +172,41 @@ pub(super) fn copy_of(step: u64, attempt: &Attempt) -> String {
     directory_layout::copy(&directory_layout::label(step), &attempt.session, attempt.counter)
 }
 
+/// Returns the copies with a manifest on this machine, by name.
+pub(super) fn named_copies(local: &dyn Dir) -> CoreResult<Vec<(String, Attempt)>> {
+    let mut named = copies_in(local)?;
+    let mut failure = Ok(());
+    named.retain(|(name, _)| match local.stat(&format!("{name}/{MANIFEST}")) {
+        Ok(found) => found.is_some(),
+        Err(error) => {
+            failure = Err(error);
+            true
+        }
+    });
+    failure.map(|()| named)
+}
+
+/// Drops the manifest of a copy, durably.
+pub(super) fn drop_manifest(local: &dyn Dir, copy: &str) -> CoreResult<()> {
+    let copy = local.open_dir(copy)?;
+    ignore_missing(copy.remove_file(MANIFEST))?;
+    copy.sync()
+}
+
+/// Returns the ranks all of whose files are in a copy.
+pub(super) fn whole_ranks(copy: &dyn Dir) -> CoreResult<RankRuns> {
+    match copy.read_file(WHOLE, MAX_BYTES) {
+        // An invalid one was edited. The files are copied again.
+        Ok(bytes) => {
+            let runs: RankRuns = serde_json::from_slice(&bytes).unwrap_or_default();
+            let ranks = runs.iter().map(|&(first, last)| u64::from(last.saturating_sub(first)) + 1);
+            Ok(if ranks.sum::<u64>() > MAX_RANKS { RankRuns::new() } else { runs })
+        }
+        Err(error) if error.is_gone() => Ok(RankRuns::new()),
+        Err(error) => Err(error),
+    }
+}
+
 fn read<T: for<'de> Deserialize<'de>>(root: &dyn Dir, name: &str) -> CoreResult<Option<T>> {
     match root.read_file(&directory_layout::control(name), MAX_BYTES) {
         // An invalid one was edited. The next one replaces it.
@@ -155,7 +222,11 @@ pub(crate) struct Copier {
     copies: u32,
     listing: MainListing,
     report: CopyReport,
-    /// True if the copying of the last order was stopped.
+    /// The report that was written last.
+    written: CopyReport,
+    /// The order that is carried out.
+    order: u64,
+    /// True if the copying was stopped.
     is_stopped: bool,
 }
 
@@ -163,7 +234,8 @@ impl Copier {
     /// The copier of this machine. `copies` is the number of machines that have a file.
     pub(crate) fn new(machines: Arc<Machines>, copies: u32) -> Self {
         let report = CopyReport { session: machines.session.clone(), ..CopyReport::default() };
-        Self { machines, copies, listing: MainListing::default(), report, is_stopped: false }
+        let (written, listing) = (CopyReport::default(), MainListing::default());
+        Self { machines, copies, listing, report, written, order: 0, is_stopped: false }
     }
 
     /// Does what the main machine has ordered. `root` is the root of all machines. `goes_on` is
@@ -176,27 +248,32 @@ impl Copier {
         goes_on: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
         let Some(orders) = self.orders(root)? else { return Ok(()) };
-        if self.report.current < orders.number {
+        self.follow(root, &orders)?;
+        if self.report.ended < orders.number {
+            self.is_stopped = false;
+            let copied = match &orders.target {
+                Some(target) if self.copies > 1 => self.copy(root, target, (load, timeout), goes_on),
+                _ => Ok(()),
+            };
+            if self.is_stopped {
+                return Ok(());
+            }
+            self.report.failure = copied.err().map(|error| error.to_string());
+            self.report.ended = self.order;
+        }
+        Ok(self.write_report()?)
+    }
+
+    /// Begins to carry out orders.
+    fn follow(&mut self, root: &Root, orders: &CopyOrders) -> Result<()> {
+        self.order = orders.number;
+        if self.report.dropped < orders.number {
             if orders.has_removed {
                 self.machines.record_session()?;
             }
             self.drop_manifests(root)?;
-            self.report.current = orders.number;
-            self.write_report()?;
+            self.report.dropped = orders.number;
         }
-        if self.report.ended >= orders.number {
-            return Ok(());
-        }
-        self.is_stopped = false;
-        let copied = match &orders.target {
-            Some((step, attempt)) => self.copy(root, &orders, *step, attempt, (load, timeout), goes_on),
-            None => Ok(()),
-        };
-        if self.is_stopped {
-            return Ok(());
-        }
-        self.report.failure = copied.err().map(|error| error.to_string());
-        self.report.ended = orders.number;
         Ok(self.write_report()?)
     }
 
@@ -206,30 +283,31 @@ impl Copier {
         Ok(orders.filter(|orders| orders.session == self.machines.session))
     }
 
-    fn write_report(&self) -> CoreResult<()> {
-        control::replace_json(&*self.machines.local, COPY_REPORT, &self.report)
+    fn write_report(&mut self) -> CoreResult<()> {
+        if self.written != self.report {
+            control::replace_json(&*self.machines.local, COPY_REPORT, &self.report)?;
+            self.written = self.report.clone();
+        }
+        Ok(())
     }
 
     /// Drops the manifests of copies whose step the main machine does not list any more.
     fn drop_manifests(&mut self, root: &Root) -> Result<()> {
-        let local = Arc::clone(&self.machines.local);
-        let named = copies_in(&*local)?.into_iter().filter_map(|(name, attempt)| {
-            let stat = local.stat(&format!("{name}/{MANIFEST}")).transpose()?;
-            Some(stat.map(|_| (name, attempt)))
-        });
-        let named = named.collect::<CoreResult<Vec<_>>>()?;
+        let machines = Arc::clone(&self.machines);
+        let local = &*machines.local;
+        let mut named = named_copies(local)?;
         if named.is_empty() {
             return Ok(());
         }
         let main = self.listing.list(root)?;
-        // A listing may miss a step that gets another name meanwhile. A second one does not.
+        named.retain(|(_, attempt)| !main.lists(attempt));
+        if named.is_empty() {
+            return Ok(());
+        }
         let again = self.listing.list_anew(root)?;
-        for (name, attempt) in named {
-            if [&main, &again].iter().all(|main| !main.name_of(&attempt).is_some_and(is_step)) {
-                let copy = local.open_dir(&name)?;
-                ignore_missing(copy.remove_file(MANIFEST))?;
-                copy.sync()?;
-            }
+        let _right = machines.copied_manifests();
+        for (name, _) in named.iter().filter(|(_, attempt)| !again.lists(attempt)) {
+            drop_manifest(local, name)?;
         }
         Ok(())
     }
@@ -238,15 +316,15 @@ impl Copier {
     fn copy(
         &mut self,
         root: &Root,
-        orders: &CopyOrders,
-        step: u64,
-        attempt: &Attempt,
+        target: &CopyTarget,
         (load, timeout): (&LoadOptions, Duration),
         goes_on: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
-        let found = root.committed(step)?.filter(|found| found.manifest.attempt == *attempt);
-        let Some(found) = found else { return Ok(()) };
-        let Some(source) = root.lease_found(&found, timeout, load.clone())? else { return Ok(()) };
+        let CopyTarget { step, name, attempt } = target;
+        let source = root.lease_name(name, timeout, load.clone())?;
+        let Some(source) = source.filter(|source| source.manifest().attempt == *attempt) else {
+            return Ok(());
+        };
         let manifest = Arc::clone(source.manifest());
         let files = stored_files(&manifest.files).into_iter();
         let files: Vec<(&str, u64)> =
@@ -257,32 +335,39 @@ impl Copier {
         }
         let machines = Arc::clone(&self.machines);
         let local = &*machines.local;
-        let dir = opened_or_created(local, &copy_of(step, attempt))?;
+        let dir = opened_or_created(local, &copy_of(*step, attempt))?;
         let there = lengths_below(&dir)?;
         let mut looked = Instant::now();
-        let mut went_on = |copier: &mut Self, bytes: u64| -> CoreResult<bool> {
+        let mut went_on = |copier: &mut Self, bytes: u64| -> Result<bool> {
             copier.report.bytes = copier.report.bytes.saturating_add(bytes);
             if looked.elapsed() >= ORDERS_INTERVAL {
                 looked = Instant::now();
-                copier.write_report()?;
-                if copier.orders(root)?.is_none_or(|now| now.number != orders.number) {
-                    return Ok(false);
+                match copier.orders(root)? {
+                    Some(orders) if orders.target.as_ref() == Some(target) => copier.follow(root, &orders)?,
+                    _ => return Ok(false),
                 }
             }
             Ok(goes_on())
         };
-        for (path, length) in files {
-            if there.get(path) != Some(&length) {
+        for (path, length) in &files {
+            if there.get(*path) != Some(length) {
                 let from = source.stored_file(path)?;
                 self.copy_file(&dir, path, &*from, &mut went_on)?;
             }
         }
-        if has_manifest {
+        sync_below(&*dir)?;
+        local.sync()?;
+        let ranks = ranks_of(&whole_ranks(&*dir)?).into_iter();
+        let ranks = ranks.chain(files.iter().filter_map(|(path, _)| rank_of(path))).collect();
+        let whole = serde_json::to_vec(&runs_of(&ranks)).unwrap_or_default();
+        replace(&*dir, WHOLE, &whole)?;
+        if has_manifest && went_on(self, 0)? {
             copy_control(local, &*root.dir)?;
-            write_manifest(&dir, &there, &source, &manifest)?;
+            write_indexes(&dir, &there, &source, &manifest)?;
+            let _right = machines.copied_manifests();
+            replace(&*dir, MANIFEST, &source.dir().read_file(MANIFEST, limits::MAX_MANIFEST_BYTES)?)?;
         }
-        dir.sync()?;
-        Ok(local.sync()?)
+        Ok(())
     }
 
     /// Copies a file, which gets its name when it is durable.
@@ -291,8 +376,8 @@ impl Copier {
         dir: &Arc<dyn Dir>,
         path: &str,
         from: &dyn File,
-        went_on: &mut dyn FnMut(&mut Self, u64) -> CoreResult<bool>,
-    ) -> CoreResult<()> {
+        went_on: &mut dyn FnMut(&mut Self, u64) -> Result<bool>,
+    ) -> Result<()> {
         let (item, name) = path.rsplit_once('/').unwrap_or(("", path));
         let above = if item.is_empty() { Arc::clone(dir) } else { opened_or_created(&**dir, item)? };
         let new = format!("{name}.new");
@@ -309,9 +394,10 @@ impl Copier {
                 false
             }
         });
-        failure.map_or(copied, Err)?;
+        failure.map_or(Ok(()), Err)?;
+        copied?;
         above.rename(&new, name, Rename::Replace)?;
-        above.sync()
+        Ok(above.sync()?)
     }
 }
 
@@ -328,8 +414,8 @@ fn copy_control(local: &dyn Dir, main: &dyn Dir) -> Result<()> {
     take_sidecars_over(local, main)
 }
 
-/// Writes the indexes of a step. When all of the copy is durable, writes its manifest.
-fn write_manifest(
+/// Writes the indexes of a step, durably.
+fn write_indexes(
     dir: &Arc<dyn Dir>,
     there: &Lengths,
     source: &Checkpoint,
@@ -342,11 +428,13 @@ fn write_manifest(
             let name = item.index.path.rsplit_once('/').map_or(&*item.index.path, |(_, name)| name);
             replace(&*above, name, &bytes)?;
         }
-        above.sync()?;
     }
-    dir.sync()?;
-    replace(&**dir, MANIFEST, &source.dir().read_file(MANIFEST, limits::MAX_MANIFEST_BYTES)?)?;
-    Ok(())
+    Ok(sync_below(&**dir)?)
+}
+
+/// Returns the ranks of these runs.
+fn ranks_of(runs: &RankRuns) -> BTreeSet<u32> {
+    runs.iter().flat_map(|&(first, last)| first..=last).collect()
 }
 
 /// Replaces a file of a copy by one with these bytes.

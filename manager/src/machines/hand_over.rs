@@ -38,10 +38,19 @@ impl NewMain<'_> {
         let (of_last, mut current) = (last.into_iter().chain(self.stand_ins.iter().copied()), HashSet::new());
         let of_last = of_last.flat_map(|machine| self.named_of(machine));
         current.extend(of_last.filter(|named| named.is_step()).map(|named| &named.attempt));
+        let mut steps: HashSet<u64> = self.current_steps(&current);
+        let mut from_copies = Vec::new();
+        for &stand_in in self.stand_ins {
+            for named in self.reports.get(&stand_in).map_or(&[][..], |report| &report.copied) {
+                if !current.contains(&named.attempt) && steps.insert(named.step) {
+                    from_copies.push((stand_in, named));
+                }
+            }
+        }
+        current.extend(from_copies.iter().map(|(_, named)| &named.attempt));
         // First: metrics without a step are removed, and a step without its metrics may be, too.
         self.others.values().try_for_each(|from| take_sidecars_over(&**self.local, &**from))?;
         let mut there: HashSet<&Attempt> = HashSet::new();
-        let mut steps: HashSet<u64> = self.current_steps(&current);
         let stale = self.environment.new_branch(STALE);
         for named in self.named_of(self.own) {
             there.insert(&named.attempt);
@@ -52,17 +61,14 @@ impl NewMain<'_> {
         }
         // Those of the last main machine come first, so that no other gets their names.
         let rest = self.others.keys().copied().filter(|&machine| Some(machine) != last);
-        for stand_in in self.stand_ins {
-            let from = self.others.get(stand_in).map_or(&**self.local, |other| &**other as &dyn Dir);
-            for named in self.reports.get(stand_in).map_or(&[][..], |report| &report.copied) {
-                if current.contains(&named.attempt) || !steps.insert(named.step) {
-                    continue;
-                }
-                there.insert(&named.attempt);
-                let target = self.free_name(named, self.names.format(named.step), &stale)?;
-                self.take_step_over(from, named, &target)?;
-                tracing::warn!(step = named.step, from = %from.path().display(), "the main machine of this run is absent: a step was taken from the copy of another one");
+        for (stand_in, named) in from_copies {
+            if !there.insert(&named.attempt) {
+                continue;
             }
+            let from = self.others.get(&stand_in).map_or(&**self.local, |other| &**other as &dyn Dir);
+            let target = self.free_name(named, self.names.format(named.step), &stale)?;
+            self.take_step_over(from, named, &target)?;
+            tracing::warn!(step = named.step, from = %from.path().display(), "the main machine of this run is absent: a step was taken from the copy of another one");
         }
         for machine in last.into_iter().chain(rest) {
             let Some(from) = self.others.get(&machine) else { continue };

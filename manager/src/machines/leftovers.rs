@@ -16,7 +16,7 @@ use stepwell_core::format::manifest::{Attempt, Manifest};
 use stepwell_core::io::{Dir, Entry};
 use stepwell_core::limits::MAX_MANIFEST_BYTES;
 
-use super::copies::replace;
+use super::copies::{copy_of, replace};
 use super::{Machines, record};
 use crate::commit::aside;
 use crate::directory_layout::{self, MANIFEST, OwnName};
@@ -35,6 +35,8 @@ pub(crate) struct Leftovers {
     environment: Environment,
     /// True if retention drops items of steps.
     thins: bool,
+    /// The number of machines that have a file.
+    copies: u32,
     listing: MainListing,
 }
 
@@ -63,8 +65,13 @@ pub(super) struct MainNames {
 
 impl MainNames {
     /// Returns the name that an attempt has.
-    pub(super) fn name_of(&self, attempt: &Attempt) -> Option<&str> {
+    fn name_of(&self, attempt: &Attempt) -> Option<&str> {
         self.names.get(attempt).map(String::as_str)
+    }
+
+    /// True if an attempt is a step, or may be one whose manifest is invalid.
+    pub(super) fn lists(&self, attempt: &Attempt) -> bool {
+        !self.invalid.is_empty() || self.name_of(attempt).is_some_and(is_step)
     }
 
     fn has(&self, part: &FoundPart) -> bool {
@@ -74,9 +81,10 @@ impl MainNames {
 }
 
 impl Leftovers {
-    /// The parts of this machine. `thins`: retention drops items of steps.
-    pub(crate) fn new(machines: Arc<Machines>, environment: Environment, thins: bool) -> Self {
-        Self { machines, environment, thins, listing: MainListing::default() }
+    /// The parts and copies of this machine. `thins`: retention drops items of steps. `copies`: the
+    /// number of machines that have a file.
+    pub(crate) fn new(machines: Arc<Machines>, environment: Environment, thins: bool, copies: u32) -> Self {
+        Self { machines, environment, thins, copies, listing: MainListing::default() }
     }
 
     /// Removes parts. `root` is the root of all machines, and its deleter that of this machine.
@@ -97,7 +105,7 @@ impl Leftovers {
         if self.thins {
             for part in &ended {
                 if let Some(name) = main.name_of(&part.attempt).filter(|name| is_step(name)) {
-                    thin(&**local, &part.name, &*root.dir, name)?;
+                    self.thin(part, &*root.dir, name)?;
                 }
             }
         }
@@ -119,6 +127,32 @@ impl Leftovers {
         let retired = aside::retire_all(&**local, &removed);
         root.deleter.enqueue(removed.into_iter().take(retired.deletable()).map(|(_, trash)| trash));
         retired.error.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// Deletes what retention has dropped from a step. Under its lease: the thinning is durable
+    /// then. Before, each copy of the manifest must be the thinned one.
+    fn thin(&self, part: &FoundPart, root: &dyn Dir, name: &str) -> Result<()> {
+        let Ok(Some((step, _lease))) = lease::acquire(root, name, THINNING_TIMEOUT) else { return Ok(()) };
+        let bytes = step.read_file(MANIFEST, MAX_MANIFEST_BYTES)?;
+        let manifest = Manifest::decode(&bytes, &step.path().join(MANIFEST))?;
+        if manifest.dropped.is_empty() {
+            return Ok(());
+        }
+        let here = self.machines.local().open_dir(&part.name)?;
+        let right = self.machines.copied_manifests();
+        if here.stat(MANIFEST)?.is_some() && here.read_file(MANIFEST, MAX_MANIFEST_BYTES)? != bytes {
+            replace(&*here, MANIFEST, &bytes)?;
+        }
+        drop(right);
+        let mut is_there = false;
+        for tombstone in &manifest.dropped {
+            is_there |= here.stat(&tombstone.dir)?.is_some();
+        }
+        let copy = copy_of(part.step, &part.attempt);
+        if is_there && self.machines.copies_have(&copy, &bytes, self.copies)? {
+            aside::apply_tombstones(&here, &manifest)?;
+        }
+        Ok(())
     }
 
     /// Deletes trash that an earlier process has left on this machine.
@@ -183,22 +217,7 @@ fn parts_in(local: &dyn Dir) -> stepwell_core::Result<Vec<FoundPart>> {
     Ok(local.entries()?.into_iter().filter_map(part).collect())
 }
 
-/// Deletes what retention has dropped from a step. Under its lease: the thinning is durable then.
-fn thin(local: &dyn Dir, part: &str, root: &dyn Dir, name: &str) -> Result<()> {
-    let Ok(Some((step, _lease))) = lease::acquire(root, name, THINNING_TIMEOUT) else { return Ok(()) };
-    let bytes = step.read_file(MANIFEST, MAX_MANIFEST_BYTES)?;
-    let manifest = Manifest::decode(&bytes, &step.path().join(MANIFEST))?;
-    if manifest.dropped.is_empty() {
-        return Ok(());
-    }
-    let part = local.open_dir(part)?;
-    if part.stat(MANIFEST)?.is_some() {
-        replace(&*part, MANIFEST, &bytes)?;
-    }
-    Ok(aside::apply_tombstones(&part, &manifest)?)
-}
-
-pub(super) fn is_step(name: &str) -> bool {
+fn is_step(name: &str) -> bool {
     directory_layout::parse(name).is_none()
 }
 

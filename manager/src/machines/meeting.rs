@@ -12,7 +12,7 @@ use stepwell_core::served::{Connections, ServedDir, Server, lengths_below};
 use super::dir::{NamedAttempt, named_attempts};
 use super::hand_over::{NewMain, demote};
 use super::record::{self, MachineRecord, NewestState, newest_state};
-use super::{Held, Hosting, Machines, MachinesDir, RankRuns, rank_of};
+use super::{Held, Hosting, Machines, MachinesDir, RankRuns, copies, rank_of, runs_of};
 use crate::control::{self, RootInfo};
 use crate::coordination::LEADER;
 use crate::coordination::team::Team;
@@ -58,7 +58,8 @@ pub(super) struct MachineReport {
 struct HeldFiles {
     attempt: Attempt,
     ranks: RankRuns,
-    in_copy: bool,
+    /// Of a copy: the ranks all of whose files are there.
+    whole: Option<RankRuns>,
 }
 
 /// The server of a machine.
@@ -85,6 +86,8 @@ struct Introduction {
     machines: u32,
     /// Sessions of parts without a step.
     unnamed: BTreeSet<String>,
+    /// The machines that have a copy with a manifest.
+    with_manifests: BTreeSet<u32>,
 }
 
 /// The machines, and the root that is on all of them.
@@ -175,10 +178,24 @@ fn hand_over(
     demote(local, named)?;
     let record = record::read_or_make(local, environment)?;
     let Introduction { sessions, main, machines, .. } = all;
+    forget_copies(local, session, &sessions)?;
     Ok(record::write(
         local,
         &MachineRecord { id: record.id, sessions, main, machines, absent: BTreeSet::new() },
     )?)
+}
+
+/// Drops the manifests of the copies of a machine that was absent in a session: it may have missed
+/// a rewind. `sessions` are those that all machines are about to record.
+fn forget_copies(local: &dyn Dir, session: &str, sessions: &BTreeSet<String>) -> Result<()> {
+    let known = record::read(local)?.unwrap_or_default().sessions;
+    if sessions.iter().all(|other| other == session || known.contains(other)) {
+        return Ok(());
+    }
+    for (name, _) in copies::named_copies(local)? {
+        copies::drop_manifest(local, &name)?;
+    }
+    Ok(())
 }
 
 fn shared(path: &str) -> Error {
@@ -213,8 +230,10 @@ fn report(local: &Arc<dyn Dir>, names: Option<&StepName>, face: Option<Face>) ->
     let is_copy = |name: &str| matches!(directory_layout::parse(name), Some(OwnName::Copy { .. }));
     let copied = named_attempts(&**local, &is_copy)?;
     let mut files = Vec::new();
-    let mut add = |attempt: Attempt, name: &str, in_copy: bool| -> Result<()> {
-        files.push(HeldFiles { attempt, ranks: ranks_in(&local.open_dir(name)?)?, in_copy });
+    let mut add = |attempt: Attempt, name: &str, is_copy: bool| -> Result<()> {
+        let dir = local.open_dir(name)?;
+        let whole = if is_copy { Some(copies::whole_ranks(&*dir)?) } else { None };
+        files.push(HeldFiles { attempt, ranks: ranks_in(&dir)?, whole });
         Ok(())
     };
     for NamedAttempt { name, attempt, .. } in &named {
@@ -244,14 +263,7 @@ fn place(local: &Arc<dyn Dir>) -> String {
 /// Returns the ranks whose files are in a step, as first and last of each run.
 fn ranks_in(step: &Arc<dyn Dir>) -> Result<RankRuns> {
     let ranks: BTreeSet<u32> = lengths_below(step)?.keys().filter_map(|path| rank_of(path)).collect();
-    let mut runs = RankRuns::new();
-    for rank in ranks {
-        match runs.last_mut() {
-            Some((_, last)) if last.checked_add(1) == Some(rank) => *last = rank,
-            _ => runs.push((rank, rank)),
-        }
-    }
-    Ok(runs)
+    Ok(runs_of(&ranks))
 }
 
 /// Checks that the ranks of a machine share a directory, and that no two machines do.
@@ -320,9 +332,9 @@ fn lead(
     let mut held = Vec::new();
     let mut unnamed = BTreeSet::new();
     for (&machine, report) in &reports {
-        for HeldFiles { attempt, ranks, in_copy } in &report.files {
+        for HeldFiles { attempt, ranks, whole } in &report.files {
             if with_step.contains(attempt) {
-                let held_here = Held { machine, ranks: ranks.clone(), in_copy: *in_copy };
+                let held_here = Held { machine, ranks: ranks.clone(), whole: whole.clone() };
                 held.push((attempt.clone(), held_here));
             } else {
                 unnamed.insert(attempt.session.clone());
@@ -342,10 +354,21 @@ fn lead(
     }
     let machines = u32::try_from(reports.len()).unwrap_or(u32::MAX);
     let record = MachineRecord { id, sessions: sessions.clone(), main: main.clone(), machines, absent };
+    forget_copies(&**local, team.session(), &record.sessions)?;
     record::write(&**local, &record)?;
 
-    let mut introduction =
-        Introduction { faces: BTreeMap::new(), held, sessions, main, leader, machines, unnamed };
+    let named = reports.iter().filter(|(_, report)| !report.copied.is_empty());
+    let with_manifests = named.map(|(&machine, _)| machine).collect();
+    let mut introduction = Introduction {
+        faces: BTreeMap::new(),
+        held,
+        sessions,
+        main,
+        leader,
+        machines,
+        unnamed,
+        with_manifests,
+    };
     let machines = met_machines(team, local, &introduction, others, true);
     let root: Arc<dyn Dir> = Arc::new(MachinesDir::new(Arc::clone(&machines), Arc::clone(local)));
     let mut server = None;
@@ -371,9 +394,10 @@ fn stand_ins(own: u32, newest: &NewestState, reports: &BTreeMap<u32, MachineRepo
     let current = reports.iter().filter(|(_, report)| is_current(&report.record));
     let newest_step = |report: &MachineReport| {
         let steps = report.named.iter().filter(|named| named.is_step()).chain(&report.copied);
-        steps.map(|named| named.step).max()
+        // Of two attempts of a session, the later one has replaced the other.
+        steps.map(|named| (named.step, named.attempt.counter)).max()
     };
-    let mut machines: Vec<(u64, bool, u32)> = current
+    let mut machines: Vec<((u64, u64), bool, u32)> = current
         .filter_map(|(&machine, report)| Some((newest_step(report)?, machine == own, machine)))
         .collect();
     machines.sort_unstable_by(|a, b| b.cmp(a));
@@ -422,6 +446,8 @@ fn met_machines(
         session: team.session().to_owned(),
         held,
         unnamed: all.unnamed.clone(),
+        with_manifests: all.with_manifests.clone(),
+        copied_manifests: Mutex::default(),
         lengths: Mutex::default(),
         is_host,
         is_recorded: Mutex::default(),

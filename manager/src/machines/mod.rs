@@ -37,7 +37,7 @@ use stepwell_core::served::{ServedDir, Server};
 use crate::directory_layout::{self, OwnName};
 use crate::error::Result;
 
-pub(crate) use copies::{Copier, FoundReport};
+pub(crate) use copies::{Copier, CopyTarget, FoundReport};
 pub(crate) use dir::MachinesDir;
 pub(crate) use leftovers::Leftovers;
 pub(crate) use meeting::meet;
@@ -68,6 +68,10 @@ pub(crate) struct Machines {
     held: HashMap<Attempt, Vec<Held>>,
     /// Sessions of parts without a step, when the ranks met.
     unnamed: BTreeSet<String>,
+    /// The machines that had a copy with a manifest, when the ranks met.
+    with_manifests: BTreeSet<u32>,
+    /// Held by the thread that changes the manifest of a copy on this machine.
+    copied_manifests: Mutex<()>,
     lengths: Mutex<KnownLengths>,
     is_host: bool,
     is_recorded: Mutex<bool>,
@@ -92,17 +96,43 @@ type RankRuns = Vec<(u32, u32)>;
 struct Held {
     machine: u32,
     ranks: RankRuns,
-    /// True if they are in a copy.
-    in_copy: bool,
+    /// Of a copy: the ranks all of whose files are there. `None`: it is no copy.
+    whole: Option<RankRuns>,
 }
 
 /// A machine that may have a file, and true if it would be in a copy.
 type Place = (u32, bool);
 
 impl Held {
-    fn has(&self, rank: u32) -> bool {
-        self.ranks.iter().any(|&(first, last)| (first..=last).contains(&rank))
+    fn in_copy(&self) -> bool {
+        self.whole.is_some()
     }
+
+    /// True if it has a file of a rank.
+    fn has(&self, rank: u32) -> bool {
+        contain(&self.ranks, rank)
+    }
+
+    /// True if it has all files of a rank.
+    fn has_all(&self, rank: u32) -> bool {
+        contain(self.whole.as_ref().unwrap_or(&self.ranks), rank)
+    }
+}
+
+fn contain(runs: &RankRuns, rank: u32) -> bool {
+    runs.iter().any(|&(first, last)| (first..=last).contains(&rank))
+}
+
+/// Returns ranks as first and last of each run.
+fn runs_of(ranks: &BTreeSet<u32>) -> RankRuns {
+    let mut runs = RankRuns::new();
+    for &rank in ranks {
+        match runs.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(rank) => *last = rank,
+            _ => runs.push((rank, rank)),
+        }
+    }
+    runs
 }
 
 impl Machines {
@@ -165,7 +195,7 @@ impl Machines {
     /// has all files of a step that was copied into the root.
     fn holders(&self, attempt: &Attempt, rank: u32) -> Vec<Place> {
         let (saved, held) = (self.saved_by(attempt, rank), self.held_of(attempt));
-        let held = held.filter(|held| held.has(rank)).map(|held| (held.machine, held.in_copy));
+        let held = held.filter(|held| held.has(rank)).map(|held| (held.machine, held.in_copy()));
         saved.map(|machine| (machine, false)).into_iter().chain(held).chain([(self.main, false)]).collect()
     }
 
@@ -174,13 +204,13 @@ impl Machines {
         if attempt.session == self.session {
             return self.of_ranks.iter().map(|&machine| (machine, false)).collect();
         }
-        let held = self.held_of(attempt).map(|held| (held.machine, held.in_copy));
+        let held = self.held_of(attempt).map(|held| (held.machine, held.in_copy()));
         held.chain([(self.main, false)]).collect()
     }
 
-    /// Returns the machines that have a file of a rank.
+    /// Returns the machines that have all files of a rank.
     fn machines_with(&self, attempt: &Attempt, rank: u32) -> BTreeSet<u32> {
-        let held = self.held_of(attempt).filter(|held| held.has(rank)).map(|held| held.machine);
+        let held = self.held_of(attempt).filter(|held| held.has_all(rank)).map(|held| held.machine);
         let known: BTreeSet<u32> = self.saved_by(attempt, rank).into_iter().chain(held).collect();
         if known.is_empty() { BTreeSet::from([self.main]) } else { known }
     }

@@ -28,14 +28,20 @@ const PAUSE_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Inner {
     /// Takes steps out of the listing that were left behind or are incomplete, on the leader. Then
-    /// starts the carriers. They begin with the steps that an earlier process has left.
-    pub(super) fn start_carriers(self: &Arc<Self>) -> Result<()> {
+    /// it begins to copy and to carry.
+    pub(super) fn begin_at_leader(self: &Arc<Self>) -> Result<()> {
         if !self.carries() {
             return Ok(());
         }
         self.finish_rewind()?;
         self.set_left_steps_aside()?;
         self.set_incomplete_steps_aside()?;
+        self.begin_partner_copies()?;
+        self.start_carriers()
+    }
+
+    /// Starts the carriers. They begin with the steps that an earlier process has left.
+    fn start_carriers(self: &Arc<Self>) -> Result<()> {
         if self.tiers.is_empty() {
             return Ok(());
         }

@@ -370,6 +370,7 @@ impl Inner {
                 let rewind = UnfinishedRewind { first: step + 1, branch: branch.clone() };
                 let moves = self.moves_aside(&rewind, true)?;
                 let home = self.tiers.last().map(|tier| &*tier.root().dir);
+                self.record_that_run_goes_on()?;
                 if let Some(home) = home {
                     rewind.record(home)?;
                 }
@@ -495,11 +496,18 @@ impl Inner {
         )
     }
 
+    /// Records a removal before it is made. The main machine of the last job may be absent, and does
+    /// not bring the steps back then.
+    fn record_that_run_goes_on(&self) -> Result<()> {
+        self.machines.as_ref().map_or(Ok(()), |machines| Ok(machines.record_session()?))
+    }
+
     fn delete(&self, step: u64) -> Result<()> {
         let root = &self.root;
         root.sync_uncertain(step);
         let found = root.find(Some(step))?;
         let trash = root.trash(step);
+        self.record_that_run_goes_on()?;
         self.retire_unheld(step, &found.name, &trash)?;
         self.went(step);
         sidecars::remove(&*root.dir, std::slice::from_ref(&found.manifest.attempt));

@@ -109,7 +109,7 @@ impl Manager {
         };
         if !places.is_empty() || manager.inner.machines.is_some() {
             // The other ranks hear of a failure.
-            manager.inner.team.ask("open the tiers", || manager.inner.start_carriers())?;
+            manager.inner.team.ask("open the tiers", || manager.inner.begin_at_leader())?;
         }
         manager.inner.join()?;
         manager.inner.start_removing_parts()?;

@@ -14,19 +14,23 @@ use stepwell_core::sys::{lower_priority, spawn};
 
 use super::Inner;
 use super::tiers::{TierReport, what_is_due};
-use crate::carry_queue::{CarryEnd, CarryQueue, NextStep, TierRule};
+use crate::carry_queue::{CarryEnd, CarryQueue, NextStep};
 use crate::convert::SavePauses;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
-use crate::machines::{Copier, FoundReport, Machines};
+use crate::machines::{Copier, CopyTarget, FoundReport, Machines};
 use crate::periodic::Periodic;
 
 /// The leader looks at the reports of the machines at this interval.
 const REPORTS_INTERVAL: Duration = Duration::from_millis(50);
 /// A machine looks for orders at this interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+/// Each machine of the job lengthens these intervals by so much.
+const INTERVAL_PER_MACHINE: Duration = Duration::from_millis(1);
 /// The leader looks for work at this interval, if nobody wakes it.
-const IDLE_INTERVAL: Duration = Duration::from_secs(60);
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
+/// The longest pause for a save, in which a machine reads no orders.
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// The most copied steps that are remembered.
 const REMEMBERED: usize = 4096;
@@ -36,6 +40,8 @@ const REMEMBERED: usize = 4096;
 pub(super) struct PartnerCopies {
     state: Mutex<CopyState>,
     changed: Condvar,
+    /// Held while an order is written.
+    orders: Mutex<()>,
     /// On the host of a machine.
     copier: Mutex<Option<Periodic>>,
 }
@@ -46,13 +52,17 @@ pub(super) struct CopyState {
     queue: CarryQueue,
     /// The attempts that all machines have copied in this session.
     copied: BTreeMap<u64, Attempt>,
-    /// The attempt that is being copied, with its step.
-    target: Option<(u64, Attempt)>,
+    /// The steps of earlier sessions, some of which are copied. Until a step of this one is.
+    earlier: BTreeSet<u64>,
+    /// The attempt that is being copied.
+    target: Option<CopyTarget>,
     /// The number of the last order.
     ordered: u64,
     /// True once steps were removed in this session.
     has_removed: bool,
     progress: u64,
+    /// The bytes that all machines have copied, as they have reported last.
+    bytes: u64,
     given_up: Option<(u64, String)>,
     is_busy: bool,
     stop: bool,
@@ -69,30 +79,39 @@ impl PartnerCopies {
 }
 
 impl Inner {
-    /// The machines of a root whose files are copied to others.
-    fn copied_machines(&self) -> Option<&Arc<Machines>> {
-        let wanted = self.options.copies > 1 && !self.options.read_only;
-        self.machines.as_ref().filter(|machines| wanted && machines.count() > 1)
+    /// The machines that are to get orders: they make copies, or have some of an earlier job.
+    fn ordered_machines(&self) -> Option<&Arc<Machines>> {
+        let machines = self.machines.as_ref().filter(|_| !self.options.read_only)?;
+        let has_copies = self.options.copies > 1 || machines.had_manifests();
+        Some(machines).filter(|machines| has_copies && machines.count() > 1)
     }
 
-    /// Starts the copying: on the leader, and on the host of each machine.
+    /// The machines, if they make copies.
+    fn copying_machines(&self) -> Option<&Arc<Machines>> {
+        self.ordered_machines().filter(|_| self.options.copies > 1)
+    }
+
+    /// Chooses the first step to copy, on the leader.
+    pub(super) fn begin_partner_copies(&self) -> Result<()> {
+        let copies = self.options.copies;
+        if let Some(machines) = self.machines.as_ref().map(|machines| machines.count())
+            && machines < copies as usize
+        {
+            tracing::warn!(machines, copies, "this job has fewer machines than copies");
+        }
+        let Some(machines) = self.ordered_machines() else { return Ok(()) };
+        if self.copying_machines().is_some() {
+            self.partners.lock().earlier = self.root.list()?.steps.keys().copied().collect();
+            self.copy_newest()?;
+        }
+        self.give_order(machines).map(drop)
+    }
+
+    /// Starts the thread of the leader, and that of the host of each machine.
     pub(super) fn start_partner_copies(self: &Arc<Self>) -> Result<()> {
         let thread_error = |error| stepwell_core::Error::io("start a thread for", &self.root.path, error);
-        if self.team.leads() && self.options.copies > 1 {
-            let there = self.machines.as_ref().map_or(1, |machines| machines.count());
-            if there < self.options.copies as usize {
-                tracing::warn!(
-                    machines = there,
-                    copies = self.options.copies,
-                    "this job has fewer machines than copies. Each machine has one copy at most"
-                );
-            }
-        }
-        let Some(machines) = self.copied_machines() else { return Ok(()) };
-        if self.team.leads() {
-            self.partners.lock().queue = CarryQueue::new(TierRule::default());
-            self.give_order(machines)?;
-            self.copy_newest()?;
+        let Some(machines) = self.ordered_machines() else { return Ok(()) };
+        if self.team.leads() && self.copying_machines().is_some() {
             let inner = Arc::downgrade(self);
             spawn("stepwell-partners", move || lead(&inner)).map_err(thread_error)?;
         }
@@ -111,7 +130,8 @@ impl Inner {
                 }
                 true
             };
-            let thread = Periodic::start("stepwell-copy", LOOK_INTERVAL, look).map_err(thread_error)?;
+            let interval = spaced(LOOK_INTERVAL, machines);
+            let thread = Periodic::start("stepwell-copy", interval, look).map_err(thread_error)?;
             *self.partners.copier.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         }
         Ok(())
@@ -128,18 +148,21 @@ impl Inner {
         let mut pauses = SavePauses::default();
         let load = self.options.load_options(&*self.environment.disk, false);
         copier.look(&self.root, &load, self.options.stall_timeout, &mut || {
-            let goes_on = || !self.partners.lock().stop;
-            pauses.wait(|| goes_on() && !self.saves.lock().pending.is_empty());
+            let (begun, goes_on) = (Instant::now(), || !self.partners.lock().stop);
+            pauses.wait(|| {
+                goes_on() && begun.elapsed() < LONGEST_PAUSE && !self.saves.lock().pending.is_empty()
+            });
             goes_on()
         })
     }
 
     /// Makes a step due.
     pub(super) fn copy_later(&self, step: u64) {
-        if self.copied_machines().is_none() {
+        if self.copying_machines().is_none() {
             return;
         }
         let mut state = self.partners.lock();
+        state.copied.remove(&step);
         state.queue.committed(step, false);
         state.progress += 1;
         drop(state);
@@ -160,11 +183,15 @@ impl Inner {
 
     /// Gives an order, to copy the target. Returns its number.
     fn give_order(&self, machines: &Machines) -> Result<u64> {
-        // Under the lock, so that the last number is in the file.
-        let mut state = self.partners.lock();
-        machines.order(state.ordered + 1, state.target.clone(), state.has_removed)?;
-        state.ordered += 1;
-        Ok(state.ordered)
+        // One after the other, so that the last number is in the file.
+        let _turn = self.partners.orders.lock().unwrap_or_else(PoisonError::into_inner);
+        let (number, target, has_removed) = {
+            let state = self.partners.lock();
+            (state.ordered + 1, state.target.clone(), state.has_removed)
+        };
+        machines.order(number, target, has_removed)?;
+        self.partners.lock().ordered = number;
+        Ok(number)
     }
 
     /// Has all machines copy a step.
@@ -177,7 +204,8 @@ impl Inner {
             return Ok(CarryEnd::GivenUp(why));
         }
         let attempt = found.manifest.attempt.clone();
-        self.partners.lock().target = Some((step, attempt.clone()));
+        let target = CopyTarget { step, name: found.name, attempt: attempt.clone() };
+        self.partners.lock().target = Some(target);
         let copied = self.give_order(machines).and_then(|_| self.wait_for_machines(machines, step, &attempt));
         self.partners.lock().target = None;
         copied
@@ -189,81 +217,112 @@ impl Inner {
             let state = self.partners.lock();
             !state.stop && state.queue.is_wanted(step)
         };
+        let begun = Instant::now();
+        let mut timer = StallTimer::new(self.options.stall_timeout);
         while is_wanted() {
             // A removal of steps repeats the order.
             let number = self.partners.lock().ordered;
-            let reports = machines.copy_reports();
-            let mut bytes = 0_u64;
-            let mut have_ended = true;
-            for FoundReport { place, report } in reports {
+            let (mut bytes, mut failure, mut late) = (0_u64, None, None);
+            for FoundReport { place, report } in machines.copy_reports() {
                 let report = report?;
                 bytes = bytes.wrapping_add(report.bytes);
-                have_ended &= report.ended >= number;
-                if let Some(why) = report.failure.filter(|_| report.ended == number) {
-                    let why = std::io::Error::other(why);
-                    return Err(stepwell_core::Error::io("copy files to", place, why).into());
+                if report.ended < number {
+                    late = Some(place);
+                } else if let Some(why) = report.failure {
+                    failure = Some((place, why));
                 }
             }
-            let found = if have_ended { self.root.committed(step)? } else { None };
-            let has_arrived = found.is_some_and(|found| found.manifest.attempt == *attempt);
             let mut state = self.partners.lock();
-            state.progress = state.progress.wrapping_add(bytes);
-            if has_arrived {
-                state.copied.insert(step, attempt.clone());
-                while state.copied.len() > REMEMBERED {
-                    state.copied.pop_first();
-                }
-                return Ok(CarryEnd::Arrived);
+            if std::mem::replace(&mut state.bytes, bytes) != bytes {
+                state.progress += 1;
             }
-            if have_ended {
-                return Ok(CarryEnd::GivenUp("it is gone".to_owned()));
+            let Some(late) = late else {
+                drop(state);
+                let there = self.root.committed(step)?;
+                return match failure {
+                    Some((place, why)) => {
+                        let why = std::io::Error::other(why);
+                        Err(stepwell_core::Error::io("copying", place, why).into())
+                    }
+                    None if there.is_some_and(|found| found.manifest.attempt == *attempt) => {
+                        self.record_copied(step, attempt);
+                        Ok(CarryEnd::Arrived)
+                    }
+                    None => Ok(CarryEnd::GivenUp("it is gone".to_owned())),
+                };
+            };
+            if timer.left(bytes).is_zero() {
+                let waited_for = format!("{late} to copy the files of another machine");
+                return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
-            drop(self.partners.wait(state, REPORTS_INTERVAL));
+            drop(self.partners.wait(state, spaced(REPORTS_INTERVAL, machines)));
         }
         Ok(CarryEnd::Superseded)
     }
 
+    fn record_copied(&self, step: u64, attempt: &Attempt) {
+        let mut state = self.partners.lock();
+        state.earlier.clear();
+        state.copied.insert(step, attempt.clone());
+        while state.copied.len() > REMEMBERED {
+            state.copied.pop_first();
+        }
+    }
+
     /// Waits until no machine can bring back steps that were removed, even if this one is lost.
     pub(super) fn forget_partner_copies(&self, is_removed: impl Fn(u64) -> bool) -> Result<()> {
-        let Some(machines) = self.copied_machines() else { return Ok(()) };
+        let Some(machines) = self.ordered_machines() else { return Ok(()) };
         let mut state = self.partners.lock();
         state.copied.retain(|&step, _| !is_removed(step));
         state.has_removed = true;
         drop(state);
-        let number = self.give_order(machines)?;
         self.copy_newest()?;
-        let (begun, deadline) = (Instant::now(), deadline_after(self.options.stall_timeout));
+        self.wait_for_orders(
+            machines,
+            "drop its copies of steps that were removed. It drops them once it answers. Until then, it may bring them back if this machine is lost",
+        )
+    }
+
+    /// Gives an order, and waits until all machines carry it out. `what` is what they are to do.
+    fn wait_for_orders(&self, machines: &Machines, what: &str) -> Result<()> {
+        let number = self.give_order(machines)?;
+        // The other ranks wait for this one no longer than the stall timeout.
+        let (begun, deadline) = (Instant::now(), deadline_after(self.options.stall_timeout / 2));
         loop {
             let late = machines.copy_reports().into_iter().find_map(|FoundReport { place, report }| {
-                let is_current = report.is_ok_and(|report| report.current >= number);
-                (!is_current).then_some(place)
+                let has_answered = report.is_ok_and(|report| report.dropped >= number);
+                (!has_answered).then_some(place)
             });
             let Some(place) = late else { return Ok(()) };
             if Instant::now() >= deadline {
-                let waited_for = format!(
-                    "{place} to drop its copies of steps that were removed. It may bring them back if this machine is lost. Repeat the call"
-                );
+                let waited_for = format!("{place} to {what}");
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
-            std::thread::sleep(REPORTS_INTERVAL);
+            std::thread::sleep(spaced(REPORTS_INTERVAL, machines));
         }
     }
 
-    /// Forgets due steps that a call removes. Returns them.
-    pub(super) fn stop_copying(
+    /// Forgets due steps that a call removes, and waits until no machine reads their files. Returns
+    /// them.
+    pub(super) fn forget_due_copies(
         &self,
         is_removed: impl Fn(u64) -> bool,
         timeout: Duration,
     ) -> Result<Vec<u64>> {
         let (begun, deadline) = (Instant::now(), deadline_after(timeout));
         let mut state = self.partners.lock();
+        let is_copied = state.target.as_ref().is_some_and(|target| is_removed(target.step));
         let forgotten = state.queue.due().filter(|&step| is_removed(step)).collect();
         while state.queue.forget(&is_removed) {
             if Instant::now() >= deadline {
-                let waited_for = "the machines to stop copying a step".to_owned();
+                let waited_for = "the copying of a step to end".to_owned();
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
             state = self.partners.wait(state, REPORTS_INTERVAL);
+        }
+        drop(state);
+        if let Some(machines) = self.copying_machines().filter(|_| is_copied) {
+            self.wait_for_orders(machines, "stop copying a step that is to be removed")?;
         }
         Ok(forgotten)
     }
@@ -271,7 +330,8 @@ impl Inner {
     /// Returns the steps that retention leaves alone.
     pub(super) fn kept_for_copies(&self) -> BTreeSet<u64> {
         let state = self.partners.lock();
-        state.queue.due().chain(state.copied.keys().next_back().copied()).collect()
+        let copied = state.copied.keys().next_back().copied();
+        state.queue.due().chain(copied).chain(state.earlier.iter().copied()).collect()
     }
 
     /// True if all machines have copied their files of a step in this session.
@@ -297,9 +357,10 @@ impl Inner {
 
     /// Waits until the other machines have copies of a step.
     pub(super) fn wait_copied(&self, step: u64, timeout: Duration) -> Result<()> {
-        if self.copied_machines().is_none() {
+        if self.copying_machines().is_none() {
             return Ok(());
         }
+        self.check_carrying()?;
         let (begun, deadline) = (Instant::now(), deadline_after(timeout));
         let mut state = self.partners.lock();
         loop {
@@ -344,6 +405,12 @@ impl Inner {
     }
 }
 
+/// Returns an interval at which the leader of these machines is not asked too often.
+fn spaced(interval: Duration, machines: &Machines) -> Duration {
+    let machines = u32::try_from(machines.count()).unwrap_or(u32::MAX);
+    interval.saturating_add(INTERVAL_PER_MACHINE.saturating_mul(machines))
+}
+
 /// The body of the leader's thread.
 fn lead(inner: &Weak<Inner>) {
     let begun = Instant::now();
@@ -361,13 +428,13 @@ fn lead(inner: &Weak<Inner>) {
                     NextStep::NotBefore(at) => at.saturating_sub(begun.elapsed()).min(IDLE_INTERVAL),
                     _ => IDLE_INTERVAL,
                 };
-                drop(partners.wait(state, wait.min(Duration::from_secs(1))));
+                drop(partners.wait(state, wait));
                 continue;
             }
         };
         state.is_busy = true;
         drop(state);
-        let Some(machines) = inner.copied_machines() else { return };
+        let Some(machines) = inner.copying_machines() else { return };
         let copied = guarded("the copies of a step", || inner.copy_step(machines, step));
         let mut state = partners.lock();
         match copied.map_err(Error::from).and_then(|copied| copied) {
@@ -386,8 +453,12 @@ fn lead(inner: &Weak<Inner>) {
                 state.queue.failed(step, error.to_string(), begun.elapsed());
             }
         }
+        let stop = state.stop;
         drop(state);
         partners.changed.notify_all();
+        if stop {
+            return;
+        }
         // The root has kept older steps until now.
         if let Err(error) = inner.apply_retention() {
             tracing::warn!(%error, "applying retention failed. It is tried again after the next commit");

@@ -103,7 +103,8 @@ impl Inner {
             return Ok(());
         };
         let thins = self.options.retention.thins();
-        let mut leftovers = Leftovers::new(Arc::clone(machines), self.environment.clone(), thins);
+        let mut leftovers =
+            Leftovers::new(Arc::clone(machines), self.environment.clone(), thins, self.options.copies);
         leftovers.empty_trash(&self.root)?;
         self.remove_parts(&mut leftovers);
         let inner = Arc::downgrade(self);
@@ -275,6 +276,7 @@ impl Inner {
                 Err(Error::Timeout { .. }) if Instant::now() < deadline => {}
                 ended => return ended,
             }
+            self.team.check_session()?;
             let mut hosts = BTreeMap::new();
             for (rank, &machine) in (0..).zip(self.team.nodes()) {
                 hosts.entry(machine).or_insert(rank);

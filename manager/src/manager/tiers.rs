@@ -324,11 +324,10 @@ impl Inner {
         };
         let mut uncopied = Vec::new();
         let mut stop = || {
-            uncopied = self.stop_copying(&is_removed, STOP_CARRYING)?;
+            uncopied = self.forget_due_copies(&is_removed, STOP_CARRYING)?;
             forget()
         };
-        let record = || self.machines.as_ref().map_or(Ok(()), |machines| Ok(machines.record_session()?));
-        let removed = stop().and_then(|()| record()).and_then(|()| remove());
+        let removed = stop().and_then(|()| remove());
         if removed.is_err() {
             for step in uncopied {
                 self.copy_later(step);
@@ -414,10 +413,10 @@ impl Manager {
     /// it, if they keep some. Fails with [`Error::NotCarried`] if that will not happen, and with
     /// [`Error::Timeout`] if it has not happened by then.
     pub fn wait_carried(&self, step: u64, name: &str, timeout: Duration) -> Result<()> {
-        self.inner.check_carrying()?;
         if name.is_empty() {
             return self.inner.wait_copied(step, timeout);
         }
+        self.inner.check_carrying()?;
         let Some(tier) = self.inner.tiers.iter().find(|tier| tier.name == name) else {
             let names: Vec<&str> = self.inner.tiers.iter().map(|tier| &*tier.name).collect();
             return Err(Error::Invalid(format!(

@@ -1,12 +1,14 @@
 //! Machines that keep copies of each other's files: the loss of one loses no step, and brings none
 //! back.
 
+use std::collections::BTreeMap;
 use std::sync::Barrier;
+use std::time::Duration;
 
 use stepwell_core::io::simulated::{Action, Fault, OperationKind};
-use stepwell_manager::{Exists, Manager, Options, SaveRequest};
+use stepwell_manager::{Exists, FilesPer, Manager, Options, Result, Retention, SaveRequest};
 
-use crate::common::{LONG, options};
+use crate::common::{LONG, options, read};
 use crate::job::committed;
 use crate::machines::{Nodes, assert_model, keeping, model, open_and_die, save};
 
@@ -170,6 +172,167 @@ fn a_lost_machine_is_made_up_for_beside_a_further_tier() {
     });
 }
 
+/// Two machines whose second copy was interrupted: machine a has one of two files.
+fn interrupted() -> Nodes {
+    let nodes = Nodes::new(1);
+    left_early(&nodes, |rank, manager| {
+        save_copied(manager, rank, 2, &[1]);
+        if rank == 0 {
+            let full = Fault::on(OperationKind::Write, Action::Fail(ENOSPC)).from_then_on();
+            nodes.disk().inject(full.clone().at("/b/run/.copy-00000002"));
+            nodes.disk().inject(full.at("/a/run/.copy-00000002").after(1));
+        }
+        manager.agree("the disks are full", Ok(())).unwrap();
+        save(manager, rank, 2, &[2]);
+        if rank == 0 {
+            while manager.tiers().unwrap()[0].failure.is_none() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        }
+        manager.agree("it has failed", Ok(())).unwrap();
+    });
+    nodes
+}
+
+/// Runs a job of two machines that does not wait for copies at its end.
+fn left_early(nodes: &Nodes, rank: impl Fn(u32, &Manager) + Sync) {
+    let run = |number, manager: Result<Manager>| {
+        let manager = manager.unwrap();
+        rank(number, &manager);
+        let _ = manager.close(Some(Duration::from_millis(50)));
+    };
+    nodes.try_run(&["a", "b"], &copying(keeping(1)), |_| Vec::new(), run);
+    nodes.disk().clear_faults();
+}
+
+#[test]
+fn an_interrupted_copy_is_completed() {
+    for lost in ["a", "b"] {
+        let nodes = interrupted();
+        // Retention has kept the copied step, in the next job, too.
+        let left = if lost == "a" { "b" } else { "a" };
+        nodes.run(&["a", "b"], &copying(keeping(1)), |rank, manager| {
+            wait_until_copied(manager, rank);
+            assert_eq!(manager.latest_step().unwrap(), Some(2));
+        });
+        nodes.lose(lost);
+        nodes.run(&[left, "c"], &copying(keeping(1)), |_, manager| {
+            assert_eq!(manager.latest_step().unwrap(), Some(2), "{lost}");
+            assert_model(manager, 2, 2, 2);
+        });
+    }
+}
+
+#[test]
+fn the_last_copied_step_stays_until_another_is_copied() {
+    for lost in ["a", "b"] {
+        let nodes = interrupted();
+        let full = Fault::on(OperationKind::Write, Action::Fail(ENOSPC)).from_then_on();
+        nodes.disk().inject(full.at("/run/.copy-"));
+        left_early(&nodes, |rank, manager| save(manager, rank, 2, &[3]));
+        nodes.lose(lost);
+        let left = if lost == "a" { "b" } else { "a" };
+        nodes.run(&[left, "c"], &copying(keeping(1)), |_, manager| {
+            assert_eq!(manager.latest_step().unwrap(), Some(1), "{lost}");
+            assert_model(manager, 1, 2, 1);
+        });
+    }
+}
+
+#[test]
+fn a_job_without_copies_drops_those_of_removed_steps() {
+    let nodes = saved(&["a", "b"]);
+    nodes.run(&["a", "b"], &keeping(2), |_, manager| {
+        manager.rewind(1, None).unwrap();
+    });
+    nodes.lose("a");
+    assert_steps(&nodes, &["b", "c"], &[1], 2);
+}
+
+#[test]
+fn a_machine_that_missed_a_rewind_brings_nothing_back() {
+    let nodes = saved(&["a", "b"]);
+    nodes.run(&["a", "c"], &copying(keeping(2)), |_, manager| {
+        manager.rewind(1, None).unwrap();
+    });
+    // Machine b is back, and makes no copies.
+    nodes.run(&["a", "b"], &keeping(2), |_, _| ());
+    nodes.lose("a");
+    nodes.run(&["b", "c"], &keeping(2), |_, manager| {
+        assert!(!manager.all_steps().unwrap().contains(&2));
+    });
+}
+
+#[test]
+fn a_step_may_be_deleted_while_it_is_copied() {
+    let nodes = Nodes::new(1);
+    nodes.run(&["a", "b"], &copying(options()), |rank, manager| {
+        for step in 1..=10 {
+            save(manager, rank, 2, &[step, step + 100]);
+            std::thread::sleep(Duration::from_millis(15 * (step % 5)));
+            manager.agree("all have saved", Ok(())).unwrap();
+            manager.delete(step + 100).unwrap();
+        }
+        wait_until_copied(manager, rank);
+    });
+}
+
+#[test]
+fn later_metrics_survive_with_the_copies() {
+    for machines in [["b", "c"], ["c", "b"]] {
+        let nodes = Nodes::new(1);
+        nodes.run(&["a", "b"], &copying(options()), |rank, manager| {
+            save(manager, rank, 2, &[1]);
+            if rank == 0 {
+                manager.add_metrics(1, &BTreeMap::from([("loss".to_owned(), 0.5)])).unwrap();
+            }
+            save_copied(manager, rank, 2, &[2]);
+        });
+        nodes.lose("a");
+        nodes.run(&machines, &copying(options()), |_, manager| {
+            assert_eq!(manager.metrics(1).unwrap().get("loss"), Some(&0.5), "{machines:?}");
+        });
+    }
+}
+
+#[test]
+fn one_file_of_a_machine_is_copied_as_a_whole() {
+    let nodes = Nodes::new(2);
+    let together = Options { files_per: FilesPer::Node, ..copying(options()) };
+    nodes.run(&["a", "b"], &together, |rank, manager| save_copied(manager, rank, 4, &[1]));
+    nodes.lose("a");
+    nodes.run(&["b", "c"], &together, |rank, manager| {
+        assert_model(manager, 1, 4, 1);
+        wait_until_copied(manager, rank);
+    });
+    nodes.lose("b");
+    // Machine c has all of it: its own copies.
+    nodes.run(&["c", "d"], &together, |_, manager| assert_eq!(manager.latest_step().unwrap(), Some(1)));
+}
+
+#[test]
+fn thinned_steps_survive_a_loss() {
+    let head = Retention::KeepEvery { steps: 1, items: Some(vec!["head".to_owned()]) };
+    let retention = Retention::Any { of: vec![Retention::keep_latest(1), head] };
+    let thinning = Options { retention, ..copying(keeping(1)) };
+    for lost in ["a", "b"] {
+        let nodes = Nodes::new(1);
+        nodes.run(&["a", "b"], &thinning, |rank, manager| {
+            for step in 1..=4 {
+                save_copied(manager, rank, 2, &[step]);
+            }
+        });
+        nodes.lose(lost);
+        let left = if lost == "a" { "b" } else { "a" };
+        nodes.run(&[left, "c"], &thinning, |_, manager| {
+            assert_eq!(manager.all_steps().unwrap(), [1, 2, 3, 4], "{lost}");
+            assert_model(manager, 4, 2, 4);
+            let head = read(&manager.checkpoint(Some(1)).unwrap());
+            assert!(head.len() == 1 && head[0].0.contains("head"), "{head:?}");
+        });
+    }
+}
+
 #[test]
 fn a_full_disk_delays_a_copy() {
     let nodes = Nodes::new(1);
@@ -182,7 +345,7 @@ fn a_full_disk_delays_a_copy() {
         save(manager, rank, 2, &[1]);
         if rank == 0 {
             while manager.tiers().unwrap()[0].failure.is_none() {
-                std::thread::sleep(std::time::Duration::from_millis(5));
+                std::thread::sleep(Duration::from_millis(5));
             }
             assert!(!manager.is_copied(1).unwrap());
             let (step, why) = manager.tiers().unwrap()[0].failure.clone().unwrap();
