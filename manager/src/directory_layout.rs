@@ -19,6 +19,8 @@ pub const EXPORT_RECORD: &str = "stepwell_export.json";
 pub const INDEX: &str = "index";
 /// The file of a copy that names the ranks all of whose files are there ([`crate::machines`]).
 pub const WHOLE: &str = ".whole.json";
+/// The mark of a part that was in a branch when its machine was main ([`crate::machines`]).
+pub const ASIDE: &str = ".aside";
 /// The directory for files of the root itself.
 pub const CONTROL: &str = ".stepwell";
 /// The file with format version, root id, step-name pattern, and the user's root metadata.

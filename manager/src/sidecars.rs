@@ -120,7 +120,7 @@ fn alive(root: &dyn Dir, names: &StepName, recorded: &StepName, listing: &Listin
         match directory_layout::parse(&entry.name) {
             Some(OwnName::Branch { step_name, .. }) => others.push((entry.name, number(&step_name))),
             Some(OwnName::Quarantine { label }) => others.push((entry.name, number(&label))),
-            Some(OwnName::Copy { session, counter, .. }) => {
+            Some(OwnName::Copy { session, counter, .. } | OwnName::Part { session, counter, .. }) => {
                 alive.attempts.insert(Attempt { session, counter });
             }
             None if names.parse(&entry.name).is_none() => {

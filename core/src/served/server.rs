@@ -46,7 +46,7 @@ struct Shared {
     token: String,
     stop: AtomicBool,
     connections: AtomicUsize,
-    requests: AtomicU64,
+    reads: AtomicU64,
     /// Directories with a lock that connections hold.
     held: Mutex<HeldDirs>,
 }
@@ -73,7 +73,7 @@ impl Server {
             token,
             stop: AtomicBool::new(false),
             connections: AtomicUsize::new(0),
-            requests: AtomicU64::new(0),
+            reads: AtomicU64::new(0),
             held: Mutex::default(),
         });
         let accepting = Arc::clone(&shared);
@@ -92,9 +92,9 @@ impl Server {
         &self.addresses
     }
 
-    /// The number of requests that it has answered.
-    pub fn requests(&self) -> u64 {
-        self.shared.requests.load(Ordering::Relaxed)
+    /// The number of reads of data files that it has answered.
+    pub fn reads(&self) -> u64 {
+        self.shared.reads.load(Ordering::Relaxed)
     }
 
     /// Ends it. Connections end soon after.
@@ -228,7 +228,9 @@ impl Connection<'_> {
                 !self.shared.stop.load(Ordering::Acquire) && !is_idle
             };
             let Some(request) = receive(&mut stream, MAX_REQUEST, &mut waits)? else { return Ok(()) };
-            self.shared.requests.fetch_add(1, Ordering::Relaxed);
+            if matches!(request, Request::Read { .. }) {
+                self.shared.reads.fetch_add(1, Ordering::Relaxed);
+            }
             match self.answer(request) {
                 Ok((answer, bytes)) => send(&mut stream, &Ok::<_, Failure>(answer), &bytes)?,
                 Err(error) => send(&mut stream, &Err::<Answer, _>(Failure::of(&error)), &[])?,

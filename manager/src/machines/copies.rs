@@ -31,13 +31,14 @@ use stepwell_core::served::lengths_below;
 use stepwell_core::sys::each;
 use stepwell_core::{Result as CoreResult, limits};
 
+use super::dir::{NamedAttempt, named_attempts};
 use super::hand_over::take_sidecars_over;
 use super::leftovers::MainListing;
-use super::{Lengths, Machines, RankRuns, rank_of, runs_of, sync_below};
+use super::{Lengths, Machines, RankRuns, part_of, rank_of, runs_of, sync_below};
 use crate::checkpoint::Checkpoint;
 use crate::control;
 use crate::delete_tree::ignore_missing;
-use crate::directory_layout::{self, COPY_ORDERS, COPY_REPORT, MANIFEST, OwnName, WHOLE};
+use crate::directory_layout::{self, ASIDE, COPY_ORDERS, COPY_REPORT, MANIFEST, OwnName, WHOLE};
 use crate::discovery::REQUESTS_AT_ONCE;
 use crate::error::Result;
 use crate::root::Root;
@@ -127,14 +128,21 @@ impl Machines {
 
     /// True if no other machine has a copy with another manifest than this one. It is asked before
     /// files are deleted that an older manifest lists.
-    pub(super) fn copies_have(&self, copy: &str, manifest: &[u8], copies: u32) -> CoreResult<bool> {
+    pub(super) fn copies_have(
+        &self,
+        (step, attempt): (u64, &Attempt),
+        manifest: &[u8],
+        copies: u32,
+    ) -> CoreResult<bool> {
         let mut machines = self.keepers(&BTreeSet::from([self.main]), copies);
         machines.extend(&self.with_manifests);
         for other in machines.iter().filter_map(|machine| self.others.get(machine)) {
-            match other.read_file(&format!("{copy}/{MANIFEST}"), limits::MAX_MANIFEST_BYTES) {
-                Ok(theirs) if theirs != manifest => return Ok(false),
-                Err(error) if !error.is_gone() => return Err(error),
-                _ => {}
+            for dir in [copy_of(step, attempt), part_of(step, attempt)] {
+                match other.read_file(&format!("{dir}/{MANIFEST}"), limits::MAX_MANIFEST_BYTES) {
+                    Ok(theirs) if theirs != manifest => return Ok(false),
+                    Err(error) if !error.is_gone() => return Err(error),
+                    _ => {}
+                }
             }
         }
         Ok(true)
@@ -172,18 +180,19 @@ pub(super) fn copy_of(step: u64, attempt: &Attempt) -> String {
     directory_layout::copy(&directory_layout::label(step), &attempt.session, attempt.counter)
 }
 
-/// Returns the copies with a manifest on this machine, by name.
-pub(super) fn named_copies(local: &dyn Dir) -> CoreResult<Vec<(String, Attempt)>> {
-    let mut named = copies_in(local)?;
-    let mut failure = Ok(());
-    named.retain(|(name, _)| match local.stat(&format!("{name}/{MANIFEST}")) {
-        Ok(found) => found.is_some(),
-        Err(error) => {
-            failure = Err(error);
-            true
+/// Returns the copies and parts with the manifest of a step on this machine. A machine that was
+/// main has such parts.
+pub(super) fn with_manifest(local: &dyn Dir) -> CoreResult<Vec<NamedAttempt>> {
+    let is_ours = |name: &str| {
+        matches!(directory_layout::parse(name), Some(OwnName::Copy { .. } | OwnName::Part { .. }))
+    };
+    let mut found = Vec::new();
+    for named in named_attempts(local, &is_ours)? {
+        if local.stat(&format!("{}/{ASIDE}", named.name))?.is_none() {
+            found.push(named);
         }
-    });
-    failure.map(|()| named)
+    }
+    Ok(found)
 }
 
 /// Drops the manifest of a copy, durably.
@@ -295,19 +304,19 @@ impl Copier {
     fn drop_manifests(&mut self, root: &Root) -> Result<()> {
         let machines = Arc::clone(&self.machines);
         let local = &*machines.local;
-        let mut named = named_copies(local)?;
+        let mut named = with_manifest(local)?;
         if named.is_empty() {
             return Ok(());
         }
         let main = self.listing.list(root)?;
-        named.retain(|(_, attempt)| !main.lists(attempt));
+        named.retain(|named| !main.lists(&named.attempt));
         if named.is_empty() {
             return Ok(());
         }
         let again = self.listing.list_anew(root)?;
         let _right = machines.copied_manifests();
-        for (name, _) in named.iter().filter(|(_, attempt)| !again.lists(attempt)) {
-            drop_manifest(local, name)?;
+        for named in named.iter().filter(|named| !again.lists(&named.attempt)) {
+            drop_manifest(local, &named.name)?;
         }
         Ok(())
     }
@@ -450,15 +459,6 @@ fn opened_or_created(parent: &dyn Dir, name: &str) -> CoreResult<Arc<dyn Dir>> {
         Err(error) if error.already_exists() => parent.open_dir(name),
         created => created,
     }
-}
-
-/// Returns the copies on this machine, by name.
-fn copies_in(local: &dyn Dir) -> CoreResult<Vec<(String, Attempt)>> {
-    let copy = |name: String| match directory_layout::parse(&name)? {
-        OwnName::Copy { session, counter, .. } => Some((name, Attempt { session, counter })),
-        _ => None,
-    };
-    Ok(local.entries()?.into_iter().filter_map(|entry| copy(entry.name)).collect())
 }
 
 #[cfg(test)]

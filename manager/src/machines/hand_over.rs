@@ -13,7 +13,7 @@ use super::meeting::MachineReport;
 use super::part_of;
 use crate::commit::aside;
 use crate::delete_tree::ignore_missing;
-use crate::directory_layout::{self, LEASE, MANIFEST, METRICS, STALE, TRACES, control};
+use crate::directory_layout::{self, ASIDE, LEASE, MANIFEST, METRICS, STALE, TRACES, control};
 use crate::environment::Environment;
 use crate::error::Result;
 use crate::step_name::StepName;
@@ -67,7 +67,11 @@ impl NewMain<'_> {
             }
             let from = self.others.get(&stand_in).map_or(&**self.local, |other| &**other as &dyn Dir);
             let target = self.free_name(named, self.names.format(named.step), &stale)?;
-            self.take_step_over(from, named, &target)?;
+            if stand_in == self.own && named.name == part_of(named.step, &named.attempt) {
+                aside::name_part(&**self.local, &named.name, &target)?;
+            } else {
+                self.take_step_over(from, named, &target)?;
+            }
             tracing::warn!(step = named.step, from = %from.path().display(), "the main machine of this run is absent: a step was taken from the copy of another one");
         }
         for machine in last.into_iter().chain(rest) {
@@ -173,9 +177,16 @@ pub(super) fn take_sidecars_over(local: &dyn Dir, from: &dyn Dir) -> Result<()> 
     Ok(())
 }
 
-/// Turns the steps of a machine that is not main into parts.
+/// Turns the steps of a machine that is not main into parts. They keep their manifests, so that the
+/// steps survive a loss of the new main machine. Those of a branch get a mark: they are no steps.
 pub(super) fn demote(local: &dyn Dir, named: &[NamedAttempt]) -> Result<()> {
-    for NamedAttempt { name, step, attempt } in named {
+    for one in named {
+        let NamedAttempt { name, step, attempt } = one;
+        let mark = format!("{name}/{ASIDE}");
+        if !one.is_step() && local.stat(&mark)?.is_none() {
+            local.write_file(&mark, &[])?;
+            local.open_dir(name)?.sync()?;
+        }
         match aside::name_part(local, name, &part_of(*step, attempt)) {
             Err(error) if error.already_exists() => {
                 tracing::warn!(%name, "this machine has the files of a step twice; this copy stays");

@@ -16,7 +16,7 @@ use stepwell_core::format::manifest::{Attempt, Manifest};
 use stepwell_core::io::{Dir, Entry};
 use stepwell_core::limits::MAX_MANIFEST_BYTES;
 
-use super::copies::{copy_of, replace};
+use super::copies::replace;
 use super::{Machines, record};
 use crate::commit::aside;
 use crate::directory_layout::{self, MANIFEST, OwnName};
@@ -148,8 +148,7 @@ impl Leftovers {
         for tombstone in &manifest.dropped {
             is_there |= here.stat(&tombstone.dir)?.is_some();
         }
-        let copy = copy_of(part.step, &part.attempt);
-        if is_there && self.machines.copies_have(&copy, &bytes, self.copies)? {
+        if is_there && self.machines.copies_have((part.step, &part.attempt), &bytes, self.copies)? {
             aside::apply_tombstones(&here, &manifest)?;
         }
         Ok(())

@@ -43,7 +43,7 @@ pub(super) struct MachineReport {
     face: Option<Face>,
     /// Its steps and branches.
     pub(super) named: Vec<NamedAttempt>,
-    /// Its copies with a manifest.
+    /// Its copies and parts with the manifest of a step.
     pub(super) copied: Vec<NamedAttempt>,
     /// The ranks whose files it has, for each attempt.
     files: Vec<HeldFiles>,
@@ -86,7 +86,7 @@ struct Introduction {
     machines: u32,
     /// Sessions of parts without a step.
     unnamed: BTreeSet<String>,
-    /// The machines that have a copy with a manifest.
+    /// The machines that have a copy or a part with a manifest.
     with_manifests: BTreeSet<u32>,
 }
 
@@ -192,8 +192,8 @@ fn forget_copies(local: &dyn Dir, session: &str, sessions: &BTreeSet<String>) ->
     if sessions.iter().all(|other| other == session || known.contains(other)) {
         return Ok(());
     }
-    for (name, _) in copies::named_copies(local)? {
-        copies::drop_manifest(local, &name)?;
+    for named in copies::with_manifest(local)? {
+        copies::drop_manifest(local, &named.name)?;
     }
     Ok(())
 }
@@ -227,8 +227,7 @@ fn report(local: &Arc<dyn Dir>, names: Option<&StepName>, face: Option<Face>) ->
     let info = control::read_info(&**local)?;
     let recorded = info.as_ref().map(|info| info.step_name.clone()).unwrap_or_default();
     let named = named(&**local, names.unwrap_or(&recorded))?;
-    let is_copy = |name: &str| matches!(directory_layout::parse(name), Some(OwnName::Copy { .. }));
-    let copied = named_attempts(&**local, &is_copy)?;
+    let copied = copies::with_manifest(&**local)?;
     let mut files = Vec::new();
     let mut add = |attempt: Attempt, name: &str, is_copy: bool| -> Result<()> {
         let dir = local.open_dir(name)?;
@@ -320,6 +319,12 @@ fn lead(
             control::write_sessions(&**local, known)?;
         }
     }
+    if last.is_none() {
+        tracing::warn!(
+            stand_ins = stand_ins.len(),
+            "the machine that led this run last is absent. Its steps are missing, except for those whose manifests another machine has"
+        );
+    }
     let names = &led.map_or_else(StepName::default, |root| root.names.clone());
     let new_main =
         NewMain { local, own, reports: &reports, others: &others, environment, names, stand_ins: &stand_ins };
@@ -357,7 +362,10 @@ fn lead(
     forget_copies(&**local, team.session(), &record.sessions)?;
     record::write(&**local, &record)?;
 
-    let named = reports.iter().filter(|(_, report)| !report.copied.is_empty());
+    // A machine that was main keeps the manifests.
+    let keeps = |machine: u32, report: &MachineReport| machine != own && !report.named.is_empty();
+    let named =
+        reports.iter().filter(|&(&machine, report)| !report.copied.is_empty() || keeps(machine, report));
     let with_manifests = named.map(|(&machine, _)| machine).collect();
     let mut introduction = Introduction {
         faces: BTreeMap::new(),

@@ -68,7 +68,7 @@ pub(crate) struct Machines {
     held: HashMap<Attempt, Vec<Held>>,
     /// Sessions of parts without a step, when the ranks met.
     unnamed: BTreeSet<String>,
-    /// The machines that had a copy with a manifest, when the ranks met.
+    /// The machines that had a copy or a part with a manifest, when the ranks met.
     with_manifests: BTreeSet<u32>,
     /// Held by the thread that changes the manifest of a copy on this machine.
     copied_manifests: Mutex<()>,
@@ -176,9 +176,9 @@ impl Machines {
         Ok(record::write(&*self.local, &record)?)
     }
 
-    /// The number of requests that this process has answered. It changes as long as others read.
-    pub(crate) fn requests(&self) -> u64 {
-        self.hosting().as_ref().and_then(|hosting| hosting.server.as_ref()).map_or(0, Server::requests)
+    /// The number of reads of data that this process has answered. It changes while others read.
+    pub(crate) fn reads(&self) -> u64 {
+        self.hosting().as_ref().and_then(|hosting| hosting.server.as_ref()).map_or(0, Server::reads)
     }
 
     /// Ends what this process does for its machine.

@@ -1,8 +1,9 @@
 //! The copies that machines keep of each other's files, of a root on their local disks.
 //!
-//! The leader chooses the steps: the newest, one at a time. It waits until all machines have copied
-//! their files of it ([`crate::machines`]). Retention leaves the last copied step alone, and the
-//! one that is being copied, so the loss of a machine never finds the tier without a step.
+//! The leader chooses the steps: the newest, one at a time, then those of earlier jobs. It waits
+//! until all machines have copied their files of it ([`crate::machines`]). Retention leaves the
+//! last copied step alone, and the one that is being copied, so the loss of a machine never finds
+//! the tier without a step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -52,10 +53,12 @@ pub(super) struct CopyState {
     queue: CarryQueue,
     /// The attempts that all machines have copied in this session.
     copied: BTreeMap<u64, Attempt>,
-    /// The steps of earlier sessions, some of which are copied. Until a step of this one is.
+    /// The steps of earlier sessions. Some of them lack copies.
     earlier: BTreeSet<u64>,
     /// The attempt that is being copied.
     target: Option<CopyTarget>,
+    /// The step that machines may still read: that of an order that they have not ended.
+    read: Option<u64>,
     /// The number of the last order.
     ordered: u64,
     /// True once steps were removed in this session.
@@ -101,7 +104,9 @@ impl Inner {
         }
         let Some(machines) = self.ordered_machines() else { return Ok(()) };
         if self.copying_machines().is_some() {
-            self.partners.lock().earlier = self.root.list()?.steps.keys().copied().collect();
+            let steps = &self.root.list()?.steps;
+            let is_ours = |step: &u64| steps.get(step).is_some_and(|one| one.manifest.adopted.is_none());
+            self.partners.lock().earlier = steps.keys().copied().filter(is_ours).collect();
             self.copy_newest()?;
         }
         self.give_order(machines).map(drop)
@@ -118,16 +123,19 @@ impl Inner {
         if machines.is_host() {
             let mut copier = Copier::new(Arc::clone(machines), self.options.copies);
             let inner = Arc::downgrade(self);
-            let mut is_first = true;
+            let (mut is_first, mut failure) = (true, String::new());
             let look = move || {
                 if std::mem::take(&mut is_first) {
                     lower_priority();
                 }
                 let Some(inner) = inner.upgrade() else { return false };
                 let looked = guarded("the copier of a machine", || inner.look_for_orders(&mut copier));
-                if let Err(error) = looked.map_err(Error::from).and_then(|looked| looked) {
+                let error = looked.map_err(Error::from).and_then(|looked| looked).err();
+                let error = error.map(|error| error.to_string()).unwrap_or_default();
+                if !error.is_empty() && error != failure {
                     tracing::warn!(%error, "looking for what this machine is to copy failed. It is tried again");
                 }
+                failure = error;
                 true
             };
             let interval = spaced(LOOK_INTERVAL, machines);
@@ -159,6 +167,11 @@ impl Inner {
     /// Makes a step due.
     pub(super) fn copy_later(&self, step: u64) {
         if self.copying_machines().is_none() {
+            // Another attempt of the step may have copies of an earlier job.
+            let ordered = self.ordered_machines().map_or(Ok(0), |machines| self.give_order(machines));
+            if let Err(error) = ordered {
+                tracing::warn!(step, %error, "ordering other machines to look at their copies failed");
+            }
             return;
         }
         let mut state = self.partners.lock();
@@ -189,8 +202,10 @@ impl Inner {
             let state = self.partners.lock();
             (state.ordered + 1, state.target.clone(), state.has_removed)
         };
+        let read = target.as_ref().map(|target| target.step);
         machines.order(number, target, has_removed)?;
-        self.partners.lock().ordered = number;
+        let mut state = self.partners.lock();
+        (state.ordered, state.read) = (number, read.or(state.read));
         Ok(number)
     }
 
@@ -237,6 +252,7 @@ impl Inner {
                 state.progress += 1;
             }
             let Some(late) = late else {
+                state.read = None;
                 drop(state);
                 let there = self.root.committed(step)?;
                 return match failure {
@@ -262,7 +278,7 @@ impl Inner {
 
     fn record_copied(&self, step: u64, attempt: &Attempt) {
         let mut state = self.partners.lock();
-        state.earlier.clear();
+        state.earlier.remove(&step);
         state.copied.insert(step, attempt.clone());
         while state.copied.len() > REMEMBERED {
             state.copied.pop_first();
@@ -311,7 +327,7 @@ impl Inner {
     ) -> Result<Vec<u64>> {
         let (begun, deadline) = (Instant::now(), deadline_after(timeout));
         let mut state = self.partners.lock();
-        let is_copied = state.target.as_ref().is_some_and(|target| is_removed(target.step));
+        let is_read = state.read.is_some_and(&is_removed);
         let forgotten = state.queue.due().filter(|&step| is_removed(step)).collect();
         while state.queue.forget(&is_removed) {
             if Instant::now() >= deadline {
@@ -321,7 +337,7 @@ impl Inner {
             state = self.partners.wait(state, REPORTS_INTERVAL);
         }
         drop(state);
-        if let Some(machines) = self.copying_machines().filter(|_| is_copied) {
+        if let Some(machines) = self.copying_machines().filter(|_| is_read) {
             self.wait_for_orders(machines, "stop copying a step that is to be removed")?;
         }
         Ok(forgotten)
@@ -331,7 +347,8 @@ impl Inner {
     pub(super) fn kept_for_copies(&self) -> BTreeSet<u64> {
         let state = self.partners.lock();
         let copied = state.copied.keys().next_back().copied();
-        state.queue.due().chain(copied).chain(state.earlier.iter().copied()).collect()
+        let earlier = state.earlier.iter().copied().filter(|_| copied.is_none());
+        state.queue.due().chain(copied).chain(earlier).collect()
     }
 
     /// True if all machines have copied their files of a step in this session.
@@ -358,7 +375,11 @@ impl Inner {
     /// Waits until the other machines have copies of a step.
     pub(super) fn wait_copied(&self, step: u64, timeout: Duration) -> Result<()> {
         if self.copying_machines().is_none() {
-            return Ok(());
+            if self.options.copies == 1 {
+                return Ok(());
+            }
+            let why = "this job has one machine only".to_owned();
+            return Err(Error::NotCarried { step, tier: String::new(), why });
         }
         self.check_carrying()?;
         let (begun, deadline) = (Instant::now(), deadline_after(timeout));
@@ -423,6 +444,12 @@ fn lead(inner: &Weak<Inner>) {
         }
         let step = match state.queue.take(begun.elapsed()) {
             NextStep::Carry(step) => step,
+            NextStep::Nothing if !state.earlier.is_empty() => {
+                if let Some(step) = state.earlier.pop_last().filter(|step| !state.copied.contains_key(step)) {
+                    state.queue.committed(step, false);
+                }
+                continue;
+            }
             next => {
                 let wait = match next {
                     NextStep::NotBefore(at) => at.saturating_sub(begun.elapsed()).min(IDLE_INTERVAL),

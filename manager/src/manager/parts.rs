@@ -256,7 +256,7 @@ impl Inner {
             && !self.parts.leaves_at_once.load(Ordering::Relaxed)
         {
             let Some(progress) = self.team.leader_progress()? else { break };
-            if timer.left(machines.requests().wrapping_add(progress)).is_zero() {
+            if timer.left(machines.reads().wrapping_add(progress)).is_zero() {
                 break;
             }
             std::thread::sleep(CLOSE_POLL_INTERVAL);

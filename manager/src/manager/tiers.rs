@@ -489,7 +489,7 @@ impl Manager {
     /// Returns a number that changes whenever a carrier gets on.
     pub fn carry_progress(&self) -> u64 {
         // Others read from this machine meanwhile.
-        let served = self.inner.machines.as_ref().map_or(0, |machines| machines.requests());
+        let served = self.inner.machines.as_ref().map_or(0, |machines| machines.reads());
         self.inner.carry_progress().wrapping_add(served)
     }
 }

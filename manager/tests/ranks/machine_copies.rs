@@ -264,6 +264,55 @@ fn a_machine_that_missed_a_rewind_brings_nothing_back() {
 }
 
 #[test]
+fn a_new_main_machine_may_be_lost_at_once() {
+    let nodes = saved(&["a", "b", "c"]);
+    // Machine b has copied what a has, and leads now. This job makes no copies.
+    nodes.run(&["b", "a", "c"], &keeping(2), |_, manager| assert_eq!(manager.all_steps().unwrap(), [1, 2]));
+    nodes.lose("b");
+    for machines in [["a", "c"], ["c", "a"]] {
+        assert_steps(&nodes, &machines, &[1, 2], 3);
+    }
+}
+
+#[test]
+fn a_branch_of_an_earlier_main_machine_is_no_step() {
+    let nodes = saved(&["a", "b"]);
+    nodes.run(&["a", "b"], &copying(keeping(2)), |_, manager| {
+        manager.rewind(1, None).unwrap();
+    });
+    nodes.run(&["b", "a"], &keeping(2), |_, manager| assert_eq!(manager.all_steps().unwrap(), [1]));
+    nodes.lose("b");
+    assert_steps(&nodes, &["a", "c"], &[1], 2);
+}
+
+#[test]
+fn the_steps_of_earlier_jobs_are_copied_again() {
+    let nodes = saved(&["a", "b", "c"]);
+    nodes.lose("a");
+    nodes.run(&["b", "c", "d"], &copying(keeping(2)), |rank, manager| {
+        while rank == 0 && !(manager.is_copied(1).unwrap() && manager.is_copied(2).unwrap()) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        manager.agree("all are copied", Ok(())).unwrap();
+    });
+    nodes.lose("b");
+    assert_steps(&nodes, &["c", "d"], &[1, 2], 3);
+}
+
+#[test]
+fn a_step_that_a_job_without_copies_replaced_stays_replaced() {
+    let nodes = saved(&["a", "b"]);
+    nodes.run(&["a", "b"], &keeping(2), |rank, manager| {
+        let again = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(2, model(rank, 2, 7)) };
+        committed(&manager.save(again).unwrap());
+        // The order of a removal is carried out after that of the replacement.
+        manager.delete(1).unwrap();
+    });
+    nodes.lose("a");
+    nodes.run(&["b", "c"], &keeping(2), |_, manager| assert!(manager.all_steps().unwrap().is_empty()));
+}
+
+#[test]
 fn a_step_may_be_deleted_while_it_is_copied() {
     let nodes = Nodes::new(1);
     nodes.run(&["a", "b"], &copying(options()), |rank, manager| {
