@@ -206,6 +206,11 @@ impl Team {
         Ok((heartbeat != RankHeartbeat::LEFT).then_some(heartbeat.progress))
     }
 
+    /// Announces that this rank makes no further call.
+    pub fn announce_leaving(&self) -> Result<()> {
+        self.send_heartbeat(RankHeartbeat::LEFT)
+    }
+
     /// Announces the failure of this rank to ranks that work. They raise its kind if it
     /// `keeps_kind`, and otherwise the failure of a rank.
     pub fn report_failure(&self, error: &Error, keeps_kind: bool) -> Result<()> {

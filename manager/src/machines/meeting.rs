@@ -58,7 +58,7 @@ pub(super) struct MachineReport {
 struct HeldFiles {
     attempt: Attempt,
     ranks: RankRuns,
-    /// Of a copy: the ranks all of whose files are there.
+    /// The ranks all of whose files are there, if it is a copy.
     whole: Option<RankRuns>,
 }
 

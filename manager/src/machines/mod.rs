@@ -96,7 +96,7 @@ type RankRuns = Vec<(u32, u32)>;
 struct Held {
     machine: u32,
     ranks: RankRuns,
-    /// Of a copy: the ranks all of whose files are there. `None`: it is no copy.
+    /// The ranks all of whose files are there, if it is a copy.
     whole: Option<RankRuns>,
 }
 

@@ -496,7 +496,7 @@ impl Inner {
         )
     }
 
-    /// Records a removal before it is made. The main machine of the last job may be absent, and does
+    /// Records a removal before it is made. The main machine of the last job may be absent. It does
     /// not bring the steps back then.
     fn record_that_run_goes_on(&self) -> Result<()> {
         self.machines.as_ref().map_or(Ok(()), |machines| Ok(machines.record_session()?))

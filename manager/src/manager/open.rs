@@ -354,6 +354,12 @@ impl Inner {
         if self.team.is_alone() {
             return Ok(());
         }
+        let mut timeout = timeout;
+        if self.team.leads() && self.parts.leaves_at_once() {
+            // The others may wait for a call that this process will not make.
+            self.team.announce_leaving()?;
+            timeout = timeout.min(LEAVE_TIMEOUT);
+        }
         let saves = self.saves.lock().counter;
         if self.team.leave(saves, timeout)? && !self.options.read_only {
             let ours = recovery::of_session(&*self.root.dir, self.team.session())?;

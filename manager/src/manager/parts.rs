@@ -53,6 +53,13 @@ pub(super) struct Parts {
     leaves_at_once: AtomicBool,
 }
 
+impl Parts {
+    /// True after [`Manager::leave_at_once`].
+    pub(super) fn leaves_at_once(&self) -> bool {
+        self.leaves_at_once.load(Ordering::Relaxed)
+    }
+}
+
 /// Opens the root on this machine, of a rank that does not lead, or makes the leader's see all
 /// machines. All ranks make this call.
 pub(super) fn meet(
@@ -89,8 +96,8 @@ pub(super) fn with_served_files(environment: &Environment) -> Environment {
 }
 
 impl Manager {
-    /// Does not wait for the leader in a close. Call it when this process has failed: what the
-    /// leader has not carried by then is left to the next job.
+    /// Does not wait for other ranks in a close: their calls fail. Call it when this process has
+    /// failed. Steps that the leader has not carried by then are left to the next job.
     pub fn leave_at_once(&self) {
         self.inner.parts.leaves_at_once.store(true, Ordering::Relaxed);
     }
@@ -251,10 +258,7 @@ impl Inner {
             return self.team.report_carried();
         }
         let mut timer = StallTimer::new(self.options.stall_timeout);
-        while Instant::now() < deadline
-            && self.team.check_session().is_ok()
-            && !self.parts.leaves_at_once.load(Ordering::Relaxed)
-        {
+        while Instant::now() < deadline && self.team.check_session().is_ok() && !self.parts.leaves_at_once() {
             let Some(progress) = self.team.leader_progress()? else { break };
             if timer.left(machines.reads().wrapping_add(progress)).is_zero() {
                 break;

@@ -390,6 +390,22 @@ fn a_call_without_an_answer_ends_the_session_of_all_ranks() {
 }
 
 #[test]
+fn a_leader_that_fails_ends_the_calls_of_the_others() {
+    let job = Job::new();
+    let begun = Instant::now();
+    job.run(2, 1, |rank, environment| {
+        let manager = open(environment, options()).unwrap();
+        if rank == 0 {
+            manager.leave_at_once();
+            let _ = manager.close(Some(LONG));
+        } else {
+            assert_eq!(manager.latest_step().unwrap_err().kind(), "session_lost");
+        }
+    });
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+}
+
+#[test]
 fn a_leader_that_was_left_says_so_within_the_next_saves() {
     let job = Job::new();
     let left = &Barrier::new(2);
