@@ -138,6 +138,12 @@ pub fn replace_by_copy(
     }
 }
 
+/// Gives a durable file of a copy its name, durably. It replaces one that has the name.
+pub fn name_file(dir: &dyn Dir, from: &str, to: &str) -> stepwell_core::Result<()> {
+    dir.rename(from, to, Rename::Replace)?;
+    dir.sync()
+}
+
 /// Renames the files of a step on one machine: a part gets the name of its step, or the reverse.
 pub fn name_part(root: &dyn Dir, from: &str, to: &str) -> stepwell_core::Result<()> {
     root.rename(from, to, Rename::NoReplace)?;

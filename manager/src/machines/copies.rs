@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::{Attempt, Manifest, stored_files};
-use stepwell_core::io::{Dir, File, Rename};
+use stepwell_core::io::{Dir, File};
 use stepwell_core::load::LoadOptions;
 use stepwell_core::served::lengths_below;
 use stepwell_core::sys::each;
@@ -36,6 +36,7 @@ use super::hand_over::take_sidecars_over;
 use super::leftovers::MainListing;
 use super::{Lengths, Machines, RankRuns, part_of, rank_of, runs_of, sync_below};
 use crate::checkpoint::Checkpoint;
+use crate::commit::aside;
 use crate::control;
 use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{self, ASIDE, COPY_ORDERS, COPY_REPORT, MANIFEST, OwnName, WHOLE};
@@ -405,8 +406,7 @@ impl Copier {
         });
         failure.map_or(Ok(()), Err)?;
         copied?;
-        above.rename(&new, name, Rename::Replace)?;
-        Ok(above.sync()?)
+        Ok(aside::name_file(&*above, &new, name)?)
     }
 }
 
