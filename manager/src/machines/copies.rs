@@ -371,7 +371,11 @@ impl Copier {
         let ranks = ranks.chain(files.iter().filter_map(|(path, _)| rank_of(path))).collect();
         let whole = serde_json::to_vec(&runs_of(&ranks)).unwrap_or_default();
         replace(&*dir, WHOLE, &whole)?;
-        if has_manifest && went_on(self, 0)? {
+        if has_manifest {
+            if !went_on(self, 0)? {
+                self.is_stopped = true;
+                return Ok(());
+            }
             copy_control(local, &*root.dir)?;
             write_indexes(&dir, &there, &source, &manifest)?;
             let _right = machines.copied_manifests();

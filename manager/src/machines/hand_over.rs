@@ -59,8 +59,6 @@ impl NewMain<'_> {
                 aside::set_aside(&**self.local, &named.name, &stale)?;
             }
         }
-        // Those of the last main machine come first, so that no other gets their names.
-        let rest = self.others.keys().copied().filter(|&machine| Some(machine) != last);
         for (stand_in, named) in from_copies {
             if !there.insert(&named.attempt) {
                 continue;
@@ -74,6 +72,8 @@ impl NewMain<'_> {
             }
             tracing::warn!(step = named.step, from = %from.path().display(), "the main machine of this run is absent: a step was taken from the copy of another one");
         }
+        // Those of the last main machine come first, so that no other gets their names.
+        let rest = self.others.keys().copied().filter(|&machine| Some(machine) != last);
         for machine in last.into_iter().chain(rest) {
             let Some(from) = self.others.get(&machine) else { continue };
             let stale = self.environment.new_branch(STALE);

@@ -184,6 +184,9 @@ impl Inner {
 
     /// Makes the newest step due, unless the machines have it.
     fn copy_newest(&self) -> Result<()> {
+        if self.copying_machines().is_none() {
+            return Ok(());
+        }
         if let Some(newest) = self.root.newest()?.filter(|found| found.manifest.adopted.is_none()) {
             let (step, attempt) = (newest.manifest.step, &newest.manifest.attempt);
             let is_due = self.partners.lock().queue.due().any(|due| due == step);
