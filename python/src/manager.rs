@@ -43,6 +43,8 @@ pub use self::tiers::{carry_within, is_copied, tier_states, tiers_of, wait_carri
 
 type Error = stepwell_manager::Error;
 
+/// Poll interval of the wait for an interrupted save.
+const INTERRUPTED_POLL_INTERVAL: Duration = Duration::from_millis(2);
 /// The timeout of the engine's close. It has a fixed deadline, so this is practically none: the
 /// callers that wait for it check its progress.
 const NO_DEADLINE: Duration = Duration::from_secs(1_000_000_000);
@@ -56,6 +58,9 @@ pub struct Manager {
     saves: Mutex<Vec<Save>>,
     /// The worker thread for queries.
     standby: wait::Standby,
+    /// Shared by the work of a save on other threads, until it has ended. An interrupt leaves such
+    /// work behind.
+    saving: Arc<()>,
     /// Set by the first `close`.
     closing: OnceLock<Arc<Closing>>,
 }
@@ -127,6 +132,7 @@ impl Manager {
             stall_timeout,
             saves: Mutex::default(),
             standby: wait::Standby::default(),
+            saving: Arc::default(),
             closing: OnceLock::new(),
         })
     }
@@ -142,8 +148,12 @@ impl Manager {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (py, this) = (slf.py(), slf.get());
         let exists = exists_named(exists)?;
+        this.wait_for_interrupted_save(py)?;
         this.check_before_saving(py, step)?;
-        match this.query(py, move |inner| inner.decide(step, force, exists, &answers))? {
+        let saving = Arc::clone(&this.saving);
+        let decide = move |inner: &Engined| Ok((inner.decide(step, force, exists, &answers)?, saving));
+        let (decision, _) = this.query(py, decide)?;
+        match decision {
             Decision::Save(ticket) => Bound::new(py, Ticket::new(slf, ticket)).map(Bound::into_any),
             Decision::Pending(save) => Bound::new(py, SaveHandle::new(save)).map(Bound::into_any),
             Decision::Refuse(refusal) => Ok(PyString::new(py, &refusal.to_string()).into_any()),
@@ -624,6 +634,23 @@ impl Manager {
     ) -> PyResult<T> {
         let inner = Arc::clone(&self.inner);
         call(py, move || ask(&inner))
+    }
+
+    /// Waits for what an interrupt has left behind: the number of the interrupted save comes before
+    /// that of the next one, as on the other ranks.
+    fn wait_for_interrupted_save(&self, py: Python<'_>) -> PyResult<()> {
+        if self.inner.ranks().1 == 1 || Arc::strong_count(&self.saving) == 1 {
+            return Ok(());
+        }
+        let begun = Instant::now();
+        let ended = wait::poll(py, Some(self.stall_timeout.saturating_mul(2)), |_| {
+            std::thread::sleep(INTERRUPTED_POLL_INTERVAL);
+            (Arc::strong_count(&self.saving) == 1).then_some(())
+        })?;
+        ended.ok_or_else(|| {
+            let waited_for = "an interrupted save to end".to_owned();
+            raise_manager(py, &Error::Timeout { waited_for, waited: begun.elapsed() })
+        })
     }
 
     /// Makes a call that reads directories and small files. If the disk does not answer, Ctrl-C

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from fake_store import control, fake_store
 from s3_server import s3_server
+from stepwell import _lifecycle
 from stepwell._conversion import files
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that:
@@ -25,6 +28,39 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def root(tmp_path: Path) -> Path:
     """A root that does not exist yet."""
     return tmp_path / "run"
+
+
+def bring_log() -> None:
+    """Waits for the engine's log lines so far. A thread of the package brings them."""
+    brought = threading.Event()
+    _lifecycle.notifier.start().post(_lifecycle.notifier.register(brought.set))
+    assert brought.wait(60), "the notifier hangs"
+
+
+class EngineLog:
+    """``caplog`` that waits for the engine's lines."""
+
+    def __init__(self, log: pytest.LogCaptureFixture) -> None:
+        self._log = log
+
+    def __getattr__(self, name: str) -> Any:
+        bring_log()
+        return getattr(self._log, name)
+
+    @contextmanager
+    def at_level(self, level: int | str, logger: str | None = None) -> Iterator[None]:
+        """As of ``caplog``. The lines of the block are there at its end."""
+        with self._log.at_level(level, logger):
+            try:
+                yield
+            finally:
+                bring_log()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> EngineLog:
+    """pytest's fixture, which waits for the engine's lines."""
+    return EngineLog(caplog)
 
 
 def partials(folder: Path) -> list[str]:

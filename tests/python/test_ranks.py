@@ -336,6 +336,34 @@ with open_manager() as manager:
     check_whole(root, 3)
 
 
+def test_a_save_after_an_interrupted_one_does_not_overtake_it(tmp_path: Path, root: Path) -> None:
+    script = (
+        MODEL
+        + """
+import pathlib, threading
+# What is left to do of the interrupted save takes long: the plan of so many leaves.
+many = {str(number): number for number in range(300_000)}
+with open_manager() as manager:
+    interrupted = pathlib.Path(sys.argv[5])
+    if RANK == 1:
+        threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    while RANK == 0 and not interrupted.exists():
+        time.sleep(0.001)
+    try:
+        manager.save(1, {"many": many}).result()
+    except KeyboardInterrupt:
+        interrupted.touch()
+        print("interrupted")
+    except sw.RankFailed as error:
+        print("failed", "KeyboardInterrupt" in str(error))
+    manager.save(2, {"one": 1}).result()
+"""
+    )
+    out = run(tmp_path, script, 2, root, tmp_path / "interrupted")
+    assert out == ["failed True\n", "interrupted\n"]
+    assert sw.restore(root) == {"one": 1}
+
+
 def test_a_rank_interrupted_in_a_save_ends_it_for_all(tmp_path: Path, root: Path) -> None:
     script = (
         MODEL

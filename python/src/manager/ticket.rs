@@ -67,8 +67,10 @@ impl Ticket {
         let inner = Arc::clone(&manager.inner);
         let planned = if inner.ranks().1 > 1 {
             // The ranks may have to exchange their leaves, which may take long.
-            let inner = Arc::clone(&inner);
-            wait::on_thread(py, move || inner.plan(ticket, request))?
+            let (inner, saving) = (Arc::clone(&inner), Arc::clone(&manager.saving));
+            // After an interrupt, the thread drops the plan before the share.
+            let (planned, _) = wait::on_thread(py, move || (inner.plan(ticket, request), saving))?;
+            planned
         } else {
             py.detach(|| inner.plan(ticket, request))
         };
