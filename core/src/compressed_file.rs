@@ -53,6 +53,48 @@ pub struct FinishedCopy {
     pub places: NewPlaces,
 }
 
+impl FinishedCopy {
+    /// Finds the new places by the indexes in the footers of the old file and of the finished one.
+    /// The error says what does not fit.
+    pub fn of_footers(record: FileRecord, old: &Index, new: &Index) -> Result<Self, String> {
+        if old.leaves.len() != new.leaves.len() {
+            return Err("it has other leaves than the file that it is a copy of".to_owned());
+        }
+        let mut places = NewPlaces::new();
+        for (number, (old, new)) in old.leaves.iter().zip(&new.leaves).enumerate() {
+            let lost = || format!("its leaf {number} is not that of the file that it is a copy of");
+            match (old, new) {
+                (LeafRecord::Tensor(old), LeafRecord::Tensor(new)) => {
+                    let mut rest = new.chunks.iter();
+                    for chunk in &old.chunks {
+                        let mut left = volume(&chunk.region);
+                        let mut cut = Chunks::new();
+                        while left > 0 || cut.is_empty() {
+                            let part = rest.next().ok_or_else(lost)?;
+                            left = left.checked_sub(volume(&part.region)).ok_or_else(lost)?;
+                            cut.push(part.clone());
+                        }
+                        if chunk.extent.length > 0 {
+                            places.insert(chunk.extent.offset, NewPlace::Chunks(cut));
+                        }
+                    }
+                    if rest.next().is_some() {
+                        return Err(lost());
+                    }
+                }
+                (LeafRecord::Object(old), LeafRecord::Object(new)) => {
+                    if old.length > 0 {
+                        places.insert(old.offset, NewPlace::Object(*new));
+                    }
+                }
+                (LeafRecord::Alias { .. }, LeafRecord::Alias { .. }) => {}
+                _ => return Err(lost()),
+            }
+        }
+        Ok(Self { record, places })
+    }
+}
+
 /// See the module documentation.
 pub struct CompressedFile<'a> {
     from: &'a dyn File,

@@ -10,13 +10,15 @@ use std::sync::Arc;
 use stepwell_core::compressed_file::{CompressedFile, FinishedCopy, move_leaf};
 use stepwell_core::format::index::{Codec, Index, LeafRecord};
 use stepwell_core::format::index_v1;
-use stepwell_core::format::manifest::{COMPRESSED_CHUNKS, Item, Manifest, NODE_FILES};
+use stepwell_core::format::manifest::{COMPRESSED_CHUNKS, FileEntry, Item, Manifest, NODE_FILES};
 use stepwell_core::io::{Dir, Section};
 use stepwell_core::load::index_in_footer;
+use stepwell_core::sys::each;
 use stepwell_reshard::glob::{GlobList, PathText};
 
 use crate::checkpoint::Checkpoint;
 use crate::copy::FileWriter;
+use crate::discovery::REQUESTS_AT_ONCE;
 use crate::error::{Error, Result};
 use crate::stored_index;
 
@@ -70,6 +72,10 @@ impl<'a> CompressedCopy<'a> {
         Ok(copy)
     }
 
+    pub(crate) fn source(&self) -> &'a Checkpoint {
+        self.source
+    }
+
     /// True if the file on disk has a data file that is written once more.
     pub(crate) fn has_part(&self, stored: &str) -> bool {
         self.parts.contains_key(stored)
@@ -114,6 +120,51 @@ impl<'a> CompressedCopy<'a> {
             entry.file_id = finished.record.file_id;
             entry.trailer_crc32c = finished.record.trailer_crc;
             self.written.insert(entry.path.clone(), finished);
+        }
+        Ok(())
+    }
+
+    /// Returns the entries of the data files that were written once more.
+    pub(crate) fn entries(&self, manifest: &Manifest) -> Vec<FileEntry> {
+        let is_written = |entry: &&FileEntry| self.written.contains_key(&entry.path);
+        manifest.files.iter().filter(is_written).cloned().collect()
+    }
+
+    /// Records files that another process has written, of these files on disk. `entries` are those
+    /// of its [`CompressedCopy::entries`].
+    pub(crate) fn take_over(
+        &mut self,
+        dir: &dyn Dir,
+        manifest: &mut Manifest,
+        stored: &BTreeSet<String>,
+        entries: Vec<FileEntry>,
+    ) -> Result<()> {
+        let mut entries: HashMap<String, FileEntry> =
+            entries.into_iter().map(|entry| (entry.path.clone(), entry)).collect();
+        let mut taken = Vec::new();
+        for &number in stored.iter().filter_map(|path| self.parts.get(path)).flatten() {
+            let Some(entry) = manifest.files.get_mut(number) else { continue };
+            let old = stored_index::file_record(entry);
+            entry.within = None;
+            if !self.files.contains(&entry.path) {
+                continue;
+            }
+            let Some(new) = entries.remove(&entry.path) else {
+                let what = format!("an entry of {} by the process that has written it", entry.path);
+                return Err(stepwell_core::Error::internal(what, "none").into());
+            };
+            *entry = FileEntry { others: std::mem::take(&mut entry.others), ..new };
+            taken.push((old, stored_index::file_record(entry)));
+        }
+        let source = self.source.dir();
+        let finished = each("stepwell-footers", REQUESTS_AT_ONCE, &taken, |(old, new)| {
+            let of_old = index_in_footer(source, old, &old.name)?;
+            let of_new = index_in_footer(dir, new, &new.name)?;
+            FinishedCopy::of_footers(new.clone(), &of_old, &of_new)
+                .map_err(|what| stepwell_core::Error::corrupt(dir.path().join(&*new.name), what))
+        });
+        for ((_, new), finished) in taken.iter().zip(finished) {
+            self.written.insert(new.name.to_string(), finished?);
         }
         Ok(())
     }

@@ -9,9 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use stepwell_core::Result as CoreResult;
-use stepwell_core::format::manifest::{Manifest, stored_files};
+use stepwell_core::format::manifest::{FileEntry, Manifest, stored_files};
 use stepwell_core::io::{Dir, File};
-use stepwell_reshard::glob::GlobList;
 
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
@@ -98,7 +97,16 @@ pub fn to_path(
     let (parent, name) = singular::own_destination(path, &session, environment)?;
     let label = directory_layout::label_of_path(&name);
     let place = CopyPlace { parent, name, label, trash: None };
-    into(source, part, CopyCheck::Whole, &place, environment, progress)
+    CopyTask {
+        source,
+        part,
+        check: CopyCheck::Whole,
+        place: &place,
+        environment,
+        others: None,
+        last: &|| Ok(()),
+    }
+    .run(progress)
 }
 
 /// The place of a copy.
@@ -113,40 +121,145 @@ pub(crate) struct CopyPlace {
     pub(crate) trash: Option<String>,
 }
 
-/// Copies an open checkpoint, or a part of it.
-pub(crate) fn into(
-    source: &Checkpoint,
-    part: &CopySelection,
-    check: CopyCheck,
-    place: &CopyPlace,
-    environment: &Environment,
-    progress: Progress<'_>,
-) -> Result<()> {
-    into_checked(source, part, check, place, environment, progress, &|| Ok(()))
+/// Other processes that write some of the files of a copy.
+pub(crate) trait OtherWriters {
+    /// Has them begin, with some of these files, which have their directories in the temporary.
+    /// Returns those.
+    fn begin(&self, temporary: &str, stored: &[String]) -> Result<BTreeSet<String>>;
+
+    /// Waits until they have written their files durably. `went_on` gets the bytes that they have
+    /// read since the last call, and returns false to stop. Returns the new entries of the data
+    /// files that are not as in the source.
+    fn wait(&self, went_on: &mut dyn FnMut(u64) -> bool) -> Result<Vec<FileEntry>>;
+
+    /// Has them stop, after a failure of anybody.
+    fn stop(&self);
 }
 
-/// [`into`], with a last check before the copy gets its name.
-pub(crate) fn into_checked(
-    source: &Checkpoint,
-    part: &CopySelection,
-    check: CopyCheck,
-    place: &CopyPlace,
-    environment: &Environment,
-    progress: Progress<'_>,
-    last: &dyn Fn() -> Result<()>,
-) -> Result<()> {
-    let manifest = part.manifest(source.manifest(), environment.clock.unix_ns())?;
-    let parent = &place.parent;
-    publish(place, environment, |dir, temporary| {
-        let globs = compressed_copy::chosen(&part.compress)?;
-        let bytes = total(&manifest);
-        write(source, manifest, &globs, check, dir, progress)?;
-        match check {
-            CopyCheck::Whole => verify(parent, temporary, environment, (source, bytes), progress),
-            CopyCheck::WhileReading => Checkpoint::open_in(parent, temporary, environment)?.check_records(),
+/// A copy of an open checkpoint, or of a part of it, into a directory.
+pub(crate) struct CopyTask<'a> {
+    pub(crate) source: &'a Checkpoint,
+    pub(crate) part: &'a CopySelection,
+    pub(crate) check: CopyCheck,
+    pub(crate) place: &'a CopyPlace,
+    pub(crate) environment: &'a Environment,
+    pub(crate) others: Option<&'a dyn OtherWriters>,
+    /// The last check before the copy gets its name.
+    pub(crate) last: &'a dyn Fn() -> Result<()>,
+}
+
+impl CopyTask<'_> {
+    /// Copies it.
+    pub(crate) fn run(&self, progress: Progress<'_>) -> Result<()> {
+        let manifest = self.part.manifest(self.source.manifest(), self.environment.clock.unix_ns())?;
+        publish(self.place, self.environment, |dir, temporary| {
+            let written = self.write_checked(manifest, (dir, temporary), progress);
+            if let Some(others) = self.others
+                && written.is_err()
+            {
+                others.stop();
+            }
+            written
+        })
+    }
+
+    fn write_checked(
+        &self,
+        manifest: Manifest,
+        (dir, temporary): (&Arc<dyn Dir>, &str),
+        progress: Progress<'_>,
+    ) -> Result<()> {
+        let (parent, bytes) = (&self.place.parent, total(&manifest));
+        self.write(manifest, (dir, temporary), progress)?;
+        match self.check {
+            CopyCheck::Whole => verify(parent, temporary, self.environment, (self.source, bytes), progress),
+            CopyCheck::WhileReading => {
+                Checkpoint::open_in(parent, temporary, self.environment)?.check_records()
+            }
         }?;
-        last()
-    })
+        (self.last)()
+    }
+
+    /// Writes all files durably, the manifest last.
+    fn write(
+        &self,
+        mut manifest: Manifest,
+        (dir, temporary): (&Arc<dyn Dir>, &str),
+        progress: Progress<'_>,
+    ) -> Result<()> {
+        let source = self.source;
+        let passes = if self.check == CopyCheck::Whole { 2 } else { 1 };
+        let mut writer = FileWriter::new(total(&manifest).saturating_mul(passes), progress);
+        let globs = compressed_copy::chosen(&self.part.compress)?;
+        let mut compressed = CompressedCopy::new(source, &globs, &manifest)?;
+        for item in manifest.items.iter().filter(|item| !compressed.has_item(&manifest, item)) {
+            let from = source.dir().open_file(&item.index.path)?;
+            writer.copy(&**dir, &item.index.path, &*from)?;
+        }
+        let mut stored = stored_paths(&manifest);
+        let mut theirs = BTreeSet::new();
+        if let Some(others) = self.others {
+            stored.iter().try_for_each(|path| writer.create_above(&**dir, path))?;
+            theirs = others.begin(temporary, &stored)?;
+            stored.retain(|path| !theirs.contains(path));
+        }
+        let is_checked = self.check == CopyCheck::WhileReading;
+        write_data(&mut compressed, &mut manifest, (&**dir, &stored), is_checked, &mut writer)?;
+        if let Some(others) = self.others.filter(|_| !theirs.is_empty()) {
+            let entries = others.wait(&mut |bytes| writer.went_on(bytes, 0))?;
+            compressed.take_over(&**dir, &mut manifest, &theirs, entries)?;
+        }
+        let mut items = std::mem::take(&mut manifest.items);
+        for item in items.iter_mut().filter(|item| compressed.has_item(&manifest, item)) {
+            compressed.write_index(&**dir, item)?;
+        }
+        manifest.items = items;
+        compressed.declare(&mut manifest);
+        writer.sync(&**dir)?;
+        write_manifest(dir, &manifest)
+    }
+}
+
+/// Writes some of the data files of a copy, in the place of the process that publishes it. Each
+/// block is checked while it is read. Returns the new entries of the data files that are not as in
+/// the source.
+pub(crate) fn write_some(
+    source: &Checkpoint,
+    compress: &[String],
+    (dir, stored): (&dyn Dir, &[String]),
+    progress: Progress<'_>,
+) -> Result<Vec<FileEntry>> {
+    let mut manifest = Manifest::clone(source.manifest());
+    let mut writer = FileWriter::new(total(&manifest), progress);
+    let globs = compressed_copy::chosen(compress)?;
+    let mut compressed = CompressedCopy::new(source, &globs, &manifest)?;
+    write_data(&mut compressed, &mut manifest, (dir, stored), true, &mut writer)?;
+    writer.sync(dir)?;
+    Ok(compressed.entries(&manifest))
+}
+
+/// Writes data files, by their paths on disk.
+fn write_data(
+    compressed: &mut CompressedCopy<'_>,
+    manifest: &mut Manifest,
+    (dir, stored): (&dyn Dir, &[String]),
+    is_checked: bool,
+    writer: &mut FileWriter<'_>,
+) -> Result<()> {
+    let source = compressed.source();
+    for path in stored {
+        if compressed.has_part(path) {
+            compressed.write(dir, manifest, path, writer)?;
+        } else {
+            let from = if is_checked { source.stored_file(path)? } else { source.dir().open_file(path)? };
+            writer.copy(dir, path, &*from)?;
+        }
+    }
+    Ok(())
+}
+
+fn stored_paths(manifest: &Manifest) -> Vec<String> {
+    stored_files(&manifest.files).into_iter().map(|(path, _)| path.to_owned()).collect()
 }
 
 /// Writes a checkpoint into a temporary of a directory, and gives it its name. `write` gets the
@@ -195,11 +308,21 @@ pub(crate) fn total(manifest: &Manifest) -> u64 {
 pub(crate) struct FileWriter<'a> {
     at: CopyProgress,
     progress: Progress<'a>,
-    /// The directories that were created.
+    /// The directories of the files.
     directories: BTreeSet<String>,
 }
 
-impl FileWriter<'_> {
+impl<'a> FileWriter<'a> {
+    fn new(total: u64, progress: Progress<'a>) -> Self {
+        let at = CopyProgress { total, ..CopyProgress::default() };
+        Self { at, progress, directories: BTreeSet::new() }
+    }
+
+    /// Makes the names of the files durable.
+    fn sync(&self, dir: &dyn Dir) -> Result<()> {
+        Ok(self.directories.iter().try_for_each(|directory| dir.open_dir(directory)?.sync())?)
+    }
+
     /// Copies a file.
     pub(crate) fn copy(&mut self, dir: &dyn Dir, path: &str, from: &dyn File) -> Result<()> {
         self.create_above(dir, path)?;
@@ -238,51 +361,14 @@ impl FileWriter<'_> {
         if let Some((above, _)) = path.rsplit_once('/')
             && self.directories.insert(above.to_owned())
         {
-            dir.create_dir(above)?;
+            match dir.create_dir(above) {
+                // Several processes may write the files of a copy.
+                Err(error) if !error.already_exists() => return Err(error.into()),
+                _ => {}
+            }
         }
         Ok(())
     }
-}
-
-/// Writes all files durably, the manifest last. Tensors that the globs select are compressed.
-fn write(
-    source: &Checkpoint,
-    mut manifest: Manifest,
-    globs: &GlobList,
-    check: CopyCheck,
-    dir: &Arc<dyn Dir>,
-    progress: Progress<'_>,
-) -> Result<()> {
-    let passes = if check == CopyCheck::Whole { 2 } else { 1 };
-    let whole = total(&manifest).saturating_mul(passes);
-    let at = CopyProgress { total: whole, ..CopyProgress::default() };
-    let mut writer = FileWriter { at, progress, directories: BTreeSet::new() };
-    let mut compressed = CompressedCopy::new(source, globs, &manifest)?;
-    for item in manifest.items.iter().filter(|item| !compressed.has_item(&manifest, item)) {
-        let from = source.dir().open_file(&item.index.path)?;
-        writer.copy(&**dir, &item.index.path, &*from)?;
-    }
-    let stored: Vec<String> =
-        stored_files(&manifest.files).into_iter().map(|(path, _)| path.to_owned()).collect();
-    for path in &stored {
-        if compressed.has_part(path) {
-            compressed.write(&**dir, &mut manifest, path, &mut writer)?;
-        } else {
-            let is_checked = check == CopyCheck::WhileReading;
-            let from = if is_checked { source.stored_file(path)? } else { source.dir().open_file(path)? };
-            writer.copy(&**dir, path, &*from)?;
-        }
-    }
-    let mut items = std::mem::take(&mut manifest.items);
-    for item in items.iter_mut().filter(|item| compressed.has_item(&manifest, item)) {
-        compressed.write_index(&**dir, item)?;
-    }
-    manifest.items = items;
-    compressed.declare(&mut manifest);
-    for directory in &writer.directories {
-        dir.open_dir(directory)?.sync()?;
-    }
-    write_manifest(dir, &manifest)
 }
 
 /// Writes the manifest and what else a step has beside its data, durably.

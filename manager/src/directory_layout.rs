@@ -43,6 +43,10 @@ pub const MACHINE: &str = "machine.json";
 pub const COPY_ORDERS: &str = "copying.json";
 /// The report of a machine on these orders.
 pub const COPY_REPORT: &str = "copied.json";
+/// The prefix of the orders of the main machine to those that carry their files to a tier, and of
+/// the reports on them. The number of the tier follows.
+const CARRY_ORDERS: &str = "carrying-";
+const CARRY_REPORT: &str = "carried-";
 /// The directory of later metrics, keyed by attempt.
 pub const METRICS: &str = "metrics";
 /// The directory of traces, keyed by attempt. Made with the first trace.
@@ -184,6 +188,16 @@ pub fn is_label_of(label: &str, name: &str) -> bool {
 /// Returns a path in the root's own directory.
 pub fn control(name: &str) -> String {
     format!("{CONTROL}/{name}")
+}
+
+/// The file with the orders for a tier, by its number among the further ones.
+pub fn carry_orders(tier: usize) -> String {
+    format!("{CARRY_ORDERS}{tier}.json")
+}
+
+/// The file with the report of a machine on these orders.
+pub fn carry_report(tier: usize) -> String {
+    format!("{CARRY_REPORT}{tier}.json")
 }
 
 /// Parses a generated name. `None` for steps and foreign names.

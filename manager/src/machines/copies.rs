@@ -9,9 +9,9 @@
 //!
 //! Each machine pulls the files of the machines before it into a *copy*, a directory that is named
 //! after the attempt. A file gets its name there when it is whole and durable. A marker names the
-//! ranks all of whose files are there: an interrupted copy does not count. The machines behind the
-//! main one also copy the manifest and the indexes. If the main machine is lost, the next leader
-//! takes the steps from such a machine ([`super::hand_over`]).
+//! writers all of whose files are there: an interrupted copy does not count. The machines behind
+//! the main one also copy the manifest and the indexes. If the main machine is lost, the next
+//! leader takes the steps from such a machine ([`super::hand_over`]).
 //!
 //! The main machine gives orders in a file, which the others read: the step to copy. They report in
 //! a file of theirs, which the leader reads. A copy must not bring back a step that was rewound or
@@ -34,7 +34,7 @@ use stepwell_core::{Result as CoreResult, limits};
 use super::dir::{NamedAttempt, named_attempts};
 use super::hand_over::take_sidecars_over;
 use super::leftovers::MainListing;
-use super::{Lengths, Machines, RankRuns, part_of, rank_of, runs_of, sync_below};
+use super::{Lengths, Machines, WriterRuns, part_of, runs_of, sync_below, writer_of};
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
 use crate::control;
@@ -44,10 +44,10 @@ use crate::discovery::REQUESTS_AT_ONCE;
 use crate::error::Result;
 use crate::root::Root;
 
-/// The most bytes of a file with orders or a report.
+/// The most bytes of a marker.
 const MAX_BYTES: u64 = 1 << 20;
-/// The most ranks whose files are in a copy.
-const MAX_RANKS: u64 = 1 << 24;
+/// The most writers whose files are in a copy.
+const MAX_WRITERS: u64 = 1 << 24;
 /// A machine that copies looks for new orders, and reports its progress, at this interval.
 const ORDERS_INTERVAL: Duration = Duration::from_millis(500);
 
@@ -87,10 +87,10 @@ pub(crate) struct CopyReport {
 }
 
 /// The report of a machine, or the error of its reading.
-pub(crate) struct FoundReport {
+pub(crate) struct FoundReport<T> {
     /// The root of the machine, for messages.
     pub(crate) place: String,
-    pub(crate) report: CoreResult<CopyReport>,
+    pub(crate) report: CoreResult<T>,
 }
 
 impl Machines {
@@ -101,11 +101,11 @@ impl Machines {
     }
 
     /// Reads the reports of all machines, on the main machine.
-    pub(crate) fn copy_reports(&self) -> Vec<FoundReport> {
+    pub(crate) fn copy_reports(&self) -> Vec<FoundReport<CopyReport>> {
         let others = self.others.values().map(|other| Arc::clone(other) as Arc<dyn Dir>);
         let roots: Vec<Arc<dyn Dir>> = std::iter::once(Arc::clone(&self.local)).chain(others).collect();
         each("stepwell-reports", REQUESTS_AT_ONCE, &roots, |root| {
-            let report: CoreResult<Option<CopyReport>> = read(&**root, COPY_REPORT);
+            let report: CoreResult<Option<CopyReport>> = read_control(&**root, COPY_REPORT);
             let report = report.map(|found| found.filter(|one| one.session == self.session));
             let place = root.path().display().to_string();
             FoundReport { place, report: report.map(Option::unwrap_or_default) }
@@ -158,8 +158,8 @@ impl Machines {
 
     /// True if this machine is to have a copy of a file of an attempt.
     fn keeps(&self, attempt: &Attempt, path: &str, copies: u32) -> bool {
-        let Some(rank) = rank_of(path) else { return false };
-        self.keepers(&self.machines_with(attempt, rank), copies).contains(&self.own)
+        let Some(writer) = writer_of(path) else { return false };
+        self.keepers(&self.machines_with(attempt, writer), copies).contains(&self.own)
     }
 
     /// True if this machine is to have copies of the manifests.
@@ -203,22 +203,26 @@ pub(super) fn drop_manifest(local: &dyn Dir, copy: &str) -> CoreResult<()> {
     copy.sync()
 }
 
-/// Returns the ranks all of whose files are in a copy.
-pub(super) fn whole_ranks(copy: &dyn Dir) -> CoreResult<RankRuns> {
+/// Returns the writers all of whose files are in a copy.
+pub(super) fn whole_writers(copy: &dyn Dir) -> CoreResult<WriterRuns> {
     match copy.read_file(WHOLE, MAX_BYTES) {
         // An invalid one was edited. The files are copied again.
         Ok(bytes) => {
-            let runs: RankRuns = serde_json::from_slice(&bytes).unwrap_or_default();
-            let ranks = runs.iter().map(|&(first, last)| u64::from(last.saturating_sub(first)) + 1);
-            Ok(if ranks.sum::<u64>() > MAX_RANKS { RankRuns::new() } else { runs })
+            let runs: WriterRuns = serde_json::from_slice(&bytes).unwrap_or_default();
+            let writers = runs.iter().map(|&(first, last)| u64::from(last.saturating_sub(first)) + 1);
+            Ok(if writers.sum::<u64>() > MAX_WRITERS { WriterRuns::new() } else { runs })
         }
-        Err(error) if error.is_gone() => Ok(RankRuns::new()),
+        Err(error) if error.is_gone() => Ok(WriterRuns::new()),
         Err(error) => Err(error),
     }
 }
 
-fn read<T: for<'de> Deserialize<'de>>(root: &dyn Dir, name: &str) -> CoreResult<Option<T>> {
-    match root.read_file(&directory_layout::control(name), MAX_BYTES) {
+/// Reads a file of orders or of a report, if there is one.
+pub(super) fn read_control<T: for<'de> Deserialize<'de>>(
+    root: &dyn Dir,
+    name: &str,
+) -> CoreResult<Option<T>> {
+    match root.read_file(&directory_layout::control(name), limits::MAX_MANIFEST_BYTES) {
         // An invalid one was edited. The next one replaces it.
         Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
         Err(error) if error.is_gone() => Ok(None),
@@ -289,7 +293,7 @@ impl Copier {
 
     /// Reads the orders of this session.
     fn orders(&self, root: &Root) -> CoreResult<Option<CopyOrders>> {
-        let orders: Option<CopyOrders> = read(&*root.dir, COPY_ORDERS)?;
+        let orders: Option<CopyOrders> = read_control(&*root.dir, COPY_ORDERS)?;
         Ok(orders.filter(|orders| orders.session == self.machines.session))
     }
 
@@ -367,9 +371,9 @@ impl Copier {
         }
         sync_below(&*dir)?;
         local.sync()?;
-        let ranks = ranks_of(&whole_ranks(&*dir)?).into_iter();
-        let ranks = ranks.chain(files.iter().filter_map(|(path, _)| rank_of(path))).collect();
-        let whole = serde_json::to_vec(&runs_of(&ranks)).unwrap_or_default();
+        let writers = writers_of(&whole_writers(&*dir)?).into_iter();
+        let writers = writers.chain(files.iter().filter_map(|(path, _)| writer_of(path))).collect();
+        let whole = serde_json::to_vec(&runs_of(&writers)).unwrap_or_default();
         replace(&*dir, WHOLE, &whole)?;
         if has_manifest {
             if !went_on(self, 0)? {
@@ -445,8 +449,8 @@ fn write_indexes(
     Ok(sync_below(&**dir)?)
 }
 
-/// Returns the ranks of these runs.
-fn ranks_of(runs: &RankRuns) -> BTreeSet<u32> {
+/// Returns the writers of these runs.
+fn writers_of(runs: &WriterRuns) -> BTreeSet<u32> {
     runs.iter().flat_map(|&(first, last)| first..=last).collect()
 }
 

@@ -12,7 +12,7 @@ use stepwell_core::served::lengths_below;
 use stepwell_core::sys::each;
 use stepwell_core::{Error, Result};
 
-use super::{LENGTHS_LAST, Lengths, Machines, part_of, part_of_temporary, rank_of, sync_below};
+use super::{LENGTHS_LAST, Lengths, Machines, part_of, part_of_temporary, sync_below, writer_of};
 use crate::directory_layout::{self, MANIFEST, OwnName};
 use crate::discovery::{REQUESTS_AT_ONCE, is_not_a_step, read_manifest};
 
@@ -255,7 +255,7 @@ impl SpreadStep {
 
     /// Calls `find` for each place that may have a file, until one has it.
     fn find<T>(&self, name: &str, find: impl Fn(&dyn Dir, &str) -> Result<Option<T>>) -> Result<Option<T>> {
-        let Some(rank) = rank_of(name) else {
+        let Some(writer) = writer_of(name) else {
             // Not a data file: only the main machine has it. A part may have an outdated one.
             let dir = match &self.main {
                 Some(main) => main,
@@ -270,7 +270,7 @@ impl SpreadStep {
         }
         let (part, attempt) = self.attempt()?;
         let mut failure = None;
-        for (machine, in_copy) in self.machines.holders(attempt, rank) {
+        for (machine, in_copy) in self.machines.holders(attempt, writer) {
             let found = match (self.machines.others.get(&machine), &self.main) {
                 (other, _) if in_copy => {
                     let root = other.map_or(&**self.machines.local(), |other| &**other as &dyn Dir);
@@ -368,7 +368,7 @@ impl Dir for SpreadStep {
         let mut all = Lengths::new();
         let mut add = |is_main: bool, mut lengths: Lengths| {
             // As in `find`.
-            lengths.retain(|path, _| is_main || rank_of(path).is_some());
+            lengths.retain(|path, _| is_main || writer_of(path).is_some());
             all.append(&mut lengths);
         };
         if let Some(here) = self.here()?.filter(|_| !self.machines.is_main()) {

@@ -12,7 +12,7 @@ use stepwell_core::served::{Connections, ServedDir, Server, lengths_below};
 use super::dir::{NamedAttempt, named_attempts};
 use super::hand_over::{NewMain, demote};
 use super::record::{self, MachineRecord, NewestState, newest_state};
-use super::{Held, Hosting, Machines, MachinesDir, RankRuns, copies, rank_of, runs_of};
+use super::{Held, Hosting, Machines, MachinesDir, WriterRuns, copies, runs_of, writer_of};
 use crate::control::{self, RootInfo};
 use crate::coordination::LEADER;
 use crate::coordination::team::Team;
@@ -45,7 +45,7 @@ pub(super) struct MachineReport {
     pub(super) named: Vec<NamedAttempt>,
     /// Its copies and parts with the manifest of a step.
     pub(super) copied: Vec<NamedAttempt>,
-    /// The ranks whose files it has, for each attempt.
+    /// The writers whose files it has, for each attempt.
     files: Vec<HeldFiles>,
     /// The content of `root.json`, if it was the main machine once.
     info: Option<RootInfo>,
@@ -57,9 +57,9 @@ pub(super) struct MachineReport {
 #[derive(Serialize, Deserialize)]
 struct HeldFiles {
     attempt: Attempt,
-    ranks: RankRuns,
-    /// The ranks all of whose files are there, if it is a copy.
-    whole: Option<RankRuns>,
+    writers: WriterRuns,
+    /// The writers all of whose files are there, if it is a copy.
+    whole: Option<WriterRuns>,
 }
 
 /// The server of a machine.
@@ -75,7 +75,7 @@ struct Face {
 #[derive(Serialize, Deserialize)]
 struct Introduction {
     faces: BTreeMap<u32, Face>,
-    /// For each attempt, the machines with files of its ranks.
+    /// For each attempt, the machines with its files.
     held: Vec<(Attempt, Held)>,
     sessions: BTreeSet<String>,
     /// The id of the main machine, as of these sessions.
@@ -231,8 +231,8 @@ fn report(local: &Arc<dyn Dir>, names: Option<&StepName>, face: Option<Face>) ->
     let mut files = Vec::new();
     let mut add = |attempt: Attempt, name: &str, is_copy: bool| -> Result<()> {
         let dir = local.open_dir(name)?;
-        let whole = if is_copy { Some(copies::whole_ranks(&*dir)?) } else { None };
-        files.push(HeldFiles { attempt, ranks: ranks_in(&dir)?, whole });
+        let whole = if is_copy { Some(copies::whole_writers(&*dir)?) } else { None };
+        files.push(HeldFiles { attempt, writers: writers_in(&dir)?, whole });
         Ok(())
     };
     for NamedAttempt { name, attempt, .. } in &named {
@@ -259,10 +259,10 @@ fn place(local: &Arc<dyn Dir>) -> String {
     format!("{}:{}", stepwell_core::sys::host_name(), local.path().display())
 }
 
-/// Returns the ranks whose files are in a step, as first and last of each run.
-fn ranks_in(step: &Arc<dyn Dir>) -> Result<RankRuns> {
-    let ranks: BTreeSet<u32> = lengths_below(step)?.keys().filter_map(|path| rank_of(path)).collect();
-    Ok(runs_of(&ranks))
+/// Returns the writers whose files are in a step, as first and last of each run.
+fn writers_in(step: &Arc<dyn Dir>) -> Result<WriterRuns> {
+    let writers: BTreeSet<u32> = lengths_below(step)?.keys().filter_map(|path| writer_of(path)).collect();
+    Ok(runs_of(&writers))
 }
 
 /// Checks that the ranks of a machine share a directory, and that no two machines do.
@@ -337,9 +337,9 @@ fn lead(
     let mut held = Vec::new();
     let mut unnamed = BTreeSet::new();
     for (&machine, report) in &reports {
-        for HeldFiles { attempt, ranks, whole } in &report.files {
+        for HeldFiles { attempt, writers, whole } in &report.files {
             if with_step.contains(attempt) {
-                let held_here = Held { machine, ranks: ranks.clone(), whole: whole.clone() };
+                let held_here = Held { machine, writers: writers.clone(), whole: whole.clone() };
                 held.push((attempt.clone(), held_here));
             } else {
                 unnamed.insert(attempt.session.clone());

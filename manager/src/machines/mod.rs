@@ -16,8 +16,10 @@
 //! ([`stepwell_core::served`]). To a reader, the root is one directory ([`dir`]). When the ranks
 //! meet ([`meeting`]), the leader finds the machine that was main last ([`record`]), and takes its
 //! steps over ([`hand_over`]). Parts of steps that are gone are removed ([`leftovers`]). Other
-//! machines keep copies of the files, if the user wants it ([`copies`]).
+//! machines keep copies of the files, if the user wants it ([`copies`]). Each machine carries its
+//! own files to further tiers ([`carrying`]).
 
+mod carrying;
 mod copies;
 mod dir;
 mod hand_over;
@@ -37,6 +39,7 @@ use stepwell_core::served::{ServedDir, Server};
 use crate::directory_layout::{self, OwnName};
 use crate::error::Result;
 
+pub(crate) use carrying::{CarryLimits, CarryOutcome, CarryRoots, CarryTask, FileCarrier};
 pub(crate) use copies::{Copier, CopyTarget, FoundReport};
 pub(crate) use dir::MachinesDir;
 pub(crate) use leftovers::Leftovers;
@@ -45,6 +48,9 @@ pub(crate) use record::is_spread;
 
 /// The answer to a question for all files of a step is used again for so long.
 const LENGTHS_LAST: Duration = Duration::from_secs(5);
+
+/// The first node among the numbers of writers. Ranks are below.
+const NODES: u32 = 1 << 31;
 
 /// The lengths of files, by their paths in a step.
 type Lengths = BTreeMap<String, u64>;
@@ -88,16 +94,16 @@ struct Hosting {
     _lock: Option<Box<dyn Lock>>,
 }
 
-/// Ranks, as first and last of each run, in order.
-type RankRuns = Vec<(u32, u32)>;
+/// Writers of data files ([`writer_of`]), as first and last of each run, in order.
+type WriterRuns = Vec<(u32, u32)>;
 
-/// Files of an attempt on a machine: those of these ranks.
+/// Files of an attempt on a machine: those of these writers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Held {
     machine: u32,
-    ranks: RankRuns,
-    /// The ranks all of whose files are there, if it is a copy.
-    whole: Option<RankRuns>,
+    writers: WriterRuns,
+    /// The writers all of whose files are there, if it is a copy.
+    whole: Option<WriterRuns>,
 }
 
 /// A machine that may have a file, and true if it would be in a copy.
@@ -108,28 +114,28 @@ impl Held {
         self.whole.is_some()
     }
 
-    /// True if it has a file of a rank.
-    fn has(&self, rank: u32) -> bool {
-        contain(&self.ranks, rank)
+    /// True if it has a file of a writer.
+    fn has(&self, writer: u32) -> bool {
+        contain(&self.writers, writer)
     }
 
-    /// True if it has all files of a rank.
-    fn has_all(&self, rank: u32) -> bool {
-        contain(self.whole.as_ref().unwrap_or(&self.ranks), rank)
+    /// True if it has all files of a writer.
+    fn has_all(&self, writer: u32) -> bool {
+        contain(self.whole.as_ref().unwrap_or(&self.writers), writer)
     }
 }
 
-fn contain(runs: &RankRuns, rank: u32) -> bool {
-    runs.iter().any(|&(first, last)| (first..=last).contains(&rank))
+fn contain(runs: &WriterRuns, writer: u32) -> bool {
+    runs.iter().any(|&(first, last)| (first..=last).contains(&writer))
 }
 
-/// Returns ranks as first and last of each run.
-fn runs_of(ranks: &BTreeSet<u32>) -> RankRuns {
-    let mut runs = RankRuns::new();
-    for &rank in ranks {
+/// Returns writers as first and last of each run.
+fn runs_of(writers: &BTreeSet<u32>) -> WriterRuns {
+    let mut runs = WriterRuns::new();
+    for &writer in writers {
         match runs.last_mut() {
-            Some((_, last)) if last.checked_add(1) == Some(rank) => *last = rank,
-            _ => runs.push((rank, rank)),
+            Some((_, last)) if last.checked_add(1) == Some(writer) => *last = writer,
+            _ => runs.push((writer, writer)),
         }
     }
     runs
@@ -191,11 +197,11 @@ impl Machines {
         self.hosting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the machines that may have a file of a rank, the likeliest first. The main machine
+    /// Returns the machines that may have a file of a writer, the likeliest first. The main machine
     /// has all files of a step that was copied into the root.
-    fn holders(&self, attempt: &Attempt, rank: u32) -> Vec<Place> {
-        let (saved, held) = (self.saved_by(attempt, rank), self.held_of(attempt));
-        let held = held.filter(|held| held.has(rank)).map(|held| (held.machine, held.in_copy()));
+    fn holders(&self, attempt: &Attempt, writer: u32) -> Vec<Place> {
+        let (saved, held) = (self.saved_by(attempt, writer), self.held_of(attempt));
+        let held = held.filter(|held| held.has(writer)).map(|held| (held.machine, held.in_copy()));
         saved.map(|machine| (machine, false)).into_iter().chain(held).chain([(self.main, false)]).collect()
     }
 
@@ -208,16 +214,20 @@ impl Machines {
         held.chain([(self.main, false)]).collect()
     }
 
-    /// Returns the machines that have all files of a rank.
-    fn machines_with(&self, attempt: &Attempt, rank: u32) -> BTreeSet<u32> {
-        let held = self.held_of(attempt).filter(|held| held.has_all(rank)).map(|held| held.machine);
-        let known: BTreeSet<u32> = self.saved_by(attempt, rank).into_iter().chain(held).collect();
+    /// Returns the machines that have all files of a writer.
+    fn machines_with(&self, attempt: &Attempt, writer: u32) -> BTreeSet<u32> {
+        let held = self.held_of(attempt).filter(|held| held.has_all(writer)).map(|held| held.machine);
+        let known: BTreeSet<u32> = self.saved_by(attempt, writer).into_iter().chain(held).collect();
         if known.is_empty() { BTreeSet::from([self.main]) } else { known }
     }
 
-    /// Returns the machine of a rank, if this session made the attempt.
-    fn saved_by(&self, attempt: &Attempt, rank: u32) -> Option<u32> {
-        self.of_ranks.get(rank as usize).copied().filter(|_| attempt.session == self.session)
+    /// Returns the machine of a writer, if this session made the attempt.
+    fn saved_by(&self, attempt: &Attempt, writer: u32) -> Option<u32> {
+        let machine = match writer.checked_sub(NODES) {
+            Some(node) => Some(node).filter(|node| self.of_ranks.contains(node)),
+            None => self.of_ranks.get(writer as usize).copied(),
+        };
+        machine.filter(|_| attempt.session == self.session)
     }
 
     fn held_of(&self, attempt: &Attempt) -> impl Iterator<Item = &Held> {
@@ -245,10 +255,14 @@ fn part_of_temporary(name: &str) -> Option<(String, Attempt)> {
     }
 }
 
-/// Returns the rank in the name of a data file: that of its writer, or the first of its machine.
-fn rank_of(path: &str) -> Option<u32> {
+/// Returns the writer of a data file by its name: a rank, or a node whose ranks share the file.
+/// Nodes are counted from [`NODES`], and are the machines of the session that wrote it.
+fn writer_of(path: &str) -> Option<u32> {
     let name = path.rsplit_once('/').map_or(path, |(_, name)| name).strip_suffix(".data")?;
-    name.strip_prefix('n').unwrap_or(name).parse().ok()
+    match name.strip_prefix('n') {
+        Some(node) => node.parse().ok().and_then(|node: u32| node.checked_add(NODES)),
+        None => name.parse().ok().filter(|&rank| rank < NODES),
+    }
 }
 
 /// Syncs a directory with all directories in it, the deepest first.
@@ -264,11 +278,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rank_is_read_from_the_name_of_a_file() {
-        assert_eq!(rank_of("params/00008.data"), Some(8));
-        assert_eq!(rank_of("params/n00016.data"), Some(16));
+    fn the_writer_is_read_from_the_name_of_a_file() {
+        assert_eq!(writer_of("params/00008.data"), Some(8));
+        assert_eq!(writer_of("params/n00016.data"), Some(NODES + 16));
         for other in ["params/index", "manifest.json", "00008", "params/x.data", ""] {
-            assert_eq!(rank_of(other), None, "{other}");
+            assert_eq!(writer_of(other), None, "{other}");
         }
     }
 

@@ -13,13 +13,15 @@ use stepwell_core::format::manifest::Attempt;
 use stepwell_core::sys::{lower_priority, spawn};
 
 use super::Inner;
+use super::machine_carrying::OtherMachines;
 use super::tiers::{CarryPace, Tier};
 use crate::carry_queue::{CarryEnd, NextStep};
 use crate::checkpoint::Checkpoint;
 use crate::convert::SavePauses;
-use crate::copy::CopyProgress;
+use crate::copy::{CopyProgress, OtherWriters};
 use crate::error::{Error, Result};
 use crate::guard::guarded;
+use crate::machines::CopyTarget;
 
 /// A carrier that has nothing to do looks for work at this interval, if nobody wakes it.
 const IDLE_INTERVAL: Duration = Duration::from_secs(60);
@@ -88,7 +90,7 @@ impl Inner {
         }
         let load = self.options.load_options(&*self.environment.disk, false);
         let copied = match self.root.lease_found(&found, self.options.stall_timeout, load) {
-            Ok(Some(source)) => self.copy(tier, &source, step),
+            Ok(Some(source)) => self.copy(tier, &source, found.name),
             Ok(None) => return Ok(gone()),
             Err(error) => Err(error),
         };
@@ -113,7 +115,12 @@ impl Inner {
     }
 
     /// Copies a step, as fast as the tier's rate and the saves of this manager allow.
-    fn copy(&self, tier: &Tier, source: &Checkpoint, step: u64) -> Result<()> {
+    /// Other machines carry their files. `name` is that of the step in the near tier.
+    fn copy(&self, tier: &Tier, source: &Checkpoint, name: String) -> Result<()> {
+        let step = source.manifest().step;
+        let target = CopyTarget { step, name, attempt: source.manifest().attempt.clone() };
+        let is_alone = tier.lock().alone == Some(step);
+        let others = OtherMachines::of(self, tier, target).filter(|_| !is_alone);
         let mut pauses = SavePauses::default();
         let begun = Instant::now();
         let (mut worked, mut resumed) = (Duration::ZERO, begun);
@@ -122,11 +129,14 @@ impl Inner {
             !state.stop && state.queue.is_wanted(step)
         };
         let may_pause = || goes_on() && tier.lock().pace == CarryPace::Background;
-        tier.manager.add_carried(source, &tier.compress, &mut |CopyProgress { done, total, written }| {
+        let writers = others.as_ref().map(|others| others as &dyn OtherWriters);
+        let copied = tier.manager.add_carried(source, &tier.compress, writers, &mut |at| {
+            let CopyProgress { done, total, written } = at;
             worked += resumed.elapsed();
             tier.lock().record_arrival(step, done, total, worked);
             pauses.wait(|| may_pause() && !self.saves.lock().pending.is_empty());
-            if let Some(rate) = tier.bytes_per_second {
+            let rate = others.as_ref().map_or(tier.bytes_per_second, OtherMachines::bytes_per_second);
+            if let Some(rate) = rate {
                 let due = Duration::from_secs_f64(written as f64 / rate.max(1) as f64);
                 while begun.elapsed() < due && may_pause() {
                     std::thread::sleep(PAUSE_INTERVAL.min(due.saturating_sub(begun.elapsed())));
@@ -134,7 +144,10 @@ impl Inner {
             }
             resumed = Instant::now();
             goes_on()
-        })
+        });
+        // Another machine may lack what it needs to write to the tier.
+        tier.lock().alone = others.filter(OtherMachines::has_failed).map(|_| step);
+        copied
     }
 
     /// Records a step of a tier, adds its later metrics, and applies the retention of the tier.

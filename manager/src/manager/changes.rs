@@ -216,7 +216,9 @@ impl Manager {
         let name = self.free_name(source.manifest().step, "add a step")?;
         let place = self.place_of(name, source.manifest().step, None);
         let inner = &self.inner;
-        copy::into(source, part, copy::CopyCheck::Whole, &place, &inner.environment, progress)?;
+        let (place, environment) = (&place, &inner.environment);
+        let (check, last) = (copy::CopyCheck::Whole, &|| Ok(()));
+        copy::CopyTask { source, part, check, place, environment, others: None, last }.run(progress)?;
         inner.carry_later(source.manifest().step);
         Ok(())
     }
@@ -226,6 +228,7 @@ impl Manager {
         &self,
         source: &Checkpoint,
         compress: &[String],
+        others: Option<&dyn copy::OtherWriters>,
         progress: copy::Progress<'_>,
     ) -> Result<()> {
         let (inner, step) = (&self.inner, source.manifest().step);
@@ -241,8 +244,9 @@ impl Manager {
         };
         let place = self.place_of(name, step, trash.clone());
         let part = copy::CopySelection { compress: compress.to_vec(), ..copy::CopySelection::default() };
-        let (check, last) = (copy::CopyCheck::WhileReading, || root.check_writer());
-        copy::into_checked(source, &part, check, &place, &inner.environment, progress, &last)?;
+        let (part, place, environment) = (&part, &place, &inner.environment);
+        let (check, last) = (copy::CopyCheck::WhileReading, &|| root.check_writer());
+        copy::CopyTask { source, part, check, place, environment, others, last }.run(progress)?;
         if trash.is_some() {
             inner.went(step);
             root.deleter.enqueue(trash);

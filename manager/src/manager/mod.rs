@@ -46,6 +46,7 @@ mod changes;
 mod copies;
 mod history;
 mod left_steps;
+mod machine_carrying;
 mod notice;
 mod open;
 mod partner_copies;

@@ -114,6 +114,7 @@ impl Manager {
         manager.inner.join()?;
         manager.inner.start_removing_parts()?;
         manager.inner.start_partner_copies()?;
+        manager.inner.start_file_carriers()?;
         Ok(manager)
     }
 

@@ -20,7 +20,6 @@ use crate::convert::SavePauses;
 use crate::error::{Error, Result};
 use crate::guard::guarded;
 use crate::machines::{Copier, CopyTarget, FoundReport, Machines};
-use crate::periodic::Periodic;
 
 /// The leader looks at the reports of the machines at this interval.
 const REPORTS_INTERVAL: Duration = Duration::from_millis(50);
@@ -43,8 +42,6 @@ pub(super) struct PartnerCopies {
     changed: Condvar,
     /// Held while an order is written.
     orders: Mutex<()>,
-    /// On the host of a machine.
-    copier: Mutex<Option<Periodic>>,
 }
 
 /// The copies, as the leader knows them.
@@ -122,34 +119,22 @@ impl Inner {
         }
         if machines.is_host() {
             let mut copier = Copier::new(Arc::clone(machines), self.options.copies);
-            let inner = Arc::downgrade(self);
-            let (mut is_first, mut failure) = (true, String::new());
-            let look = move || {
+            let interval = spaced(LOOK_INTERVAL, machines);
+            let what = "looking for what this machine is to copy";
+            let mut is_first = true;
+            self.start_host_thread("stepwell-copy", interval, what, move |inner| {
                 if std::mem::take(&mut is_first) {
                     lower_priority();
                 }
-                let Some(inner) = inner.upgrade() else { return false };
-                let looked = guarded("the copier of a machine", || inner.look_for_orders(&mut copier));
-                let error = looked.map_err(Error::from).and_then(|looked| looked).err();
-                let error = error.map(|error| error.to_string()).unwrap_or_default();
-                if !error.is_empty() && error != failure {
-                    tracing::warn!(%error, "looking for what this machine is to copy failed. It is tried again");
-                }
-                failure = error;
-                true
-            };
-            let interval = spaced(LOOK_INTERVAL, machines);
-            let thread = Periodic::start("stepwell-copy", interval, look).map_err(thread_error)?;
-            *self.partners.copier.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+                inner.look_for_orders(&mut copier)
+            })?;
         }
         Ok(())
     }
 
-    /// Ends the work of a host.
-    pub(super) fn stop_copier(&self) {
+    /// Stops the copying.
+    pub(super) fn stop_copying(&self) {
         self.partners.lock().stop = true;
-        let copier = self.partners.copier.lock().unwrap_or_else(PoisonError::into_inner).take();
-        copier.into_iter().for_each(Periodic::stop);
     }
 
     fn look_for_orders(&self, copier: &mut Copier) -> Result<()> {
@@ -430,7 +415,7 @@ impl Inner {
 }
 
 /// Returns an interval at which the leader of these machines is not asked too often.
-fn spaced(interval: Duration, machines: &Machines) -> Duration {
+pub(super) fn spaced(interval: Duration, machines: &Machines) -> Duration {
     let machines = u32::try_from(machines.count()).unwrap_or(u32::MAX);
     interval.saturating_add(INTERVAL_PER_MACHINE.saturating_mul(machines))
 }

@@ -17,6 +17,7 @@ use crate::directory_layout::{self, OwnName};
 use crate::discovery::{damage, read_manifest};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
+use crate::guard::guarded;
 use crate::machines::{self, Leftovers, Machines};
 use crate::options::Options;
 use crate::periodic::Periodic;
@@ -48,12 +49,19 @@ struct IncompleteStep {
 /// The work of a host for its machine, beside serving it.
 #[derive(Default)]
 pub(super) struct Parts {
-    removal: Mutex<Option<Periodic>>,
+    threads: Mutex<Vec<Periodic>>,
+    /// True once the threads end.
+    is_stopped: AtomicBool,
     /// True if it does not wait in a close until the leader has carried what is due.
     leaves_at_once: AtomicBool,
 }
 
 impl Parts {
+    /// True once the threads of the host end.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Relaxed)
+    }
+
     /// True after [`Manager::leave_at_once`].
     pub(super) fn leaves_at_once(&self) -> bool {
         self.leaves_at_once.load(Ordering::Relaxed)
@@ -113,32 +121,53 @@ impl Inner {
         let mut leftovers =
             Leftovers::new(Arc::clone(machines), self.environment.clone(), thins, self.options.copies);
         leftovers.empty_trash(&self.root)?;
-        self.remove_parts(&mut leftovers);
-        let inner = Arc::downgrade(self);
+        if let Err(error) = self.remove_parts(&mut leftovers) {
+            tracing::warn!(%error, "removing the files of retired steps on this machine failed. It is tried again");
+        }
         let (mut ended, mut last, mut has_gone_on) = (0, Instant::now(), !self.team.leads());
-        let look = move || {
-            let Some(inner) = inner.upgrade() else { return false };
+        let what = "removing the files of retired steps on this machine";
+        self.start_host_thread("stepwell-parts", LOOK_INTERVAL, what, move |inner| {
             has_gone_on = has_gone_on || inner.forget_absent_machines();
             let now = inner.saves.lock().writes.ended;
             if now != ended || last.elapsed() >= REMOVE_INTERVAL {
                 (ended, last) = (now, Instant::now());
-                inner.remove_parts(&mut leftovers);
+                inner.remove_parts(&mut leftovers)?;
             }
+            Ok(())
+        })
+    }
+
+    /// Starts a thread of a host, which works at this interval until the host leaves. `what` is its
+    /// work. A failure is told once.
+    pub(super) fn start_host_thread(
+        self: &Arc<Self>,
+        name: &str,
+        interval: Duration,
+        what: &'static str,
+        mut work: impl FnMut(&Arc<Self>) -> Result<()> + Send + 'static,
+    ) -> Result<()> {
+        let inner = Arc::downgrade(self);
+        let mut told = String::new();
+        let look = move || {
+            let Some(inner) = inner.upgrade() else { return false };
+            let worked = guarded(what, || work(&inner)).map_err(Error::from).and_then(|worked| worked);
+            let failure = worked.err().map(|error| error.to_string()).unwrap_or_default();
+            if !failure.is_empty() && failure != told {
+                tracing::warn!(error = failure, "{what} failed. It is tried again");
+            }
+            told = failure;
             true
         };
-        let thread = Periodic::start("stepwell-parts", LOOK_INTERVAL, look)
+        let thread = Periodic::start(name, interval, look)
             .map_err(|error| stepwell_core::Error::io("start a thread for", &self.root.path, error))?;
-        *self.parts.removal.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
+        self.parts.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
         Ok(())
     }
 
-    fn remove_parts(&self, leftovers: &mut Leftovers) {
-        let is_over = |step: u64, counter: u64| {
+    fn remove_parts(&self, leftovers: &mut Leftovers) -> Result<()> {
+        leftovers.remove(&self.root, &|step: u64, counter: u64| {
             self.saves.lock().endings.is_over(counter) && !self.root.uncertain_from(step).contains(&step)
-        };
-        if let Err(error) = leftovers.remove(&self.root, &is_over) {
-            tracing::warn!(%error, "removing the files of retired steps on this machine failed. It is tried again");
-        }
+        })
     }
 
     /// Takes steps that lack files of a machine out of the listing, on the leader. Those that a
@@ -299,9 +328,10 @@ impl Inner {
 
     /// Ends what this process does for its machine.
     pub(super) fn leave_machines(&self) {
-        let removal = self.parts.removal.lock().unwrap_or_else(PoisonError::into_inner).take();
-        removal.into_iter().for_each(Periodic::stop);
-        self.stop_copier();
+        self.parts.is_stopped.store(true, Ordering::Relaxed);
+        self.stop_copying();
+        let threads = std::mem::take(&mut *self.parts.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        threads.into_iter().for_each(Periodic::stop);
         if let Some(machines) = &self.machines {
             machines.stop();
         }

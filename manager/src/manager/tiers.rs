@@ -68,6 +68,8 @@ pub struct TierReport {
 
 /// See the module documentation.
 pub(super) struct Tier {
+    /// Counts the further tiers from 0.
+    pub(super) number: usize,
     pub(super) name: String,
     pub(super) manager: Manager,
     pub(super) bytes_per_second: Option<u64>,
@@ -101,6 +103,10 @@ pub(super) struct TierState {
     pub(super) given_up: Option<(u64, String)>,
     /// True while the carrier is at work on a step, and on what follows its end.
     pub(super) is_busy: bool,
+    /// The number of the last order to other machines.
+    pub(super) ordered: u64,
+    /// The step that this machine carries alone, since another one has failed.
+    pub(super) alone: Option<u64>,
     /// True once the carrier was started.
     pub(super) has_carrier: bool,
     /// The carrier ends.
@@ -124,7 +130,7 @@ impl TierState {
 }
 
 impl Tier {
-    fn new(place: &TierPlace, manager: Manager) -> Result<Self> {
+    fn new(number: usize, place: &TierPlace, manager: Manager) -> Result<Self> {
         let listing = manager.inner.root.list()?;
         let known = |(&step, found): (&u64, &Found)| (step, found.manifest.attempt.clone());
         let steps = listing.steps.iter().map(known).collect();
@@ -138,10 +144,13 @@ impl Tier {
             progress: 0,
             given_up: None,
             is_busy: false,
+            ordered: 0,
+            alone: None,
             has_carrier: false,
             stop: false,
         };
         Ok(Self {
+            number,
             name: place.name.clone(),
             manager,
             bytes_per_second: place.bytes_per_second,
@@ -246,8 +255,8 @@ pub(super) fn open(places: &[TierPlace], team: &Team, options: &Options) -> Resu
     }
     let mut led = Vec::new();
     team.ask("open the tiers", || {
-        for place in places {
-            match open_one(place, options.read_only) {
+        for (number, place) in places.iter().enumerate() {
+            match open_one(number, place, options.read_only) {
                 // It is not there before a step was carried.
                 Err(error) if options.read_only && is_missing(&error) => {}
                 opened => led.push(opened?),
@@ -258,7 +267,11 @@ pub(super) fn open(places: &[TierPlace], team: &Team, options: &Options) -> Resu
     if team.is_alone() {
         return Ok(led);
     }
-    let mine = if team.leads() { Ok(led) } else { places.iter().map(open_beside).collect() };
+    let mine = if team.leads() {
+        Ok(led)
+    } else {
+        places.iter().enumerate().map(|(number, place)| open_beside(number, place)).collect()
+    };
     let (opened, mine) = match mine {
         Ok(opened) => (opened, Ok(())),
         Err(error) => (Vec::new(), Err(error)),
@@ -267,19 +280,19 @@ pub(super) fn open(places: &[TierPlace], team: &Team, options: &Options) -> Resu
     Ok(opened)
 }
 
-fn open_one(place: &TierPlace, read_only: bool) -> Result<Arc<Tier>> {
+fn open_one(number: usize, place: &TierPlace, read_only: bool) -> Result<Arc<Tier>> {
     compressed_copy::chosen(&place.compress)?;
     let options = Options { read_only, ..place.options.clone() };
     let manager = Manager::open(&place.path, options, place.environment.clone())?;
-    Tier::new(place, manager).map(Arc::new)
+    Tier::new(number, place, manager).map(Arc::new)
 }
 
 /// Opens a tier for reading that the leader has just made. A network file system may not show it
 /// yet.
-fn open_beside(place: &TierPlace) -> Result<Arc<Tier>> {
+fn open_beside(number: usize, place: &TierPlace) -> Result<Arc<Tier>> {
     let deadline = deadline_after(VISIBLE_WITHIN);
     loop {
-        match open_one(place, true) {
+        match open_one(number, place, true) {
             Err(error) if is_missing(&error) && Instant::now() < deadline => {
                 std::thread::sleep(POLL_INTERVAL);
             }

@@ -346,17 +346,19 @@ fn later_metrics_survive_with_the_copies() {
 
 #[test]
 fn one_file_of_a_machine_is_copied_as_a_whole() {
-    let nodes = Nodes::new(2);
     let together = Options { files_per: FilesPer::Node, ..copying(options()) };
-    nodes.run(&["a", "b"], &together, |rank, manager| save_copied(manager, rank, 4, &[1]));
-    nodes.lose("a");
-    nodes.run(&["b", "c"], &together, |rank, manager| {
-        assert_model(manager, 1, 4, 1);
-        wait_until_copied(manager, rank);
-    });
-    nodes.lose("b");
-    // Machine c has all of it: its own copies.
-    nodes.run(&["c", "d"], &together, |_, manager| assert_eq!(manager.latest_step().unwrap(), Some(1)));
+    for (lost, left) in [("a", "b"), ("b", "a")] {
+        let nodes = Nodes::new(2);
+        nodes.run(&["a", "b"], &together, |rank, manager| save_copied(manager, rank, 4, &[1]));
+        nodes.lose(lost);
+        nodes.run(&[left, "c"], &together, |rank, manager| {
+            assert_model(manager, 1, 4, 1);
+            wait_until_copied(manager, rank);
+        });
+        nodes.lose(left);
+        // Machine c has all of it: its own copies.
+        nodes.run(&["c", "d"], &together, |_, manager| assert_eq!(manager.latest_step().unwrap(), Some(1)));
+    }
 }
 
 #[test]

@@ -11,8 +11,8 @@ use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::coordination::SingleProcess;
 use stepwell_manager::state::Holders;
 use stepwell_manager::{
-    Environment, Exists, Manager, Options, Outcome, Result, Retention, SaveRequest, StateSource, StepName,
-    TierPlace, TierRule,
+    Environment, Exists, FilesPer, Manager, Options, Outcome, Result, Retention, SaveRequest, StateSource,
+    StepName, TierPlace, TierRule,
 };
 
 use crate::common::{LONG, kill_at_write, read};
@@ -21,7 +21,7 @@ use crate::job::{Job, committed, expected, failure, key, options, part, tensor};
 const COLUMNS: u64 = 16;
 /// The rows of each rank.
 const ROWS: u64 = 4;
-const HOME: &str = "/home/run";
+pub(crate) const HOME: &str = "/home/run";
 const ENOSPC: i32 = 28;
 
 /// Rows cut over the ranks, and an item of the last rank.
@@ -62,6 +62,15 @@ pub(crate) struct Nodes {
 impl Nodes {
     pub(crate) fn new(per_node: u32) -> Self {
         Self { job: Job::new(), per_node }
+    }
+
+    pub(crate) fn per_node(&self) -> u32 {
+        self.per_node
+    }
+
+    /// The environment of a process beside the jobs.
+    pub(crate) fn environment(&self) -> Environment {
+        self.job.environment(SingleProcess)
     }
 
     pub(crate) fn disk(&self) -> &SimDisk {
@@ -112,11 +121,25 @@ impl Nodes {
 
     /// The names in the root of a machine that are not the root's own. A part is told by its step.
     pub(crate) fn names(&self, node: &str) -> Vec<String> {
+        self.names_at(&format!("/{node}/run"))
+    }
+
+    /// The names in a root that are not the root's own.
+    pub(crate) fn names_at(&self, root: &str) -> Vec<String> {
         let image = self.disk().image();
-        let Some(root) = image.get(&format!("/{node}/run")) else { return Vec::new() };
+        let Some(root) = image.get(root) else { return Vec::new() };
         let names = root.entries().unwrap().iter().map(|(name, _)| name.to_string());
         let of_save = |name: &str| told(name, ".part-", "part").or_else(|| told(name, ".copy-", "copy"));
         names.filter(|name| name != ".stepwell").map(|name| of_save(&name).unwrap_or(name)).collect()
+    }
+
+    /// The path of a file of the first item, in the first part on a machine.
+    pub(crate) fn part_file(&self, node: &str, name: &str) -> String {
+        let image = self.disk().image();
+        let root = image.get(&format!("/{node}/run")).unwrap();
+        let part = root.entries().unwrap().iter().find(|(name, _)| name.starts_with(".part-")).unwrap();
+        let item = part.1.entries().unwrap().iter().find(|(_, node)| node.entries().is_some()).unwrap();
+        format!("/{node}/run/{}/{}{name}", part.0, item.0)
     }
 
     /// A machine whose disk is lost.
@@ -136,7 +159,7 @@ fn closed<T>(number: u32, manager: Result<Manager>, rank: impl Fn(u32, &Manager)
     told
 }
 
-fn home(environment: &Environment) -> Vec<TierPlace> {
+pub(crate) fn home(environment: &Environment) -> Vec<TierPlace> {
     vec![TierPlace {
         name: "home".to_owned(),
         path: PathBuf::from(HOME),
@@ -180,6 +203,17 @@ fn each_machine_keeps_its_files_and_all_ranks_read_the_whole() {
         assert_model(manager, 3, 4, 3);
     });
     assert_eq!(nodes.names("b"), ["part 1", "part 2", "part 3"]);
+}
+
+#[test]
+fn all_ranks_read_the_shared_file_of_each_machine() {
+    let nodes = Nodes::new(2);
+    let together = Options { files_per: FilesPer::Node, ..options() };
+    nodes.run(&["a", "b", "c"], &together, |rank, manager| {
+        save(manager, rank, 6, &[1]);
+        assert_model(manager, 1, 6, 1);
+    });
+    nodes.run(&["c", "d", "b", "a"], &together, |_, manager| assert_model(manager, 1, 6, 1));
 }
 
 #[test]
@@ -383,11 +417,7 @@ fn damage_on_one_machine_is_read_from_a_further_tier() {
             manager.wait_until_carried(Some(LONG)).unwrap();
         }
     });
-    let image = nodes.disk().image();
-    let root = image.get("/b/run").unwrap();
-    let part = root.entries().unwrap().iter().find(|(name, _)| name.starts_with(".part-")).unwrap();
-    let item = part.1.entries().unwrap().iter().find(|(_, node)| node.entries().is_some()).unwrap();
-    let path = format!("/b/run/{}/{}/00001.data", part.0, item.0);
+    let path = nodes.part_file("b", "/00001.data");
     assert!(nodes.disk().corrupt(&path, |bytes| bytes[4100] ^= 1), "{path}");
     nodes.run_with_home(&["a", "b"], &options(), |_, manager| assert_model(manager, 1, 2, 1));
 }

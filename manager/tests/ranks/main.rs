@@ -8,6 +8,7 @@ mod common;
 mod failing;
 mod job;
 mod lost;
+mod machine_carrying;
 mod machine_copies;
 mod machines;
 mod meeting;

@@ -1,0 +1,291 @@
+//! Machines that carry their own files to a further tier.
+//!
+//! The leader has a temporary in the tier. It gives orders in a file, one for each tier, which the
+//! other machines read: each writes its own data files of a step into the temporary. They report in
+//! a file of theirs. The leader writes the rest, and gives the step its name once all have ended.
+//! So no bytes of a step pass through the main machine that are not its own.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use stepwell_core::Result as CoreResult;
+use stepwell_core::deadline::deadline_after;
+use stepwell_core::format::manifest::{FileEntry, stored_files};
+use stepwell_core::io::Dir;
+use stepwell_core::load::LoadOptions;
+use stepwell_core::sys::each;
+
+use super::copies::{CopyTarget, FoundReport, read_control};
+use super::{Machines, writer_of};
+use crate::control;
+use crate::convert::SavePauses;
+use crate::copy::{self, CopyProgress};
+use crate::directory_layout::{carry_orders, carry_report};
+use crate::discovery::REQUESTS_AT_ONCE;
+use crate::error::{Error, Result};
+use crate::root::{Root, VISIBLE_WITHIN};
+
+/// A machine looks for new orders, and reports its progress, at this interval.
+const ORDERS_INTERVAL: Duration = Duration::from_millis(500);
+/// A machine that waits looks at this interval if it may go on.
+const WAIT_INTERVAL: Duration = Duration::from_millis(20);
+
+/// The orders of the main machine for a tier.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct CarryOrders {
+    /// The session that gives them.
+    session: String,
+    /// Counts the orders of the session. The first one is 1.
+    number: u64,
+    /// `None`: nothing is to be carried.
+    task: Option<CarryTask>,
+}
+
+/// The files that machines are to carry.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct CarryTask {
+    pub(crate) source: CopyTarget,
+    /// The name of the directory in the tier.
+    pub(crate) temporary: String,
+    /// The most bytes that a machine writes per second.
+    pub(crate) bytes_per_second: Option<u64>,
+    /// True if little time is left: there are no pauses, and no such limit.
+    pub(crate) is_hurried: bool,
+}
+
+/// The report of a machine on these orders.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct CarryReport {
+    session: String,
+    /// The number of the orders.
+    pub(crate) number: u64,
+    /// The bytes of its files that were copied.
+    pub(crate) bytes: u64,
+    /// `None` before the end.
+    pub(crate) outcome: Option<CarryOutcome>,
+}
+
+/// The end of the work of a machine.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum CarryOutcome {
+    /// They are in the tier. The entries are of those that were compressed.
+    Carried(Vec<FileEntry>),
+    /// A file of the step is damaged.
+    Damaged { file: PathBuf, what: String },
+    /// Another failure.
+    Failed(String),
+}
+
+impl Machines {
+    /// The number of this machine.
+    pub(crate) fn own(&self) -> u32 {
+        self.own
+    }
+
+    /// Returns the machine that carries a file of a step.
+    pub(crate) fn carrier_of(&self, source: &CopyTarget, path: &str) -> u32 {
+        let Some(writer) = writer_of(path) else { return self.main };
+        let mut holders = self.machines_with(&source.attempt, writer).into_iter();
+        let is_here = |machine: &u32| *machine == self.own || self.others.contains_key(machine);
+        holders.find(is_here).unwrap_or(self.main)
+    }
+
+    /// Gives an order for a tier, on the main machine.
+    pub(crate) fn order_carrying(&self, tier: usize, number: u64, task: Option<CarryTask>) -> CoreResult<()> {
+        let orders = CarryOrders { session: self.session.clone(), number, task };
+        control::replace_json(&*self.local, &carry_orders(tier), &orders)
+    }
+
+    /// Reads the reports of these other machines, on the main machine.
+    pub(crate) fn carry_reports(
+        &self,
+        tier: usize,
+        machines: &BTreeSet<u32>,
+    ) -> Vec<FoundReport<CarryReport>> {
+        let others: Vec<_> = machines.iter().filter_map(|machine| self.others.get(machine)).collect();
+        each("stepwell-reports", REQUESTS_AT_ONCE, &others, |root| {
+            let report: CoreResult<Option<CarryReport>> = read_control(&***root, &carry_report(tier));
+            let report = report.map(|found| found.filter(|one| one.session == self.session));
+            let place = root.path().display().to_string();
+            FoundReport { place, report: report.map(Option::unwrap_or_default) }
+        })
+    }
+}
+
+/// Carries the files of one machine to one tier. Its host owns it.
+pub(crate) struct FileCarrier {
+    machines: Arc<Machines>,
+    tier: usize,
+    report: CarryReport,
+}
+
+/// The roots between which files are carried.
+pub(crate) struct CarryRoots<'a> {
+    /// That of all machines.
+    pub(crate) near: &'a Root,
+    pub(crate) far: &'a Root,
+    /// Globs of tensors that are compressed in the far one.
+    pub(crate) compress: &'a [String],
+}
+
+/// The limits that the process of a carrier sets to it.
+pub(crate) struct CarryLimits<'a> {
+    pub(crate) load: LoadOptions,
+    /// For the lease of a step.
+    pub(crate) timeout: Duration,
+    /// False once the process ends.
+    pub(crate) goes_on: &'a dyn Fn() -> bool,
+    /// True while a save runs, for which the carrier is to pause.
+    pub(crate) is_saving: &'a dyn Fn() -> bool,
+}
+
+impl FileCarrier {
+    /// The carrier of this machine to the tier with this number.
+    pub(crate) fn new(machines: Arc<Machines>, tier: usize) -> Self {
+        let report = CarryReport { session: machines.session.clone(), ..CarryReport::default() };
+        Self { machines, tier, report }
+    }
+
+    /// Does what the main machine has ordered.
+    pub(crate) fn look(&mut self, roots: &CarryRoots<'_>, limits: &CarryLimits<'_>) -> Result<()> {
+        let Some(orders) = self.orders(roots.near)? else { return Ok(()) };
+        if self.report.number >= orders.number && self.report.outcome.is_some() {
+            return Ok(());
+        }
+        (self.report.number, self.report.bytes, self.report.outcome) = (orders.number, 0, None);
+        self.write_report()?;
+        let mut is_stopped = false;
+        let carried = match &orders.task {
+            Some(task) => self.carry(task, roots, limits, &mut is_stopped),
+            None => Ok(Vec::new()),
+        };
+        if is_stopped {
+            return Ok(());
+        }
+        self.report.outcome = Some(match carried {
+            Ok(entries) => CarryOutcome::Carried(entries),
+            Err(Error::Core(stepwell_core::Error::Corrupt { file, what, .. }))
+                if !file.starts_with(&roots.far.path) =>
+            {
+                CarryOutcome::Damaged { file, what }
+            }
+            Err(error) => CarryOutcome::Failed(error.to_string()),
+        });
+        Ok(self.write_report()?)
+    }
+
+    fn orders(&self, near: &Root) -> CoreResult<Option<CarryOrders>> {
+        let orders: Option<CarryOrders> = read_control(&*near.dir, &carry_orders(self.tier))?;
+        Ok(orders.filter(|orders| orders.session == self.machines.session))
+    }
+
+    fn write_report(&self) -> CoreResult<()> {
+        control::replace_json(&*self.machines.local, &carry_report(self.tier), &self.report)
+    }
+
+    /// Writes the files of this machine. Returns the new entries of those that were compressed.
+    fn carry(
+        &mut self,
+        task: &CarryTask,
+        roots: &CarryRoots<'_>,
+        limits: &CarryLimits<'_>,
+        is_stopped: &mut bool,
+    ) -> Result<Vec<FileEntry>> {
+        let step = &task.source;
+        let source = roots.near.lease_name(&step.name, limits.timeout, limits.load.clone())?;
+        let source = source.filter(|source| source.manifest().attempt == step.attempt);
+        let source = source.ok_or_else(|| Error::StepNotFound {
+            step: Some(step.step),
+            root: roots.near.path.clone(),
+            latest: None,
+        })?;
+        let mut stored: Vec<String> =
+            stored_files(&source.manifest().files).into_iter().map(|(path, _)| path.to_owned()).collect();
+        stored.retain(|path| self.machines.carrier_of(step, path) == self.machines.own);
+        let dir = open_visible(&*roots.far.dir, &task.temporary)?;
+        let mut pace = Pace::new(task);
+        let mut failure = None;
+        let written = copy::write_some(&source, roots.compress, (&*dir, &stored), &mut |at| {
+            let goes_on = self.wait_for_turn(&at, &mut pace, roots.near, limits);
+            *is_stopped = matches!(goes_on, Ok(false));
+            goes_on.unwrap_or_else(|error| {
+                failure = Some(error);
+                false
+            })
+        });
+        failure.map_or(written, |error| Err(error.into()))
+    }
+
+    /// Waits until the next piece may be written. False if the orders have changed, or the process
+    /// ends.
+    fn wait_for_turn(
+        &mut self,
+        at: &CopyProgress,
+        pace: &mut Pace,
+        near: &Root,
+        limits: &CarryLimits<'_>,
+    ) -> CoreResult<bool> {
+        self.report.bytes = at.done;
+        loop {
+            if !(limits.goes_on)() {
+                return Ok(false);
+            }
+            if pace.looked.elapsed() >= ORDERS_INTERVAL {
+                pace.looked = Instant::now();
+                self.write_report()?;
+                let orders = self.orders(near)?.filter(|orders| orders.number == self.report.number);
+                let Some(task) = orders.and_then(|orders| orders.task) else { return Ok(false) };
+                pace.is_hurried = task.is_hurried;
+            }
+            if pace.is_hurried {
+                return Ok(true);
+            }
+            if pace.left(at.written).is_zero() {
+                break;
+            }
+            std::thread::sleep(WAIT_INTERVAL.min(pace.left(at.written)));
+        }
+        let deadline = deadline_after(ORDERS_INTERVAL);
+        pace.pauses.wait(|| (limits.goes_on)() && Instant::now() < deadline && (limits.is_saving)());
+        Ok(true)
+    }
+}
+
+/// The pace of a carrier.
+struct Pace {
+    begun: Instant,
+    bytes_per_second: Option<u64>,
+    is_hurried: bool,
+    /// The time of the last look at the orders.
+    looked: Instant,
+    pauses: SavePauses,
+}
+
+impl Pace {
+    fn new(task: &CarryTask) -> Self {
+        let begun = Instant::now();
+        let CarryTask { bytes_per_second, is_hurried, .. } = *task;
+        Self { begun, bytes_per_second, is_hurried, looked: begun, pauses: SavePauses::default() }
+    }
+
+    /// Returns the time until more may be written than these bytes.
+    fn left(&self, written: u64) -> Duration {
+        let due = self.bytes_per_second.map(|rate| written as f64 / rate.max(1) as f64);
+        Duration::from_secs_f64(due.unwrap_or(0.0)).saturating_sub(self.begun.elapsed())
+    }
+}
+
+/// Opens a directory that another machine has just made. A network file system may not show it yet.
+fn open_visible(parent: &dyn Dir, name: &str) -> CoreResult<Arc<dyn Dir>> {
+    let deadline = deadline_after(VISIBLE_WITHIN);
+    loop {
+        match parent.open_dir(name) {
+            Err(error) if error.is_gone() && Instant::now() < deadline => std::thread::sleep(WAIT_INTERVAL),
+            opened => return opened,
+        }
+    }
+}
