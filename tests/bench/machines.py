@@ -1,9 +1,11 @@
 """Measure a near tier on the local disks of two machines: its copies, and reads from the other one.
 
-    python tests/bench/machines.py             # 512 MiB on each machine, 5 rounds: about 3 minutes
+    python tests/bench/machines.py             # 512 MiB on each machine, 5 rounds: about 4 minutes
 
 Two processes play the machines: each has a host name and a directory of its own. They share the
-cores, the disk and the loopback device, so only ratios mean something.
+cores, the disk and the loopback device, so only ratios mean something. The last restores have a
+link between the machines that is slower than the disk, so that they share less: a network
+namespace whose loopback device has a limited rate. It needs root, `unshare`, `ip` and `tc`.
 
 * ``save``: until a step is committed on both, with ``copies=2`` and without.
 * ``copy``: from then on, until each machine has a copy of the other one's files.
@@ -128,8 +130,32 @@ def run(folder: Path, name: str, copies: int, chosen: argparse.Namespace, rounds
     return [float(word) for word in written[0].split()]
 
 
+def linked(kept: Path, chosen: argparse.Namespace) -> list[float]:
+    """Restores over a slow link. Returns the seconds, and none where there is no such link."""
+    limit = f"ip link set lo up && tc qdisc add dev lo root tbf rate {chosen.link}gbit burst 1mb latency 50ms"
+    restore = [sys.executable, __file__, "--mib", str(chosen.mib), "--rounds", str(chosen.rounds)]
+    restore += ["--folder", str(kept), "--linked"]
+    command = ["unshare", "--net", "sh", "-c", f'{limit} && exec "$@"', "sh", *restore]
+    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600, check=False)
+    return [float(word) for word in found.stdout.split()] if found.returncode == 0 else []
+
+
+def rows_of_restores(found: list[float], gb: float, link: str) -> tuple[list[list[str]], float]:
+    """Returns the rows of a table, and the part that is reached of what the two rates allow."""
+    near, far, whole = found[0::3], found[1::3], found[2::3]
+    allowed = [max(one, other) / all_ for one, other, all_ in zip(near, far, whole, strict=True)]
+    rows = [
+        [f"restore, near{link}", spread(near), f"{gb / statistics.median(near):.2f}", ""],
+        [f"restore, far{link}", spread(far), f"{gb / statistics.median(far):.2f}", ""],
+        [f"restore, both{link}", spread(whole), f"{2 * gb / statistics.median(whole):.2f}", spread(allowed)],
+    ]
+    return rows, statistics.median(allowed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--link", type=float, default=4.0, help="Gbit/s of the slow link")
+    parser.add_argument("--linked", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -140,6 +166,9 @@ def main() -> None:
     if chosen.rank is not None:
         found = job(chosen.folder, chosen.rank, chosen.job, chosen.copies, chosen.mib, chosen.rounds)
         print(*found)
+        return
+    if chosen.linked:
+        print(*run(chosen.folder, "linked", 1, chosen, chosen.rounds))
         return
     saves: dict[int, list[float]] = {1: [], 2: []}
     copying: list[float] = []
@@ -155,7 +184,8 @@ def main() -> None:
                 if number or copies == 2:
                     shutil.rmtree(place)
         kept = folder / "0-1"
-        both = run(kept, "restore", 1, chosen, chosen.rounds)
+        alone = run(kept, "restore", 1, chosen, chosen.rounds)
+        slow = linked(kept, chosen)
     gb = chosen.mib / 953.67
     ratios = [two / one for one, two in zip(saves[1], saves[2], strict=True)]
     print(f"\n{chosen.mib} MiB on each of two machines, {chosen.rounds} rounds\n")
@@ -165,15 +195,18 @@ def main() -> None:
         ["save, copies=2", spread(saves[2]), f"{2 * gb / statistics.median(saves[2]):.2f}", spread(ratios)]
     )
     rows.append(["copy", spread(copying), f"{2 * gb / statistics.median(copying):.2f}", ""])
-    near, far, whole = both[0::3], both[1::3], both[2::3]
-    allowed = [max(one, other) / all_ for one, other, all_ in zip(near, far, whole, strict=True)]
-    rows.append(["restore, near", spread(near), f"{gb / statistics.median(near):.2f}", ""])
-    rows.append(["restore, far", spread(far), f"{gb / statistics.median(far):.2f}", ""])
-    rows.append(["restore, both", spread(whole), f"{2 * gb / statistics.median(whole):.2f}", spread(allowed)])
+    measured = [("both on one disk", *rows_of_restores(alone, gb, ""))]
+    if slow:
+        link = f", link of {chosen.link:g} Gbit/s"
+        measured.append((link.strip(", "), *rows_of_restores(slow, gb, link)))
+    for _, restored, _ in measured:
+        rows += restored
     print(table(rows))
-    print(
-        f"half near, half far, at least {HALVES}: {verdict(statistics.median(allowed), HALVES, at_least=True)}"
-    )
+    for what, _, reached in measured:
+        told = verdict(reached, HALVES, at_least=True)
+        print(f"half near, half far, {what}, at least {HALVES}: {told}")
+    if not slow:
+        print("a slow link was not tried: it needs root, unshare, ip and tc")
 
 
 if __name__ == "__main__":

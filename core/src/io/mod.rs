@@ -400,6 +400,11 @@ pub trait File: Send + Sync + std::any::Any {
         false
     }
 
+    /// The number of the machine that the bytes come from: 0 for this one, and for a store.
+    fn source(&self) -> u64 {
+        0
+    }
+
     /// Lets engines find their own file behind the trait.
     fn as_any(&self) -> &dyn std::any::Any;
 }

@@ -55,6 +55,10 @@ impl File for Section {
         self.file.read_at(self.first.saturating_add(offset), self.clamp(offset, len))
     }
 
+    fn source(&self) -> u64 {
+        self.file.source()
+    }
+
     fn cached(&self, offset: u64, len: u64) -> Option<u64> {
         self.file.cached(self.first.saturating_add(offset), len)
     }

@@ -215,6 +215,11 @@ impl FileSet {
         }
     }
 
+    /// Returns the machine that the bytes of a file come from, if the file was opened before.
+    pub(super) fn source(&self, file: u32) -> u64 {
+        self.lock().known.get(&file).map_or(0, |info| info.source)
+    }
+
     /// Returns an open file, after loading the checksums of `bytes`. For a compressed
     /// stream, this is the file around it.
     pub(super) fn ready(&self, file: u32, bytes: &Range<u64>) -> Result<Arc<dyn File>> {

@@ -110,12 +110,13 @@ struct RunState<S> {
 pub(super) fn run<S: Sink>(
     disk: &dyn Disk,
     files: &FileSet,
-    schedule: Schedule,
+    mut schedule: Schedule,
     sink: &Arc<S>,
     options: &LoadOptions,
     progress: OnProgress<'_>,
 ) -> Result<LoadStats> {
     let started = Instant::now();
+    schedule.mix(|file| files.source(file));
     if schedule.reads.is_empty() {
         return Ok(LoadStats { elapsed: started.elapsed(), ..LoadStats::default() });
     }

@@ -6,6 +6,7 @@
 //! unit of checking and copying. They are small, so that a cell is still in the core's cache when
 //! it is copied.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use super::file_set::FileInfos;
@@ -44,7 +45,7 @@ pub(super) struct Cell {
     pub(super) encoded: Option<EncodedChunk>,
 }
 
-/// The reads of a run, in file order.
+/// The reads of a run, in file order. Those from several machines are mixed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Schedule {
     pub(super) limits: ReadLimits,
@@ -86,6 +87,34 @@ impl Schedule {
             self.reads.push(ScheduledRead { file, bytes: at..end, cells: first..self.cells.len(), sparse });
             at = end;
         }
+    }
+
+    /// Mixes the reads from several machines, so that all of them are read from at the same time.
+    /// The reads of each keep their order, and its part of the bytes comes evenly.
+    pub(super) fn mix(&mut self, source: impl Fn(u32) -> u64) {
+        let mut sources: HashMap<u32, u64> = HashMap::new();
+        for read in &self.reads {
+            sources.entry(read.file).or_insert_with(|| source(read.file));
+        }
+        let of = |read: &ScheduledRead| sources.get(&read.file).copied().unwrap_or_default();
+        let mut totals: HashMap<u64, u64> = HashMap::new();
+        for read in &self.reads {
+            *totals.entry(of(read)).or_default() += read.bytes.end - read.bytes.start;
+        }
+        if totals.len() < 2 {
+            return;
+        }
+        let mut before: HashMap<u64, u64> = HashMap::new();
+        let mut placed: Vec<(f64, ScheduledRead)> = Vec::with_capacity(self.reads.len());
+        for read in std::mem::take(&mut self.reads) {
+            let (source, bytes) = (of(&read), read.bytes.end - read.bytes.start);
+            let total = totals.get(&source).copied().unwrap_or_default().max(1);
+            let done = before.entry(source).or_default();
+            placed.push((*done as f64 / total as f64, read));
+            *done += bytes;
+        }
+        placed.sort_by(|(one, _), (other, _)| one.total_cmp(other));
+        self.reads = placed.into_iter().map(|(_, read)| read).collect();
     }
 
     /// Returns the bytes to read.

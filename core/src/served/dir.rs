@@ -260,6 +260,11 @@ impl File for ServedFile {
         None
     }
 
+    /// All files of a machine have the same client.
+    fn source(&self) -> u64 {
+        Arc::as_ptr(&self.client).addr() as u64
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }

@@ -121,6 +121,8 @@ pub(crate) struct FileCarrier {
     machines: Arc<Machines>,
     tier: usize,
     report: CarryReport,
+    /// The report that was written last.
+    written: CarryReport,
 }
 
 /// The roots between which files are carried.
@@ -147,14 +149,14 @@ impl FileCarrier {
     /// The carrier of this machine to the tier with this number.
     pub(crate) fn new(machines: Arc<Machines>, tier: usize) -> Self {
         let report = CarryReport { session: machines.session.clone(), ..CarryReport::default() };
-        Self { machines, tier, report }
+        Self { machines, tier, report, written: CarryReport::default() }
     }
 
     /// Does what the main machine has ordered.
     pub(crate) fn look(&mut self, roots: &CarryRoots<'_>, limits: &CarryLimits<'_>) -> Result<()> {
         let Some(orders) = self.orders(roots.near)? else { return Ok(()) };
         if self.report.number >= orders.number && self.report.outcome.is_some() {
-            return Ok(());
+            return Ok(self.write_report()?);
         }
         (self.report.number, self.report.bytes, self.report.outcome) = (orders.number, 0, None);
         self.write_report()?;
@@ -183,8 +185,12 @@ impl FileCarrier {
         Ok(orders.filter(|orders| orders.session == self.machines.session))
     }
 
-    fn write_report(&self) -> CoreResult<()> {
-        control::replace_json(&*self.machines.local, &carry_report(self.tier), &self.report)
+    fn write_report(&mut self) -> CoreResult<()> {
+        if self.written != self.report {
+            control::replace_json(&*self.machines.local, &carry_report(self.tier), &self.report)?;
+            self.written = self.report.clone();
+        }
+        Ok(())
     }
 
     /// Writes the files of this machine. Returns the new entries of those that were compressed.

@@ -1,7 +1,7 @@
 //! A root on the local disks of two machines: a crash of both at any instant leaves every step
 //! whole on both, or not there. Each machine is a directory of the simulated disk.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use stepwell_core::io::simulated::SimDisk;
 use stepwell_core::io::{Disk, Rename};
 use stepwell_manager::coordination::testing::InProcess;
 use stepwell_manager::environment::SystemClock;
-use stepwell_manager::{Environment, Manager, Options, Outcome, SaveRequest};
+use stepwell_manager::{Environment, Manager, Options, Outcome, SaveRequest, TierPlace, TierRule};
 use stepwell_tests::crash::{Explorer, Marks, Options as Crash};
 use stepwell_tests::steps::run::options;
 use stepwell_tests::steps::{states, world};
@@ -17,6 +17,7 @@ use stepwell_tests::steps::{states, world};
 use super::tiers::Promised;
 use super::{bound, quick};
 
+const HOME: &str = "home";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs a job of one rank on each of these machines. Closes their managers.
@@ -27,6 +28,18 @@ fn run(
     copies: u32,
     rank: impl Fn(usize, &Manager) -> Result<(), String> + Sync,
 ) -> Result<(), String> {
+    run_with_tiers(disk, seed, machines, copies, &|_| Vec::new(), rank)
+}
+
+/// With further tiers.
+fn run_with_tiers(
+    disk: &SimDisk,
+    seed: u64,
+    machines: [&str; 2],
+    copies: u32,
+    places: &(dyn Fn(usize) -> Vec<TierPlace> + Sync),
+    rank: impl Fn(usize, &Manager) -> Result<(), String> + Sync,
+) -> Result<(), String> {
     let one = |number: usize, board: InProcess| -> Result<(), String> {
         let environment = Environment {
             coordinator: Arc::new(board),
@@ -35,8 +48,8 @@ fn run(
         };
         let spread = Options { per_machine: true, copies, ..options() };
         let path = Path::new(machines[number]).join("run");
-        let manager =
-            Manager::open(&path, spread, environment).map_err(|error| format!("opening: {error}"))?;
+        let manager = Manager::open_with_tiers(&path, spread, environment, &places(number))
+            .map_err(|error| format!("opening: {error}"))?;
         let told = rank(number, &manager);
         let closed = manager.close(Some(PATIENCE)).map_err(|error| format!("closing: {error}"));
         told.and(closed)
@@ -160,6 +173,49 @@ fn a_loss_of_a_machine_with_copies_loses_nothing() {
     .unwrap();
     let mut explorer = Explorer::new(Crash { unread: None, cap: bound(10, 1000), ..quick() });
     if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check_a_loss) {
+        panic!("{failure}");
+    }
+    println!("{}", explorer.explored);
+}
+
+/// A directory that both machines have, beside their own disks. With compressed copies.
+fn home(disk: &SimDisk, seed: u64) -> Vec<TierPlace> {
+    vec![TierPlace {
+        name: "home".to_owned(),
+        path: PathBuf::from(HOME),
+        options: options(),
+        environment: world::environment(disk, seed),
+        rule: TierRule { every: 1, all: true },
+        bytes_per_second: None,
+        compress: vec!["**".to_owned()],
+    }]
+}
+
+/// After the crash, both machines are there, or none.
+fn check_home(disk: &SimDisk, marks: &Marks) -> Result<(), String> {
+    let promised = Promised::of(marks);
+    promised.check_alone(disk, HOME, "home")?;
+    let places = |number: usize| home(disk, 60 + number as u64);
+    run_with_tiers(disk, 80, ["b", "a"], 1, &places, |rank, manager| {
+        promised.check(manager, &promised.must, &format!("rank {rank}"))
+    })?;
+    promised.check_alone(disk, HOME, "home after a further job")
+}
+
+#[test]
+fn a_crash_of_machines_that_carry_loses_no_arrived_step() {
+    let disk = SimDisk::new();
+    let places = |number: usize| home(&disk, 40 + number as u64);
+    run_with_tiers(&disk, 1, ["a", "b"], 1, &places, |rank, manager| {
+        for step in 1..=2 {
+            save_copied(manager, &disk, rank, step, "a");
+        }
+        marked(manager, &disk, rank, ["deleting 1", "deleted 1"], || manager.delete(1).unwrap());
+        Ok(())
+    })
+    .unwrap();
+    let mut explorer = Explorer::new(Crash { unread: None, cap: bound(10, 1000), ..quick() });
+    if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check_home) {
         panic!("{failure}");
     }
     println!("{}", explorer.explored);

@@ -97,21 +97,21 @@ impl Promised {
             None => Ok(()),
         }
     }
-}
 
-/// Opens the home tier alone, for reading.
-fn check_home(disk: &SimDisk, promised: &Promised, what: &str) -> Result<(), String> {
-    let options = Options { read_only: true, ..options() };
-    match Manager::open(Path::new(HOME), options, world::environment(disk, 70)) {
-        Ok(home) => promised.check(&home, &promised.arrived, what),
-        Err(_) if promised.arrived.is_empty() => Ok(()),
-        Err(error) => Err(format!("{what}: {error}")),
+    /// Opens a tier alone, for reading. It has the steps that have arrived.
+    pub(super) fn check_alone(&self, disk: &SimDisk, home: &str, what: &str) -> Result<(), String> {
+        let options = Options { read_only: true, ..options() };
+        match Manager::open(Path::new(home), options, world::environment(disk, 70)) {
+            Ok(home) => self.check(&home, &self.arrived, what),
+            Err(_) if self.arrived.is_empty() => Ok(()),
+            Err(error) => Err(format!("{what}: {error}")),
+        }
     }
 }
 
 fn check(disk: &SimDisk, marks: &Marks, compress: &[&str]) -> Result<(), String> {
     let promised = Promised::of(marks);
-    check_home(disk, &promised, "home")?;
+    promised.check_alone(disk, HOME, "home")?;
     let manager = open(disk, 80, compress)?;
     promised.check(&manager, &promised.must, "both tiers")?;
     manager.wait_until_carried(Some(PATIENCE)).map_err(|error| error.to_string())?;

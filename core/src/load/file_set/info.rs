@@ -27,6 +27,8 @@ pub(in crate::load) struct FileInfo {
     pub(in crate::load) block_bytes: u64,
     /// Offset of the end of the blocks.
     pub(in crate::load) data_end: u64,
+    /// See [`File::source`].
+    pub(in crate::load) source: u64,
     /// Pages of the footer that hold parts of an index.
     pub(in crate::load) index_pages: Vec<PageRef>,
     /// The id of our own file.
@@ -106,6 +108,7 @@ impl FileInfo {
             path: path.to_owned(),
             block_bytes: trailer.block_bytes,
             data_end: trailer.footer_offset,
+            source: file.source(),
             index_pages,
             file_id: Some(trailer.file_id),
             checksums: Checksums::Footer(checksums),
@@ -157,6 +160,7 @@ impl FileInfo {
             path: file.path().to_owned(),
             block_bytes: checksums.map_or(DEFAULT_BLOCK_BYTES, |found| found.block_bytes()),
             data_end: record.length,
+            source: file.source(),
             index_pages: Vec::new(),
             file_id: None,
             checksums: checksums.map_or(Checksums::Unknown, |found| Checksums::Computed(Arc::clone(found))),
@@ -166,8 +170,8 @@ impl FileInfo {
     /// Creates the facts about a file of nothing but blocks.
     #[cfg(test)]
     pub(in crate::load) fn of_blocks(block_bytes: u64, data_end: u64) -> Self {
-        let checksums = Checksums::Unknown;
-        Self { path: "file".into(), block_bytes, data_end, index_pages: Vec::new(), file_id: None, checksums }
+        let (path, checksums) = ("file".into(), Checksums::Unknown);
+        Self { path, block_bytes, data_end, source: 0, index_pages: Vec::new(), file_id: None, checksums }
     }
 
     /// True if the file has checksums.

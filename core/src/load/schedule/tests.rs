@@ -163,3 +163,24 @@ proptest! {
         assert!(needed.is_empty() && gap == 0, "{needed:?}");
     }
 }
+
+#[test]
+fn reads_from_several_machines_are_mixed_by_their_bytes() {
+    let mut schedule = Schedule::new(ReadLimits::LOCAL);
+    let read = ReadLimits::LOCAL.read_bytes;
+    for (file, reads) in [(0, 4), (1, 2), (2, 2)] {
+        schedule.push(file, 0..reads * read, BLOCK, false);
+    }
+    let order = |schedule: &Schedule| -> Vec<(u32, u64)> {
+        schedule.reads.iter().map(|one| (one.file, one.bytes.start / read)).collect()
+    };
+    let in_file_order = order(&schedule);
+    schedule.mix(|_| 7);
+    assert_eq!(order(&schedule), in_file_order, "one machine");
+    // Files 1 and 2 are on the same machine.
+    schedule.mix(|file| u64::from(file > 0));
+    let mixed = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (2, 0), (0, 3), (2, 1)];
+    assert_eq!(order(&schedule), mixed);
+    let cells: BTreeSet<usize> = schedule.reads.iter().flat_map(|one| one.cells.clone()).collect();
+    assert_eq!(cells.len(), schedule.cells.len());
+}
