@@ -127,10 +127,9 @@ pub(crate) trait OtherWriters {
     /// Returns those.
     fn begin(&self, temporary: &str, stored: &[String]) -> Result<BTreeSet<String>>;
 
-    /// Waits until they have written their files durably. `went_on` gets the bytes that they have
-    /// read since the last call, and returns false to stop. Returns the new entries of the data
-    /// files that are not as in the source.
-    fn wait(&self, went_on: &mut dyn FnMut(u64) -> bool) -> Result<Vec<FileEntry>>;
+    /// Waits until they have written their files durably. `goes_on` returns false to stop. Returns
+    /// the new entries of the data files that are not as in the source.
+    fn wait(&self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<FileEntry>>;
 
     /// Has them stop, after a failure of anybody.
     fn stop(&self);
@@ -206,7 +205,7 @@ impl CopyTask<'_> {
         let is_checked = self.check == CopyCheck::WhileReading;
         write_data(&mut compressed, &mut manifest, (&**dir, &stored), is_checked, &mut writer)?;
         if let Some(others) = self.others.filter(|_| !theirs.is_empty()) {
-            let entries = others.wait(&mut |bytes| writer.went_on(bytes, 0))?;
+            let entries = others.wait(&mut || writer.went_on(0, 0))?;
             compressed.take_over(&**dir, &mut manifest, &theirs, entries)?;
         }
         let mut items = std::mem::take(&mut manifest.items);

@@ -160,7 +160,7 @@ class Tiers:
             name for name, tier in zip(self.names[1:], self.all[1:], strict=True) if tier.per_machine
         ]:
             raise MisuseError(
-                f"per_machine= is for the first tier. One process carries to {spread[0]}, so all machines share it"
+                f"per_machine= is for the first tier. All machines carry to {spread[0]}, so they share it"
             )
         #: True if the first tier is on the local disks of several machines.
         self.per_machine = bool(first.per_machine)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -577,6 +578,14 @@ def test_what_orbax_has_no_name_for_is_refused(tmp_path: Path, saved: Any, says:
     with pytest.raises(sw.MisuseError, match=says):
         sw.convert(tmp_path / "c", tmp_path / "o", to="orbax")
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("name", ["uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"])
+def test_dtypes_that_orbax_cannot_restore_are_refused(tmp_path: Path, name: str) -> None:
+    sw.save(tmp_path / "ours", {"w": np.zeros(4, np.float32), "odd": np.zeros(4, getattr(ml_dtypes, name))})
+    with pytest.raises(sw.MisuseError, match=f"Orbax cannot restore the dtypes of .*odd.*{name}"):
+        sw.convert(tmp_path / "ours", tmp_path / "theirs", to="orbax")
+    assert [one.name for one in tmp_path.iterdir()] == ["ours"]
 
 
 def test_steps_are_exported_to_orbax(tmp_path: Path) -> None:

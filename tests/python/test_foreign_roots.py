@@ -456,3 +456,46 @@ def test_a_missing_file_is_in_the_report_of_verify(sharded: Path, path: str) -> 
     assert damage.file == str(sharded / "checkpoint-2/model-00002-of-00002.safetensors")
     assert run("verify", sharded / path).exit_code == 1
     assert run("verify", "--all", sharded).exit_code == 1
+
+
+def stepwell_beside(place: Path, value: int) -> None:
+    """The part of stepwell in a checkpoint of a trainer."""
+    with sw.CheckpointManager(place / "stepwell") as manager:
+        manager.save(0, {"value": value})
+
+
+@pytest.mark.parametrize("library", ["lightning", "accelerate"])
+def test_a_newest_step_of_stepwell_is_named(tmp_path: Path, library: str) -> None:
+    torch = pytest.importorskip("torch")
+    root = tmp_path / "run"
+    root.mkdir()
+    if library == "lightning":
+        torch.save({"global_step": 4, "value": 4}, root / "epoch=0-step=4.ckpt")
+        ours = root / "epoch=0-step=8.ckpt"
+        sw.save(ours, {"value": 8})
+    else:
+        (root / "checkpoint_4").mkdir()
+        save_file({"value": np.full(1, 4)}, root / "checkpoint_4" / "model.safetensors")
+        torch.save({}, root / "checkpoint_4" / "random_states_0.pkl")
+        stepwell_beside(root / "checkpoint_8", 8)
+        ours = root / "checkpoint_8" / "stepwell"
+    with pytest.raises(sw.StepNotFound, match=f"Open it by the path {re.escape(str(ours))}"):
+        sw.restore(root)
+    assert sw.restore(ours) == {"value": 8}
+    sw.restore(root, 4)
+    told = run("ls", str(root)).output
+    assert f"stepwell wrote it: open it by the path {ours}" in told
+    assert "not finished" not in told
+
+
+def test_a_checkpoint_of_a_trainer_is_whole_with_our_part(tmp_path: Path) -> None:
+    for step in (4, 8):
+        place = tmp_path / "run" / f"checkpoint-{step}"
+        place.mkdir(parents=True)
+        save_file({"w": np.full(1, step)}, place / "model.safetensors")
+        (place / "trainer_state.json").write_text(json.dumps({"global_step": step}, indent=2) + "\n")
+    stepwell_beside(tmp_path / "run" / "checkpoint-4", 4)
+    # The process was killed in the save.
+    (tmp_path / "run" / "checkpoint-8" / "stepwell").mkdir()
+    assert sw.restore(tmp_path / "run")["model"]["w"] == 4
+    assert "its directory stepwell has no step" in run("ls", str(tmp_path / "run")).output

@@ -241,6 +241,12 @@ def test_two_roots_are_compared_to_the_first_difference(tmp_path: Path) -> None:
     assert "params/w: another value" in found.output
 
 
+def test_no_compared_step_is_told(root: Path) -> None:
+    first_run(root)
+    told = command_line.run("trace", root)
+    assert "no difference was found; no step was compared between runs" in told.output
+
+
 def test_a_root_without_traces_is_a_finding(root: Path) -> None:
     with sw.CheckpointManager(root):
         pass

@@ -142,6 +142,10 @@ impl File for CheckedFile {
         self.file.cached(offset, len)
     }
 
+    fn source(&self) -> u64 {
+        self.file.source()
+    }
+
     fn as_any(&self) -> &dyn Any {
         self
     }

@@ -32,13 +32,16 @@ use crate::root::{Root, VISIBLE_WITHIN};
 const ORDERS_INTERVAL: Duration = Duration::from_millis(500);
 /// A machine that waits looks at this interval if it may go on.
 const WAIT_INTERVAL: Duration = Duration::from_millis(20);
+/// A machine that works goes on for so long if the main machine does not answer.
+const LONGEST_SILENCE: Duration = Duration::from_secs(30);
 
 /// The orders of the main machine for a tier.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct CarryOrders {
     /// The session that gives them.
     session: String,
-    /// Counts the orders of the session. The first one is 1.
+    /// Counts the tasks of the session. The first one is 1. A task that is to be hurried keeps its
+    /// number.
     number: u64,
     /// `None`: nothing is to be carried.
     task: Option<CarryTask>,
@@ -50,6 +53,8 @@ pub(crate) struct CarryTask {
     pub(crate) source: CopyTarget,
     /// The name of the directory in the tier.
     pub(crate) temporary: String,
+    /// Globs of tensors that are compressed.
+    pub(crate) compress: Vec<String>,
     /// The most bytes that a machine writes per second.
     pub(crate) bytes_per_second: Option<u64>,
     /// True if little time is left: there are no pauses, and no such limit.
@@ -64,6 +69,8 @@ pub(crate) struct CarryReport {
     pub(crate) number: u64,
     /// The bytes of its files that were copied.
     pub(crate) bytes: u64,
+    /// Changes while it waits for its turn to write.
+    pub(crate) waits: u64,
     /// `None` before the end.
     pub(crate) outcome: Option<CarryOutcome>,
 }
@@ -89,9 +96,12 @@ impl Machines {
     /// Returns the machine that carries a file of a step.
     pub(crate) fn carrier_of(&self, source: &CopyTarget, path: &str) -> u32 {
         let Some(writer) = writer_of(path) else { return self.main };
-        let mut holders = self.machines_with(&source.attempt, writer).into_iter();
         let is_here = |machine: &u32| *machine == self.own || self.others.contains_key(machine);
-        holders.find(is_here).unwrap_or(self.main)
+        // The one that wrote it, before those with copies.
+        let held = self.held_of(&source.attempt).filter(|held| held.has(writer) && !held.in_copy());
+        let wrote = self.saved_by(&source.attempt, writer).into_iter().chain(held.map(|held| held.machine));
+        let holders = wrote.chain(self.machines_with(&source.attempt, writer));
+        holders.into_iter().find(is_here).unwrap_or(self.main)
     }
 
     /// Gives an order for a tier, on the main machine.
@@ -130,8 +140,6 @@ pub(crate) struct CarryRoots<'a> {
     /// That of all machines.
     pub(crate) near: &'a Root,
     pub(crate) far: &'a Root,
-    /// Globs of tensors that are compressed in the far one.
-    pub(crate) compress: &'a [String],
 }
 
 /// The limits that the process of a carrier sets to it.
@@ -158,14 +166,16 @@ impl FileCarrier {
         if self.report.number >= orders.number && self.report.outcome.is_some() {
             return Ok(self.write_report()?);
         }
-        (self.report.number, self.report.bytes, self.report.outcome) = (orders.number, 0, None);
+        let session = self.machines.session.clone();
+        self.report = CarryReport { session, number: orders.number, ..CarryReport::default() };
         self.write_report()?;
         let mut is_stopped = false;
         let carried = match &orders.task {
             Some(task) => self.carry(task, roots, limits, &mut is_stopped),
             None => Ok(Vec::new()),
         };
-        if is_stopped {
+        // A later manager of this process may carry now.
+        if is_stopped || !(limits.goes_on)() {
             return Ok(());
         }
         self.report.outcome = Some(match carried {
@@ -209,13 +219,27 @@ impl FileCarrier {
             root: roots.near.path.clone(),
             latest: None,
         })?;
-        let mut stored: Vec<String> =
-            stored_files(&source.manifest().files).into_iter().map(|(path, _)| path.to_owned()).collect();
-        stored.retain(|path| self.machines.carrier_of(step, path) == self.machines.own);
-        let dir = open_visible(&*roots.far.dir, &task.temporary)?;
+        let is_ours = |path: &str| self.machines.carrier_of(step, path) == self.machines.own;
+        let files = stored_files(&source.manifest().files).into_iter();
+        let ours: Vec<(&str, u64)> = files.filter(|(path, _)| is_ours(path)).collect();
+        let bytes = ours.iter().map(|(_, length)| length).sum();
+        let stored: Vec<String> = ours.into_iter().map(|(path, _)| path.to_owned()).collect();
         let mut pace = Pace::new(task);
+        // A network file system may not show what another machine has just made.
+        let deadline = deadline_after(VISIBLE_WITHIN);
+        let dir = loop {
+            match roots.far.dir.open_dir(&task.temporary) {
+                Err(error) if error.is_gone() && Instant::now() < deadline => {}
+                opened => break opened?,
+            }
+            if !self.may_go_on(&mut pace, roots.near, limits)? {
+                *is_stopped = true;
+                return Ok(Vec::new());
+            }
+            std::thread::sleep(WAIT_INTERVAL);
+        };
         let mut failure = None;
-        let written = copy::write_some(&source, roots.compress, (&*dir, &stored), &mut |at| {
+        let written = copy::write_some(&source, &task.compress, (&*dir, &stored), &mut |at| {
             let goes_on = self.wait_for_turn(&at, &mut pace, roots.near, limits);
             *is_stopped = matches!(goes_on, Ok(false));
             goes_on.unwrap_or_else(|error| {
@@ -223,7 +247,35 @@ impl FileCarrier {
                 false
             })
         });
-        failure.map_or(written, |error| Err(error.into()))
+        if let Some(error) = failure {
+            return Err(error.into());
+        }
+        self.report.bytes = bytes;
+        written
+    }
+
+    /// False if the orders have changed, or the process ends.
+    fn may_go_on(&mut self, pace: &mut Pace, near: &Root, limits: &CarryLimits<'_>) -> CoreResult<bool> {
+        if !(limits.goes_on)() {
+            return Ok(false);
+        }
+        if pace.looked.elapsed() < ORDERS_INTERVAL {
+            return Ok(true);
+        }
+        pace.looked = Instant::now();
+        self.report.waits += 1;
+        self.write_report()?;
+        match self.orders(near) {
+            Ok(orders) => {
+                pace.answered = Instant::now();
+                let orders = orders.filter(|orders| orders.number == self.report.number);
+                let Some(task) = orders.and_then(|orders| orders.task) else { return Ok(false) };
+                pace.is_hurried = task.is_hurried;
+                Ok(true)
+            }
+            Err(error) if pace.answered.elapsed() >= LONGEST_SILENCE => Err(error),
+            Err(_) => Ok(true),
+        }
     }
 
     /// Waits until the next piece may be written. False if the orders have changed, or the process
@@ -237,15 +289,8 @@ impl FileCarrier {
     ) -> CoreResult<bool> {
         self.report.bytes = at.done;
         loop {
-            if !(limits.goes_on)() {
+            if !self.may_go_on(pace, near, limits)? {
                 return Ok(false);
-            }
-            if pace.looked.elapsed() >= ORDERS_INTERVAL {
-                pace.looked = Instant::now();
-                self.write_report()?;
-                let orders = self.orders(near)?.filter(|orders| orders.number == self.report.number);
-                let Some(task) = orders.and_then(|orders| orders.task) else { return Ok(false) };
-                pace.is_hurried = task.is_hurried;
             }
             if pace.is_hurried {
                 return Ok(true);
@@ -268,6 +313,8 @@ struct Pace {
     is_hurried: bool,
     /// The time of the last look at the orders.
     looked: Instant,
+    /// The time of its last answer.
+    answered: Instant,
     pauses: SavePauses,
 }
 
@@ -275,23 +322,13 @@ impl Pace {
     fn new(task: &CarryTask) -> Self {
         let begun = Instant::now();
         let CarryTask { bytes_per_second, is_hurried, .. } = *task;
-        Self { begun, bytes_per_second, is_hurried, looked: begun, pauses: SavePauses::default() }
+        let pauses = SavePauses::default();
+        Self { begun, bytes_per_second, is_hurried, looked: begun, answered: begun, pauses }
     }
 
     /// Returns the time until more may be written than these bytes.
     fn left(&self, written: u64) -> Duration {
         let due = self.bytes_per_second.map(|rate| written as f64 / rate.max(1) as f64);
         Duration::from_secs_f64(due.unwrap_or(0.0)).saturating_sub(self.begun.elapsed())
-    }
-}
-
-/// Opens a directory that another machine has just made. A network file system may not show it yet.
-fn open_visible(parent: &dyn Dir, name: &str) -> CoreResult<Arc<dyn Dir>> {
-    let deadline = deadline_after(VISIBLE_WITHIN);
-    loop {
-        match parent.open_dir(name) {
-            Err(error) if error.is_gone() && Instant::now() < deadline => std::thread::sleep(WAIT_INTERVAL),
-            opened => return opened,
-        }
     }
 }

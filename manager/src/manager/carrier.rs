@@ -1,4 +1,5 @@
-//! The carriers: one thread for each further tier, which copies committed steps there.
+//! The carriers: one thread for each further tier, which copies committed steps there. Other
+//! machines of the near tier help it ([`super::machine_carrying`]).
 //!
 //! It runs at the lowest priority, pauses for saves, and keeps to the tier's rate. Every block is
 //! checked while it is read, so damage of the near tier stays there. A step gets its name in the
@@ -119,8 +120,7 @@ impl Inner {
     fn copy(&self, tier: &Tier, source: &Checkpoint, name: String) -> Result<()> {
         let step = source.manifest().step;
         let target = CopyTarget { step, name, attempt: source.manifest().attempt.clone() };
-        let is_alone = tier.lock().alone == Some(step);
-        let others = OtherMachines::of(self, tier, target).filter(|_| !is_alone);
+        let others = OtherMachines::of(self, tier, target);
         let mut pauses = SavePauses::default();
         let begun = Instant::now();
         let (mut worked, mut resumed) = (Duration::ZERO, begun);
@@ -133,7 +133,8 @@ impl Inner {
         let copied = tier.manager.add_carried(source, &tier.compress, writers, &mut |at| {
             let CopyProgress { done, total, written } = at;
             worked += resumed.elapsed();
-            tier.lock().record_arrival(step, done, total, worked);
+            let theirs = others.as_ref().map_or(0, OtherMachines::bytes);
+            tier.lock().record_arrival(step, done.saturating_add(theirs), total, worked);
             pauses.wait(|| may_pause() && !self.saves.lock().pending.is_empty());
             let rate = others.as_ref().map_or(tier.bytes_per_second, OtherMachines::bytes_per_second);
             if let Some(rate) = rate {
@@ -145,8 +146,9 @@ impl Inner {
             resumed = Instant::now();
             goes_on()
         });
-        // Another machine may lack what it needs to write to the tier.
-        tier.lock().alone = others.filter(OtherMachines::has_failed).map(|_| step);
+        if let Some(others) = others {
+            others.end(copied.is_ok());
+        }
         copied
     }
 

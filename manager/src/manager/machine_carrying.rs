@@ -2,8 +2,8 @@
 //! ([`crate::machines`]).
 //!
 //! The leader's carrier gives orders and waits for the reports. The host of each other machine has
-//! a thread for each tier. If another machine fails at a step, the leader carries all of it in the
-//! next try: perhaps the tier can only be written from there.
+//! a thread for each tier. If another machine fails, the leader carries alone for a while: perhaps
+//! the tier can only be written from there.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -25,10 +25,16 @@ use crate::machines::{
 
 /// The leader looks at the reports of the machines at this interval.
 const REPORTS_INTERVAL: Duration = Duration::from_millis(50);
+/// It does so at this interval while it copies files of its own.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 /// A machine looks for orders at this interval.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
 /// The longest wait for machines to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// The leader carries alone for so long after a failure of another machine. Each further failure
+/// doubles it, up to a limit.
+const ALONE: Duration = Duration::from_secs(600);
+const MAX_DOUBLINGS: u32 = 6;
 
 /// The other machines, which carry their files of a step. On the leader.
 pub(super) struct OtherMachines<'a> {
@@ -38,22 +44,51 @@ pub(super) struct OtherMachines<'a> {
     source: CopyTarget,
     /// Those that have files of the step.
     carriers: RefCell<BTreeSet<u32>>,
-    /// The orders that were given.
-    given: RefCell<Option<CarryTask>>,
+    /// The order that was given, and its number.
+    given: RefCell<Option<(u64, CarryTask)>>,
+    /// The bytes that they have copied, and the time of the last look at their reports.
+    bytes: Cell<u64>,
+    looked: Cell<Instant>,
     /// True after a failure of another machine.
     has_failed: Cell<bool>,
 }
 
 impl<'a> OtherMachines<'a> {
-    /// The machines that help to carry this step. `None` if this machine is alone.
+    /// The machines that help to carry this step. `None` if this machine is to be alone.
     pub(super) fn of(inner: &'a Inner, tier: &'a Tier, source: CopyTarget) -> Option<Self> {
         let machines = inner.machines.as_deref().filter(|machines| machines.count() > 1)?;
-        let (carriers, given) = (RefCell::default(), RefCell::default());
-        Some(Self { inner, machines, tier, source, carriers, given, has_failed: Cell::new(false) })
+        if tier.lock().alone_until.is_some_and(|until| Instant::now() < until) {
+            return None;
+        }
+        let (carriers, given, bytes) = (RefCell::default(), RefCell::default(), Cell::default());
+        let (looked, has_failed) = (Cell::new(Instant::now()), Cell::new(false));
+        Some(Self { inner, machines, tier, source, carriers, given, bytes, looked, has_failed })
     }
 
-    pub(super) fn has_failed(&self) -> bool {
-        self.has_failed.get()
+    /// Records if another machine has failed.
+    pub(super) fn end(self, has_arrived: bool) {
+        let mut state = self.tier.lock();
+        if self.has_failed.get() {
+            let alone = ALONE.saturating_mul(1 << state.failed_together.min(MAX_DOUBLINGS));
+            state.failed_together += 1;
+            state.alone_until = Some(deadline_after(alone));
+        } else if has_arrived {
+            (state.failed_together, state.alone_until) = (0, None);
+        }
+    }
+
+    /// Returns the bytes that the other machines have copied. Looks at their reports now and then,
+    /// and tells them if there is less time now.
+    pub(super) fn bytes(&self) -> u64 {
+        let given = self.given.borrow().as_ref().map(|(number, _)| *number);
+        if let Some(number) = given
+            && self.looked.get().elapsed() >= PROGRESS_INTERVAL
+        {
+            // `wait` finds their failures.
+            let _ = self.reports(number);
+            self.hurry();
+        }
+        self.bytes.get()
     }
 
     /// Returns this machine's share of the bytes that may be written to the tier per second.
@@ -82,18 +117,28 @@ impl<'a> OtherMachines<'a> {
         drop(self.tier.wait(self.tier.lock(), spaced(REPORTS_INTERVAL, self.machines)));
     }
 
-    /// Reads the reports on this order. Returns the bytes that were copied, the new entries, and a
-    /// machine that has not ended.
-    fn reports(&self, number: u64) -> Result<(u64, Vec<FileEntry>, Option<String>)> {
-        let (mut bytes, mut entries, mut late) = (0_u64, Vec::new(), None);
+    /// Reads the reports on this order. A machine that does not answer has not ended.
+    fn reports(&self, number: u64) -> Result<Reports> {
+        let mut found = Reports::default();
+        self.looked.set(Instant::now());
         for FoundReport { place, report } in
             self.machines.carry_reports(self.tier.number, &self.carriers.borrow())
         {
-            let report = Some(report?).filter(|report| report.number == number).unwrap_or_default();
-            bytes = bytes.saturating_add(report.bytes);
+            let report = match report {
+                Ok(report) => Some(report).filter(|report| report.number == number).unwrap_or_default(),
+                Err(error) => {
+                    found.late = Some(format!("{place} ({error})"));
+                    continue;
+                }
+            };
+            found.bytes = found.bytes.saturating_add(report.bytes);
+            found.waits = found.waits.wrapping_add(report.waits);
             match report.outcome {
-                None => late = Some(place),
-                Some(CarryOutcome::Carried(theirs)) => entries.extend(theirs),
+                None => {
+                    found.late = Some(place);
+                    found.working += 1;
+                }
+                Some(CarryOutcome::Carried(theirs)) => found.entries.extend(theirs),
                 Some(CarryOutcome::Damaged { file, what }) => {
                     return Err(stepwell_core::Error::corrupt(file, what).into());
                 }
@@ -103,37 +148,54 @@ impl<'a> OtherMachines<'a> {
                 }
             }
         }
-        Ok((bytes, entries, late))
+        self.bytes.set(self.bytes.get().max(found.bytes));
+        Ok(found)
     }
 
-    fn wait_for(&self, number: u64, went_on: &mut dyn FnMut(u64) -> bool) -> Result<Vec<FileEntry>> {
-        let (begun, mut before) = (Instant::now(), 0);
+    fn wait_for(&self, number: u64, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<FileEntry>> {
+        let begun = Instant::now();
         let mut timer = StallTimer::new(self.inner.options.stall_timeout);
         loop {
-            let (bytes, entries, late) = self.reports(number)?;
-            let Some(late) = late else { return Ok(entries) };
-            if !went_on(bytes.saturating_sub(before)) {
+            let Reports { bytes, waits, entries, late, .. } = self.reports(number)?;
+            if !goes_on() {
                 return Err(stepwell_core::Error::Cancelled("by the carrier".to_owned()).into());
             }
-            before = before.max(bytes);
-            if timer.left(bytes).is_zero() {
+            let Some(late) = late else { return Ok(entries) };
+            if timer.left((bytes, waits)).is_zero() {
                 let waited_for = format!("{late} to carry its files to the tier `{}`", self.tier.name);
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
-            self.hurry(number)?;
+            self.hurry();
             self.pause();
         }
     }
 
     /// Gives the order again if there is less time now.
-    fn hurry(&self, number: u64) -> Result<()> {
+    fn hurry(&self) {
         let mut given = self.given.borrow_mut();
-        if let Some(task) = given.as_mut().filter(|task| !task.is_hurried && self.is_hurried()) {
-            task.is_hurried = true;
-            self.machines.order_carrying(self.tier.number, number, Some(task.clone()))?;
+        let Some((number, task)) = given.as_mut() else { return };
+        if !task.is_hurried && self.is_hurried() {
+            let hurried = CarryTask { is_hurried: true, ..task.clone() };
+            match self.machines.order_carrying(self.tier.number, *number, Some(hurried)) {
+                Ok(()) => task.is_hurried = true,
+                Err(error) => tracing::debug!(%error, "hurrying the carriers of other machines failed"),
+            }
         }
-        Ok(())
     }
+}
+
+/// The reports of all machines that carry.
+#[derive(Default)]
+struct Reports {
+    bytes: u64,
+    /// Changes while machines wait for their turn.
+    waits: u64,
+    /// The new entries of data files.
+    entries: Vec<FileEntry>,
+    /// A machine that has not ended.
+    late: Option<String>,
+    /// The number of machines that have not ended, and answer.
+    working: usize,
 }
 
 impl OtherWriters for OtherMachines<'_> {
@@ -146,27 +208,33 @@ impl OtherWriters for OtherMachines<'_> {
                 self.carriers.borrow_mut().insert(machine);
             }
         }
-        if !theirs.is_empty() {
-            let task = CarryTask {
-                source: self.source.clone(),
-                temporary: temporary.to_owned(),
-                bytes_per_second: self.bytes_per_second(),
-                is_hurried: self.is_hurried(),
-            };
-            *self.given.borrow_mut() = Some(task.clone());
-            self.order(Some(task))?;
+        if theirs.is_empty() {
+            return Ok(theirs);
+        }
+        let task = CarryTask {
+            source: self.source.clone(),
+            temporary: temporary.to_owned(),
+            compress: self.tier.compress.clone(),
+            bytes_per_second: self.bytes_per_second(),
+            is_hurried: self.is_hurried(),
+        };
+        match self.order(Some(task.clone())) {
+            Ok(number) => *self.given.borrow_mut() = Some((number, task)),
+            Err(error) => {
+                let tier = &self.tier.name;
+                tracing::warn!(%tier, %error, "ordering other machines to carry failed. This one carries alone");
+                self.carriers.borrow_mut().clear();
+                theirs.clear();
+            }
         }
         Ok(theirs)
     }
 
-    fn wait(&self, went_on: &mut dyn FnMut(u64) -> bool) -> Result<Vec<FileEntry>> {
-        let number = self.tier.lock().ordered;
-        let mut is_wanted = true;
-        let waited = self.wait_for(number, &mut |bytes| {
-            is_wanted = went_on(bytes);
-            is_wanted
-        });
-        self.has_failed.set(waited.is_err() && is_wanted);
+    fn wait(&self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<FileEntry>> {
+        let given = self.given.borrow().as_ref().map(|(number, _)| *number);
+        let waited = given.map_or(Ok(Vec::new()), |number| self.wait_for(number, goes_on));
+        // A step that was removed meanwhile is nobody's failure.
+        self.has_failed.set(waited.is_err() && goes_on());
         waited
     }
 
@@ -176,7 +244,7 @@ impl OtherWriters for OtherMachines<'_> {
         }
         let stopped = self.order(None).and_then(|number| {
             let deadline = deadline_after(STOP_TIMEOUT.min(self.inner.options.stall_timeout / 2));
-            while Instant::now() < deadline && self.reports(number)?.2.is_some() {
+            while Instant::now() < deadline && self.reports(number)?.working > 0 {
                 self.pause();
             }
             Ok(())
@@ -211,7 +279,7 @@ impl Inner {
     }
 
     fn carry_files(&self, tier: &Tier, carrier: &mut FileCarrier) -> Result<()> {
-        let roots = CarryRoots { near: &self.root, far: tier.root(), compress: &tier.compress };
+        let roots = CarryRoots { near: &self.root, far: tier.root() };
         let limits = CarryLimits {
             load: self.options.load_options(&*self.environment.disk, false),
             timeout: self.options.stall_timeout,

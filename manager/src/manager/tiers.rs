@@ -105,8 +105,10 @@ pub(super) struct TierState {
     pub(super) is_busy: bool,
     /// The number of the last order to other machines.
     pub(super) ordered: u64,
-    /// The step that this machine carries alone, since another one has failed.
-    pub(super) alone: Option<u64>,
+    /// This machine carries alone until then, since another one has failed.
+    pub(super) alone_until: Option<Instant>,
+    /// The number of such failures, one after the other.
+    pub(super) failed_together: u32,
     /// True once the carrier was started.
     pub(super) has_carrier: bool,
     /// The carrier ends.
@@ -145,7 +147,8 @@ impl Tier {
             given_up: None,
             is_busy: false,
             ordered: 0,
-            alone: None,
+            alone_until: None,
+            failed_together: 0,
             has_carrier: false,
             stop: false,
         };

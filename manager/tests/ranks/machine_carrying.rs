@@ -1,22 +1,23 @@
 //! Machines that carry their own files to a further tier.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use stepwell_core::format::index::LeafRecord;
 use stepwell_core::format::manifest::COMPRESSED_CHUNKS;
-use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_core::load::LoadOptions;
 use stepwell_core::tree::{ContainerKind, Tree};
 use stepwell_manager::state::Holders;
-use stepwell_manager::{Environment, Error, FilesPer, Manager, Options, SaveRequest, StateSource, TierPlace};
+use stepwell_manager::{
+    Environment, Error, FilesPer, Manager, Options, SaveRequest, StateSource, TierPlace, TierRule,
+};
 
 use crate::common::tiers::{HOME as STORE, Worlds};
 use crate::common::{LONG, read};
 use crate::job::{committed, expected, key, options, part, tensor};
 use crate::machines::{HOME, Nodes, assert_model, home, model, save};
 
-const EROFS: i32 = 30;
 /// The file of rank 1 in the item of all ranks.
 const OF_RANK_1: &str = "/00001.data";
 
@@ -140,28 +141,80 @@ fn machines_carry_to_a_store() {
 }
 
 #[test]
-fn the_leader_carries_alone_what_another_machine_cannot_write() {
+fn the_leader_carries_alone_if_another_machine_cannot() {
     let nodes = Nodes::new(1);
-    let fault = Fault::on(OperationKind::Write, Action::Fail(EROFS)).at(OF_RANK_1);
-    let homes = |environment: &Environment| home(environment);
-    nodes.try_run(&["a", "b"], &options(), homes, |rank, manager| {
+    let of_b = nodes.disk().process();
+    let newest_only = |environment: &Environment| {
+        let rule = TierRule { every: 1, all: false };
+        let mut places = home(environment);
+        for place in &mut places {
+            place.rule = rule;
+            if environment.coordinator.rank() == 1 {
+                place.environment.disk = Arc::new(of_b.clone());
+            }
+        }
+        places
+    };
+    nodes.try_run(&["a", "b"], &options(), newest_only, |rank, manager| {
         let manager = manager.unwrap();
         save(&manager, rank, 2, &[1]);
         if rank == 0 {
             manager.wait_carried(1, "home", LONG).unwrap();
-            nodes.disk().inject(fault.clone().at("/home/run/.tmp-00000002"));
         }
         manager.agree("step 1 is carried", Ok(())).unwrap();
+        if rank == 1 {
+            assert_eq!(manager.carry_progress(), 0);
+            of_b.kill();
+        }
+        manager.agree("the tier is away", Ok(())).unwrap();
         save(&manager, rank, 2, &[2]);
         if rank == 0 {
             manager.wait_carried(2, "home", LONG).unwrap();
         }
+        manager.agree("step 2 is carried", Ok(())).unwrap();
+        let reads = manager.carry_progress();
+        for step in 3..=5 {
+            save(&manager, rank, 2, &[step]);
+            if rank == 0 {
+                manager.wait_carried(step, "home", Duration::from_secs(5)).unwrap();
+            }
+            manager.agree("it is carried", Ok(())).unwrap();
+        }
+        // The leader has read the files of the other machine.
+        assert!(rank == 0 || manager.carry_progress() >= reads + 3);
         manager.close(Some(LONG)).unwrap();
     });
-    for step in [1, 2] {
+    for step in 1..=5 {
         assert_model(&read_home(&nodes), step, 2, step);
     }
-    assert_eq!(nodes.names_at(HOME), ["step_00000001", "step_00000002"], "nothing else is left");
+    assert_eq!(nodes.names_at(HOME).len(), 5, "nothing else is left");
+}
+
+#[test]
+fn the_globs_of_the_leader_count() {
+    for leader in [true, false] {
+        let nodes = Nodes::new(1);
+        let homes = |environment: &Environment| -> Vec<TierPlace> {
+            let is_leader = environment.coordinator.rank() == 0;
+            let globs = if is_leader == leader { vec!["**".to_owned()] } else { Vec::new() };
+            home(environment)
+                .into_iter()
+                .map(|place| TierPlace { compress: globs.clone(), ..place })
+                .collect()
+        };
+        nodes.try_run(&["a", "b"], &options(), homes, |rank, manager| {
+            let manager = manager.unwrap();
+            committed(&manager.save(SaveRequest::new(1, wide(rank, 2))).unwrap());
+            if rank == 0 {
+                manager.wait_carried(1, "home", LONG).unwrap();
+            }
+            manager.close(Some(LONG)).unwrap();
+        });
+        let home = read_home(&nodes);
+        let index = home.checkpoint(Some(1)).unwrap().index().unwrap();
+        assert_eq!(index.leaves.iter().any(LeafRecord::is_compressed), leader);
+        assert_intact(&home, 1);
+    }
 }
 
 #[test]

@@ -77,7 +77,9 @@ def _lines(out: Output, found: sw.results.TraceReport) -> Iterator[str]:
     for file, why in found.ignored.items():
         yield f"? ignored {safe(file)}: {safe(why)}"
     if found.traces and found:
-        yield out.good("no difference") + f"; {count(found.compared_steps, 'step')} compared between runs"
+        compared = found.compared_steps
+        verdict = out.good("no difference") if compared else "no difference was found"
+        yield verdict + f"; {count(compared, 'step') if compared else 'no step was'} compared between runs"
 
 
 def _names(runs: Sequence[sw.results.TracedRun]) -> dict[tuple[int, str], str]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from .. import lookup
 from ..files import read, read_whole
-from .listing import ForeignStep, Listing, entries, missing, numbered
+from .listing import ForeignStep, Listing, entries, missing, numbered, written_by_stepwell
 
 TRAINER = "Hugging Face Trainer"
 ACCELERATE = "accelerate"
@@ -18,6 +18,8 @@ _OF_ACCELERATE = re.compile(r"checkpoint_(\d+)")
 _STATE = "trainer_state.json"
 #: A file that the Trainer deletes at the end of a save during a preemption.
 _UNFINISHED = "checkpoint-is-incomplete.txt"
+#: The directory of stepwell's part, a root with one step.
+_OURS = "stepwell"
 _MAX_STATE_BYTES = 256 << 20
 #: Files and directories with the weights of the model.
 _WEIGHTS = re.compile(
@@ -42,6 +44,8 @@ def trainer(path: str, names: Sequence[str]) -> Listing | None:
         reason = f"it has {_UNFINISHED}" if _UNFINISHED in inside else missing(inside, _STATE)
         if reason is None and not _is_whole(os.path.join(place, _STATE)):
             reason = f"its {_STATE} ends early: the save was not finished"
+        if reason is None and _OURS in inside and not _has_ours(place):
+            reason = f"its directory {_OURS} has no step: the save was not finished"
         steps.append(_step(number, name, place, inside, reason))
     whole = [step for step in steps if step.incomplete is None]
 
@@ -56,10 +60,18 @@ def accelerate(path: str, names: Sequence[str]) -> Listing | None:
     steps = []
     for number, name, place in numbered(path, names, _OF_ACCELERATE):
         inside = entries(place) if lookup.is_dir(place) else ()
-        if any(_weights(inside)) or "random_states_0.pkl" in inside:
+        if _OURS in inside and _has_ours(place):
+            ours = os.path.join(place, _OURS)
+            steps.append(ForeignStep(number, name, place, written_by_stepwell(ours), ours=ours))
+        elif any(_weights(inside)) or "random_states_0.pkl" in inside:
             reason = missing(inside, "random_states_0.pkl")
             steps.append(_step(number, name, place, inside, reason))
     return Listing(ACCELERATE, path, steps) if steps else None
+
+
+def _has_ours(place: str) -> bool:
+    """True if an integration of stepwell has committed its part of a checkpoint."""
+    return any(name.startswith("step_") for name in entries(os.path.join(place, _OURS)))
 
 
 def _step(number: int, name: str, path: str, inside: Collection[str], reason: str | None) -> ForeignStep:

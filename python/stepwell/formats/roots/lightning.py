@@ -12,7 +12,7 @@ from ...errors import CorruptCheckpoint, StepwellError
 from .. import lookup, torch_save
 from ..description import Value
 from ..files import read
-from .listing import ForeignStep, Listing, entries, missing, number_of
+from .listing import MANIFEST, ForeignStep, Listing, entries, missing, number_of, written_by_stepwell
 
 LIGHTNING = "Lightning"
 NEMO = "NeMo"
@@ -60,6 +60,8 @@ def _order(step: ForeignStep) -> tuple[int, bool, int, str]:
 
 def _lightning_step(path: str, name: str) -> ForeignStep:
     place, number = os.path.join(path, name), number_of(_NUMBER.search(name.removesuffix(_END)))
+    if lookup.is_named(os.path.join(place, MANIFEST)):
+        return ForeignStep(number, name, place, written_by_stepwell(place), ours=place)
     save = os.path.join(place, _OF_DEEPSPEED)
     if lookup.is_dir(save):
         return ForeignStep(number, name, place, missing(entries(place), _LATEST), save)

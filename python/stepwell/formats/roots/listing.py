@@ -15,6 +15,8 @@ from ...errors import CorruptCheckpoint, MisuseError, StepNotFound
 from .. import lookup
 from ..files import corrupt, read
 
+#: The file that a whole checkpoint of stepwell has.
+MANIFEST = "manifest.json"
 #: The longest file with the name of a step.
 _MAX_POINTER_BYTES = 4096
 #: Digits of the number of a step.
@@ -38,6 +40,8 @@ class ForeignStep:
     checkpoint: str | None = None
     #: The paths of its parts by name, if it is more than one checkpoint.
     parts: Mapping[str, str] = field(default_factory=dict)
+    #: The path of the checkpoint that an integration of stepwell has put there.
+    ours: str | None = None
 
 
 def _no_best() -> str | None:
@@ -77,11 +81,11 @@ class Listing:
         """The step with a number or a name. ``None``: the newest complete one.
 
         Raises:
-            StepNotFound: it is missing.
+            StepNotFound: it is missing, or the newest one is a checkpoint of stepwell.
             CorruptCheckpoint: it is incomplete.
         """
         if wanted is None:
-            return self.latest() or self._nothing()
+            return self._newest()
         found = self.named(wanted)
         whole = [step for step in found if step.incomplete is None]
         if not whole:
@@ -89,6 +93,16 @@ class Listing:
             error.file, error.step = found[-1].path, found[-1].number
             raise error
         return whole[-1]
+
+    def _newest(self) -> ForeignStep:
+        latest = self.latest()
+        behind = self.steps if latest is None else self.steps[self.steps.index(latest) + 1 :]
+        if newer := [step for step in behind if step.ours is not None]:
+            raise StepNotFound(
+                f"{self.path} ({self.family}): stepwell wrote its newest step, {printable(newer[-1].name)}. "
+                f"Open it by the path {newer[-1].ours}"
+            )
+        return latest or self._nothing()
 
     def named(self, wanted: int | str) -> list[ForeignStep]:
         """The steps with a number or a name, also incomplete ones. At least one."""
@@ -166,6 +180,11 @@ def missing(names: Collection[str], *wanted: str) -> str | None:
     return next(
         (f"its {name} is missing: the save was not finished" for name in wanted if name not in names), None
     )
+
+
+def written_by_stepwell(path: str) -> str:
+    """The reason why a checkpoint of an integration is not read as one of the library."""
+    return f"stepwell wrote it: open it by the path {path}"
 
 
 def newer(number: int, noted: int | str | None, where: str) -> str | None:

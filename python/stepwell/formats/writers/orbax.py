@@ -20,7 +20,7 @@ from ..._paths import named, printable, render
 from ..._state.specs import to_dtype
 from ...errors import MisuseError
 from .content import Content, FileOptions, PlainValue
-from .output import OutputFile, OutputTensor, shards
+from .output import OutputFile, OutputTensor, check_dtypes, shards
 
 _MANIFEST, _NODE = 0x0CDB3A2A, 0x0CDB20DE
 #: The limit on bytes of a chunk, if the rows of its array can be divided.
@@ -34,10 +34,17 @@ _MAX_INT64 = 1 << 63
 
 #: A value of the database: its bytes, or file, offset and length.
 _Value = bytes | tuple[int, int, int]
+#: Dtypes that the driver of Orbax for Zarr does not know.
+_NOT_IN_ZARR = frozenset({"uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3"})
+
+
+def _is_in_zarr(dtype: str) -> bool:
+    return dtype not in _NOT_IN_ZARR
 
 
 def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     """Plans the data files, the database and the metadata."""
+    check_dtypes(content.tensors, _is_in_zarr, "Orbax cannot restore", "Pass cast=, or leave them out")
     assert options.shard_bytes is not None, "the output is a directory"
     files: list[OutputFile] = []
     starts: dict[str, tuple[int, int]] = {}
