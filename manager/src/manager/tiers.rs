@@ -97,7 +97,7 @@ pub(super) struct TierState {
     pub(super) speed: Option<u64>,
     pub(super) pace: CarryPace,
     /// The step that was carried last, and the most of its bytes that have arrived in a try.
-    farthest: (u64, u64),
+    pub(super) farthest: (u64, u64),
     /// Changes with all progress. A further try that repeats bytes makes none.
     pub(super) progress: u64,
     pub(super) given_up: Option<(u64, String)>,

@@ -214,7 +214,7 @@ fn a_crash_of_machines_that_carry_loses_no_arrived_step() {
         Ok(())
     })
     .unwrap();
-    let mut explorer = Explorer::new(Crash { unread: None, cap: bound(10, 1000), ..quick() });
+    let mut explorer = Explorer::new(Crash { unread: None, cap: bound(5, 1000), ..quick() });
     if let Err(failure) = explorer.explore(&disk.log(), &Marks::default(), check_home) {
         panic!("{failure}");
     }
