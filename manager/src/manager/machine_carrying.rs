@@ -72,7 +72,7 @@ impl<'a> OtherMachines<'a> {
             let alone = ALONE.saturating_mul(1 << state.failed_together.min(MAX_DOUBLINGS));
             state.failed_together += 1;
             state.alone_until = Some(deadline_after(alone));
-            // What this machine copies again is progress.
+            // Bytes that this machine copies again are progress.
             state.farthest = (0, 0);
         } else if has_arrived {
             (state.failed_together, state.alone_until) = (0, None);
