@@ -195,7 +195,8 @@ impl CopyTask<'_> {
             let from = source.dir().open_file(&item.index.path)?;
             writer.copy(&**dir, &item.index.path, &*from)?;
         }
-        let mut stored = stored_paths(&manifest);
+        let mut stored: Vec<String> =
+            stored_files(&manifest.files).into_iter().map(|(path, _)| path.to_owned()).collect();
         let mut theirs = BTreeSet::new();
         if let Some(others) = self.others {
             stored.iter().try_for_each(|path| writer.create_above(&**dir, path))?;
@@ -255,10 +256,6 @@ fn write_data(
         }
     }
     Ok(())
-}
-
-fn stored_paths(manifest: &Manifest) -> Vec<String> {
-    stored_files(&manifest.files).into_iter().map(|(path, _)| path.to_owned()).collect()
 }
 
 /// Writes a checkpoint into a temporary of a directory, and gives it its name. `write` gets the

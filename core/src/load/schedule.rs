@@ -92,17 +92,18 @@ impl Schedule {
     /// Mixes the reads from several machines, so that all of them are read from at the same time.
     /// The reads of each keep their order, and its part of the bytes comes evenly.
     pub(super) fn mix(&mut self, source: impl Fn(u32) -> u64) {
-        let mut sources: HashMap<u32, u64> = HashMap::new();
-        for read in &self.reads {
-            sources.entry(read.file).or_insert_with(|| source(read.file));
+        let files =
+            self.reads.chunk_by(|one, other| one.file == other.file).filter_map(|reads| reads.first());
+        let sources: HashMap<u32, u64> = files.map(|read| (read.file, source(read.file))).collect();
+        let mut each = sources.values();
+        let first = each.next();
+        if each.all(|other| Some(other) == first) {
+            return;
         }
         let of = |read: &ScheduledRead| sources.get(&read.file).copied().unwrap_or_default();
         let mut totals: HashMap<u64, u64> = HashMap::new();
         for read in &self.reads {
             *totals.entry(of(read)).or_default() += read.bytes.end - read.bytes.start;
-        }
-        if totals.len() < 2 {
-            return;
         }
         let mut before: HashMap<u64, u64> = HashMap::new();
         let mut placed: Vec<(f64, ScheduledRead)> = Vec::with_capacity(self.reads.len());

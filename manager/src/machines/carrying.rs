@@ -16,7 +16,6 @@ use stepwell_core::deadline::deadline_after;
 use stepwell_core::format::manifest::{FileEntry, stored_files};
 use stepwell_core::io::Dir;
 use stepwell_core::load::LoadOptions;
-use stepwell_core::sys::each;
 
 use super::copies::{CopyTarget, FoundReport, read_control};
 use super::{Machines, writer_of};
@@ -24,7 +23,6 @@ use crate::control;
 use crate::convert::SavePauses;
 use crate::copy::{self, CopyProgress};
 use crate::directory_layout::{carry_orders, carry_report};
-use crate::discovery::REQUESTS_AT_ONCE;
 use crate::error::{Error, Result};
 use crate::root::{Root, VISIBLE_WITHIN};
 
@@ -69,8 +67,8 @@ pub(crate) struct CarryReport {
     pub(crate) number: u64,
     /// The bytes of its files that were copied.
     pub(crate) bytes: u64,
-    /// Changes while it waits for its turn to write.
-    pub(crate) waits: u64,
+    /// The number of its looks at the orders, between pieces.
+    pub(crate) looks: u64,
     /// `None` before the end.
     pub(crate) outcome: Option<CarryOutcome>,
 }
@@ -100,8 +98,8 @@ impl Machines {
         // The one that wrote it, before those with copies.
         let held = self.held_of(&source.attempt).filter(|held| held.has(writer) && !held.in_copy());
         let wrote = self.saved_by(&source.attempt, writer).into_iter().chain(held.map(|held| held.machine));
-        let holders = wrote.chain(self.machines_with(&source.attempt, writer));
-        holders.into_iter().find(is_here).unwrap_or(self.main)
+        let mut holders = wrote.chain(self.machines_with(&source.attempt, writer));
+        holders.find(is_here).unwrap_or(self.main)
     }
 
     /// Gives an order for a tier, on the main machine.
@@ -116,13 +114,9 @@ impl Machines {
         tier: usize,
         machines: &BTreeSet<u32>,
     ) -> Vec<FoundReport<CarryReport>> {
-        let others: Vec<_> = machines.iter().filter_map(|machine| self.others.get(machine)).collect();
-        each("stepwell-reports", REQUESTS_AT_ONCE, &others, |root| {
-            let report: CoreResult<Option<CarryReport>> = read_control(&***root, &carry_report(tier));
-            let report = report.map(|found| found.filter(|one| one.session == self.session));
-            let place = root.path().display().to_string();
-            FoundReport { place, report: report.map(Option::unwrap_or_default) }
-        })
+        let others = machines.iter().filter_map(|machine| self.others.get(machine));
+        let roots: Vec<_> = others.map(|other| Arc::clone(other) as Arc<dyn Dir>).collect();
+        self.reports(&roots, &carry_report(tier), |report: &CarryReport| &report.session)
     }
 }
 
@@ -263,7 +257,7 @@ impl FileCarrier {
             return Ok(true);
         }
         pace.looked = Instant::now();
-        self.report.waits += 1;
+        self.report.looks += 1;
         self.write_report()?;
         match self.orders(near) {
             Ok(orders) => {

@@ -104,9 +104,20 @@ impl Machines {
     pub(crate) fn copy_reports(&self) -> Vec<FoundReport<CopyReport>> {
         let others = self.others.values().map(|other| Arc::clone(other) as Arc<dyn Dir>);
         let roots: Vec<Arc<dyn Dir>> = std::iter::once(Arc::clone(&self.local)).chain(others).collect();
-        each("stepwell-reports", REQUESTS_AT_ONCE, &roots, |root| {
-            let report: CoreResult<Option<CopyReport>> = read_control(&**root, COPY_REPORT);
-            let report = report.map(|found| found.filter(|one| one.session == self.session));
+        self.reports(&roots, COPY_REPORT, |report: &CopyReport| &report.session)
+    }
+
+    /// Reads the reports of machines, in the files with this name. A report of another session
+    /// counts as none.
+    pub(super) fn reports<T: for<'de> Deserialize<'de> + Default + Send>(
+        &self,
+        roots: &[Arc<dyn Dir>],
+        name: &str,
+        session: impl Fn(&T) -> &str + Sync,
+    ) -> Vec<FoundReport<T>> {
+        each("stepwell-reports", REQUESTS_AT_ONCE, roots, |root| {
+            let report: CoreResult<Option<T>> = read_control(&**root, name);
+            let report = report.map(|found| found.filter(|one| session(one) == self.session));
             let place = root.path().display().to_string();
             FoundReport { place, report: report.map(Option::unwrap_or_default) }
         })

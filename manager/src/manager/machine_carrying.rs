@@ -82,8 +82,7 @@ impl<'a> OtherMachines<'a> {
     /// Returns the bytes that the other machines have copied. Looks at their reports now and then,
     /// and tells them if there is less time now.
     pub(super) fn bytes(&self) -> u64 {
-        let given = self.given.borrow().as_ref().map(|(number, _)| *number);
-        if let Some(number) = given
+        if let Some(number) = self.number()
             && self.looked.get().elapsed() >= PROGRESS_INTERVAL
         {
             // `wait` finds their failures.
@@ -97,6 +96,11 @@ impl<'a> OtherMachines<'a> {
     pub(super) fn bytes_per_second(&self) -> Option<u64> {
         let machines = self.carriers.borrow().len() as u64 + 1;
         self.tier.bytes_per_second.map(|rate| rate / machines)
+    }
+
+    /// Returns the number of the order that was given.
+    fn number(&self) -> Option<u64> {
+        self.given.borrow().as_ref().map(|(number, _)| *number)
     }
 
     fn is_hurried(&self) -> bool {
@@ -134,7 +138,7 @@ impl<'a> OtherMachines<'a> {
                 }
             };
             found.bytes = found.bytes.saturating_add(report.bytes);
-            found.waits = found.waits.wrapping_add(report.waits);
+            found.looks = found.looks.wrapping_add(report.looks);
             match report.outcome {
                 None => {
                     found.late = Some(place);
@@ -158,12 +162,12 @@ impl<'a> OtherMachines<'a> {
         let begun = Instant::now();
         let mut timer = StallTimer::new(self.inner.options.stall_timeout);
         loop {
-            let Reports { bytes, waits, entries, late, .. } = self.reports(number)?;
+            let Reports { bytes, looks, entries, late, .. } = self.reports(number)?;
             if !goes_on() {
                 return Err(stepwell_core::Error::Cancelled("by the carrier".to_owned()).into());
             }
             let Some(late) = late else { return Ok(entries) };
-            if timer.left((bytes, waits)).is_zero() {
+            if timer.left((bytes, looks)).is_zero() {
                 let waited_for = format!("{late} to carry its files to the tier `{}`", self.tier.name);
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
@@ -190,8 +194,8 @@ impl<'a> OtherMachines<'a> {
 #[derive(Default)]
 struct Reports {
     bytes: u64,
-    /// Changes while machines wait for their turn.
-    waits: u64,
+    /// The looks of machines at the orders.
+    looks: u64,
     /// The new entries of data files.
     entries: Vec<FileEntry>,
     /// A machine that has not ended.
@@ -233,8 +237,7 @@ impl OtherWriters for OtherMachines<'_> {
     }
 
     fn wait(&self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<FileEntry>> {
-        let given = self.given.borrow().as_ref().map(|(number, _)| *number);
-        let waited = given.map_or(Ok(Vec::new()), |number| self.wait_for(number, goes_on));
+        let waited = self.number().map_or(Ok(Vec::new()), |number| self.wait_for(number, goes_on));
         // A step that was removed meanwhile is nobody's failure.
         self.has_failed.set(waited.is_err() && goes_on());
         waited

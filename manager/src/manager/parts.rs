@@ -121,11 +121,11 @@ impl Inner {
         let mut leftovers =
             Leftovers::new(Arc::clone(machines), self.environment.clone(), thins, self.options.copies);
         leftovers.empty_trash(&self.root)?;
+        let what = "removing the files of retired steps on this machine";
         if let Err(error) = self.remove_parts(&mut leftovers) {
-            tracing::warn!(%error, "removing the files of retired steps on this machine failed. It is tried again");
+            tracing::warn!(%error, "{what} failed. It is tried again");
         }
         let (mut ended, mut last, mut has_gone_on) = (0, Instant::now(), !self.team.leads());
-        let what = "removing the files of retired steps on this machine";
         self.start_host_thread("stepwell-parts", LOOK_INTERVAL, what, move |inner| {
             has_gone_on = has_gone_on || inner.forget_absent_machines();
             let now = inner.saves.lock().writes.ended;

@@ -238,7 +238,7 @@ fn damage_on_another_machine_stays_there() {
 fn a_removed_step_is_not_carried_on() {
     for removed in ["delete", "rewind"] {
         let nodes = Nodes::new(1);
-        // Each step has 1 KiB for each rank: it takes minutes.
+        // At this rate, a step takes minutes.
         let slow = |environment: &Environment| {
             home(environment)
                 .into_iter()

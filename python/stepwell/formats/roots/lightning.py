@@ -8,11 +8,12 @@ import re
 from collections.abc import Sequence
 
 from ... import _core
+from ..._locations import MANIFEST
 from ...errors import CorruptCheckpoint, StepwellError
 from .. import lookup, torch_save
 from ..description import Value
 from ..files import read
-from .listing import MANIFEST, ForeignStep, Listing, entries, missing, number_of, written_by_stepwell
+from .listing import ForeignStep, Listing, entries, missing, number_of, written_by_stepwell
 
 LIGHTNING = "Lightning"
 NEMO = "NeMo"

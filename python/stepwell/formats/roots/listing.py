@@ -15,8 +15,6 @@ from ...errors import CorruptCheckpoint, MisuseError, StepNotFound
 from .. import lookup
 from ..files import corrupt, read
 
-#: The file that a whole checkpoint of stepwell has.
-MANIFEST = "manifest.json"
 #: The longest file with the name of a step.
 _MAX_POINTER_BYTES = 4096
 #: Digits of the number of a step.
