@@ -8,7 +8,7 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -320,6 +320,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         "_copies",
         "_core",
         "_foreign_step",
+        "_ours",
         "_owner",
         "_stamps",
         "_structure",
@@ -333,6 +334,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         copies: Copies | None = None,
         stamps: Mapping[str, Stamp] | None = None,
         adopted_step: _core.Checkpoint | None = None,
+        ours: str | None = None,
     ) -> None:
         self._core: _core.Checkpoint | None = core
         #: The number of a step of another library.
@@ -345,6 +347,8 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         self._stamps = stamps
         #: The step of a root that these files are, leased.
         self._adopted_step = adopted_step
+        #: The path of the checkpoint of stepwell that has the rest of this step.
+        self._ours = ours
         self._owner = lifecycle.Owner("checkpoint")
         self._structure: Structure | None = None
 
@@ -433,7 +437,7 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
         from ._state.specs import AS_STORED
 
         structure = self._tree()
-        job = restoring.Restore(self._open(), RestoreOptions(), structure)
+        job = restoring.Restore(self._open(), RestoreOptions(unexpected="ignore"), structure)
         components = structure.components(node)
         return job.run(template.Leaf(components, "stored", AS_STORED), fill=False)
 
@@ -640,6 +644,12 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
             found += tuple(Damage(f, b, tuple(leaves), what) for f, b, leaves, what in more)
         if self._copies is not None and not found:
             found = tuple(Damage(f, None, (leaf,), what) for f, leaf, what in self._copies.differing())
+        if self._ours is not None:
+            from ._opening import verify
+
+            rest = verify(self._ours, progress=progress)
+            files, nbytes = files + rest.files, nbytes + rest.nbytes
+            found += tuple(replace(one, file=os.path.join(rest.path, one.file)) for one in rest.damages)
         return VerifyReport(files, nbytes, found, self.path, self._number, unguarded)
 
     def diff(

@@ -7,7 +7,7 @@ again, piece by piece, to count the elements. So memory stays bounded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -115,6 +115,26 @@ class _Side:
         """The leaf that has the bytes of a leaf."""
         return node if node.tied_to is None else self.nodes[self.numbers[node.tied_to]]
 
+    def leaves_of(self, number: int) -> list[int]:
+        """The leaves at or below a node."""
+        inside, found = {number}, [number] if self.nodes[number].leaf is not None else []
+        for below in range(number + 1, len(self.nodes)):
+            if len(found) == self.nodes[number].leaves:
+                break
+            if self.nodes[below].parent in inside:
+                inside.add(below)
+                if self.nodes[below].leaf is not None:
+                    found.append(below)
+        return found
+
+    def values(self, wanted: Sequence[StoredNode]) -> list[object]:
+        """The values of objects, and of containers of them."""
+        objects = iter(self.checkpoint.read((node.path, ...) for node in wanted if node.leaf is not None))
+        return [
+            self.checkpoint._load(self.numbers[node.path]) if node.leaf is None else next(objects)
+            for node in wanted
+        ]
+
     def dotted_names(self, without: Collection[int]) -> dict[str, int]:
         """The other leaves by the names that flat formats give them. Names of several leaves are
         left out."""
@@ -162,8 +182,8 @@ class _Comparison:
 
     def __init__(self, a: Checkpoint, b: Checkpoint, choice: _core._Choice, with_containers: bool) -> None:
         self._a, self._b = _Side(a, choice), _Side(b, choice)
-        is_one_format = self._a.format == self._b.format
-        self._with_containers = is_one_format and with_containers
+        self._is_one_format = self._a.format == self._b.format
+        self._with_containers = self._is_one_format and with_containers
         #: Empty containers have no leaf that could be chosen.
         self._with_empty = self._with_containers and len(self._a.chosen) == len(self._a.leaves)
         #: Nodes of the first, and those of the second that they are compared with.
@@ -172,7 +192,7 @@ class _Comparison:
             for number, node in enumerate(self._a.nodes)
             if node.path in self._b.numbers
         }
-        if not is_one_format:
+        if not self._is_one_format:
             # A state that is one leaf has the empty name in flat formats.
             if (self._a.nodes[0].leaf is None) != (self._b.nodes[0].leaf is None):
                 self._partners.pop(0)
@@ -182,6 +202,9 @@ class _Comparison:
                     self._partners[number] = names[name]
         self._check_choice(choice)
         self._changes: dict[int, Change] = {}
+        #: Leaves of both sides that are compared as parts of a container.
+        self._parts_a: set[int] = set()
+        self._parts_b: set[int] = set()
 
     def _check_choice(self, choice: _core._Choice) -> None:
         """Refuses a pattern that matches no leaf, and a choice of no leaf."""
@@ -208,8 +231,10 @@ class _Comparison:
         """Compares them."""
         leaves = self._compare_nodes()
         opaque, compared = self._compare_values(leaves, progress) if values else ([], 0)
-        only_a, top_a = self._a.only(self._partners, self._b, self._with_empty)
-        only_b, top_b = self._b.only(set(self._partners.values()), self._a, self._with_empty)
+        partners_a = self._parts_a.union(self._partners)
+        partners_b = self._parts_b.union(self._partners.values())
+        only_a, top_a = self._a.only(partners_a, self._b, self._with_empty)
+        only_b, top_b = self._b.only(partners_b, self._a, self._with_empty)
         changes = tuple(self._changes[number] for number in sorted(self._changes))
         return Difference(only_a, only_b, top_a, top_b, changes, tuple(opaque), len(leaves), compared)
 
@@ -231,6 +256,9 @@ class _Comparison:
                 continue
             if number not in self._a.chosen and (one.leaf is not None or partner not in self._b.chosen):
                 continue
+            if (one.leaf is None) != (other.leaf is None) and self._is_one_value(number, partner):
+                leaves[number] = one, other
+                continue
             if one.leaf is not None and other.leaf is not None:
                 leaves[number] = one, other
             if one.kind != other.kind:
@@ -242,6 +270,18 @@ class _Comparison:
                 self._change(number).shape = (one.shape, other.shape)
         return leaves
 
+    def _is_one_value(self, number: int, partner: int) -> bool:
+        """True if one side has a container of plain values where the other one has an object."""
+        if self._is_one_format:
+            return False
+        parts_a, parts_b = self._a.leaves_of(number), self._b.leaves_of(partner)
+        parts = [self._a.nodes[one] for one in parts_a] + [self._b.nodes[one] for one in parts_b]
+        if any(part.kind != "object" or part.opaque is not None for part in parts):
+            return False
+        self._parts_a.update(parts_a)
+        self._parts_b.update(parts_b)
+        return True
+
     def _compare_values(self, leaves: dict[int, _Pair], progress: _Progress | None) -> tuple[list[str], int]:
         """Compares values. Returns the paths of opaque leaves, and the bytes that were compared."""
         opaque: list[str] = []
@@ -252,6 +292,8 @@ class _Comparison:
         for number, (one, other) in leaves.items():
             if one.opaque is not None or other.opaque is not None:
                 opaque.append(one.path)
+            elif one.leaf is None or other.leaf is None:
+                objects[number] = one, other
             elif one.kind != other.kind or one.shape != other.shape:
                 continue
             elif one.kind == "object":
@@ -278,8 +320,8 @@ class _Comparison:
         return opaque, nbytes
 
     def _compare_objects(self, pairs: dict[int, _Pair]) -> None:
-        first = self._a.checkpoint.read((one.path, ...) for one, _ in pairs.values())
-        second = self._b.checkpoint.read((other.path, ...) for _, other in pairs.values())
+        first = self._a.values([one for one, _ in pairs.values()])
+        second = self._b.values([other for _, other in pairs.values()])
         for number, one, other in zip(pairs, first, second, strict=True):
             if not alike(one, other):
                 change = self._change(number)

@@ -27,6 +27,8 @@ Location: TypeAlias = Path | Store
 MANIFEST = "manifest.json"
 #: The control directory of a root.
 CONTROL = ".stepwell"
+#: The directory of our root in a trainer's checkpoint, or in the directory of its run.
+GUEST = "stepwell"
 #: Ends of the names of files of other libraries.
 _OF_OTHERS = (".safetensors", ".pt", ".pth", ".bin", ".npy", ".npz", ".msgpack")
 #: Entries of a directory that are looked into.

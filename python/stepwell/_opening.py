@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .maps import MapLike
 
 _T = TypeVar("_T")
+_WARNING = 30
 
 
 @public
@@ -82,7 +83,13 @@ def open_step(where: str, step: int | str | None, map: MapLike | None, engine: s
         core = RestoreOptions(map=map).mapped(found.open(engine, path))
         copies = Copies(found.copies, found.reading) if found.copies else None
         stamps = found.stamps if found.adoption is None else None
-        return Checkpoint(core, found.step, found.adoption, copies, stamps)
+        if found.ours is not None:
+            lifecycle.log(
+                _WARNING,
+                "stepwell.formats",
+                f"{found.path}: the rest of this step is a checkpoint of stepwell. Open it by the path {found.ours}",
+            )
+        return Checkpoint(core, found.step, found.adoption, copies, stamps, ours=found.ours)
     assert not isinstance(step, str)
     with explaining(where):
         core = _core.open_path(where, step, engine)

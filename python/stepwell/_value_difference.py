@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ._state.specs import is_complex
+
 #: Elements that are compared at a time: wider copies are made of them.
 _BLOCK = 1 << 20
 
@@ -70,7 +72,7 @@ def _wide(array: Values) -> Values:
     kind = array.dtype.kind
     if kind in "mM":
         return array.view(np.int64)
-    if kind == "c":
+    if is_complex(array.dtype):
         return array.astype(np.complex128)
     if kind == "b":
         return array.astype(np.int64)

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 Moments = namedtuple("Moments", "mu nu")
 DTYPES = (
-    "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+    "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
     "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
 )  # fmt: skip
 
@@ -161,7 +161,7 @@ def test_dcp_reads_lists_that_lack_elements(tmp_path: Path) -> None:
 
 def test_safetensors_of_torch_reads_an_export(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
-    state = {dtype: tensor(dtype, 30, 50) for dtype in DTYPES if dtype != "complex128"}
+    state = {dtype: tensor(dtype, 30, 50) for dtype in DTYPES if dtype not in ("complex32", "complex128")}
     sw.save(tmp_path / "saved", state)
     sw.export(tmp_path / "saved", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")

@@ -32,15 +32,21 @@ echo 'fn main() {}' >"$probe/main.rs"
 if ! rustc --target "$HOST" -Zsanitizer=address -o "$probe/main" "$probe/main.rs" >"$probe/log" 2>&1; then
     skip "this compiler has no address sanitizer for $HOST: $(tail -1 "$probe/log")"
 fi
-if ! env -u RUSTC_BOOTSTRAP tests/cargo_tool.sh cargo-fuzz >"$probe/log" 2>&1; then
-    skip "cargo-fuzz cannot be installed: $(tail -1 "$probe/log")"
-fi
 
-cargo fuzz build --fuzz-dir tests/fuzz >"$probe/log" 2>&1 || {
-    cat "$probe/log"
-    exit 1
-}
 BIN="$CARGO_TARGET_DIR/$HOST/release"
+
+# What `cargo fuzz` passes to the compiler: coverage for libFuzzer, and the address sanitizer.
+build() {
+    local flags=(--cfg fuzzing -Zsanitizer=address -Cdebug-assertions -Cpasses=sancov-module)
+    for flag in level=4 inline-8bit-counters pc-table trace-compares; do
+        flags+=("-Cllvm-args=-sanitizer-coverage-$flag")
+    done
+    RUSTFLAGS="${flags[*]}" CARGO_PROFILE_RELEASE_LTO=off cargo build --manifest-path tests/fuzz/Cargo.toml --release --target "$HOST" \
+        "${@/#/--bin=}" >"$probe/log" 2>&1 || {
+        cat "$probe/log"
+        exit 1
+    }
+}
 
 # One target for some seconds; a line of a table, or what it found.
 one() {
@@ -63,6 +69,7 @@ one() {
 }
 
 if [ "${1:-}" = corpus ]; then
+    build seeds "${TARGETS[@]}"
     fresh=$(mktemp -d "$CARGO_TARGET_DIR/corpus.XXXXXX")
     "$BIN/seeds" "$fresh/seeds"
     for target in "${TARGETS[@]}"; do
@@ -89,6 +96,7 @@ fi
 seconds=${1:-60}
 shift || true
 [ $# -gt 0 ] || set -- "${TARGETS[@]}"
+build "$@"
 mkdir -p "$FOUND"
 echo "each for $seconds s, beginning with $(find "$CORPUS" -type f | wc -l) inputs:"
 failed=0

@@ -128,6 +128,7 @@ def test_a_checkpoint_is_walked_like_what_was_saved(path: Path) -> None:
         assert checkpoint["params"]["b"].dtype == ml_dtypes.bfloat16
         assert same(checkpoint["params"].load(), {"w": ARRAY, "b": np.ones((), ml_dtypes.bfloat16)})
         assert same(np.asarray(checkpoint["params"]["w"]), ARRAY)
+        assert checkpoint["list"][1].load() == {"x": "y"}  # it has a neighbour
         assert checkpoint.paths() == ["params/w", "params/b", "list[0]", "list[1]/x", "n"]
         assert "w" in checkpoint["params"]
         assert "zzz" not in checkpoint

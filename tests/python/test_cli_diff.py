@@ -140,6 +140,8 @@ def test_floats_of_one_dtype_are_compared_bit_for_bit(
         (np.array([1, 2], np.int32), np.array([1.0, 2.5], np.float32), 1, 0.5),
         (np.array([2**53 + 1]), np.array([1], np.uint32), 1, float(2**53)),
         (np.array([1.5], ml_dtypes.bfloat16), np.array([1.5]), 0, 0.0),
+        (np.array([1 + 2j], ml_dtypes.complex32), np.array([1 + 5j], ml_dtypes.complex32), 1, 3.0),
+        (np.array([1 + 2j], ml_dtypes.complex32), np.array([1 + 5j]), 1, 3.0),
     ],
 )
 def test_numbers_of_every_kind_are_told_apart(
@@ -442,3 +444,26 @@ def test_a_state_that_is_one_array_equals_its_exports(tmp_path: Path) -> None:
     sw.save(tmp_path / "dict", {"w": np.arange(3.0)})
     found = document("diff", tmp_path / "a.npy", tmp_path / "dict", code=1)
     assert (found["only_in_a"], found["only_in_b"]) == ([""], ["w"])
+
+
+def test_a_container_of_plain_values_equals_one_value(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1]}]
+    state = {"opt": {"param_groups": groups, "state": {0: torch.ones(2)}}, "none": [], "empty": {}}
+    torch.save(state, tmp_path / "a.pt")
+    groups[0]["lr"] = 0.2
+    torch.save(state, tmp_path / "other.pt")
+    sw.convert(tmp_path / "a.pt", tmp_path / "a", to="stepwell")
+    for one, other in (("a.pt", "a"), ("a", "a.pt")):
+        with sw.open(tmp_path / one) as ckpt:
+            found = ckpt.diff(tmp_path / other)
+            assert not found
+            assert not found.only_b
+    with sw.open(tmp_path / "other.pt") as ckpt:
+        found = ckpt.diff(tmp_path / "a")
+        assert not found.only_b
+        (change,) = found.changes
+        assert change.path == "opt/param_groups"
+        assert change.objects is not None
+        assert [side[0]["lr"] for side in change.objects] == [0.2, 0.1]
+        assert not ckpt.diff(tmp_path / "a", values=False)

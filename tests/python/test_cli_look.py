@@ -247,6 +247,19 @@ def test_cat_writes_a_file_that_numpy_reads(
         assert np.load(file).shape == wanted.shape
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e5m2, ml_dtypes.complex32])
+def test_cat_writes_numbers_of_ml_dtypes_as_raw_bytes(root: Path, tmp_path: Path, dtype: Any) -> None:
+    wanted = np.array([1, -2, 0.5]).astype(dtype)
+    with sw.CheckpointManager(root) as manager:
+        manager.save(0, {"w": wanted})
+    file = tmp_path / "w.npy"
+    document("cat", root, "w", "-o", file)
+    assert np.load(file).view(dtype).tolist() == wanted.tolist()
+    shown = document("cat", root, "w")["values"]
+    assert shown == ([[1, 0], [-2, 0], [0.5, 0]] if dtype is ml_dtypes.complex32 else [1, -2, 0.5])
+
+
 @pytest.mark.parametrize(
     ("leaf", "code", "word"),
     [

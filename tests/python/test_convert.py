@@ -113,6 +113,23 @@ def test_no_imaginary_part_is_dropped() -> None:
         cast_into(np.array([1 + 0j, 2 + 1j]), out, "w")
 
 
+@pytest.mark.filterwarnings("error")
+def test_half_complex_numbers_are_complex() -> None:
+    halves = np.array([1 + 0j, 2 + 1j], ml_dtypes.complex32)
+    with pytest.raises(sw.MismatchError, match="do not fit float32"):
+        cast_into(halves, np.zeros(2, np.float32), "w")
+    with pytest.raises(sw.MismatchError, match="do not fit int32"):
+        cast_into(halves, np.zeros(2, np.int32), "w")
+    real = np.zeros(1, np.float32)
+    cast_into(halves[:1], real, "w")
+    assert real.tolist() == [1]
+    back = np.zeros(2, ml_dtypes.complex32)
+    cast_into(np.array([1 + 0j, 2 + 1j]), back, "w")
+    assert back.tolist() == halves.tolist()
+    with pytest.raises(sw.MismatchError, match="do not fit complex32"):
+        cast_into(np.array([1, 1 + 1e6j]), back, "w")
+
+
 def test_a_restore_does_not_wrap_large_unsigned_integers(tmp_path: Path) -> None:
     sw.save(tmp_path / "c", {"a": np.array([300, 70000, 5], np.uint64)})
     for dtype in ("int8", "uint8", "int16"):

@@ -99,6 +99,12 @@ def test_a_probe_that_never_ends_is_killed_and_unknown(
     until(lambda: processes(str(tmp_path)) == [])
 
 
+def test_probes_without_an_answer_are_no_broken_promise(tmp_path: Path) -> None:
+    printed = run("doctor", tmp_path, "--timeout", 0.01)
+    assert printed.exit_code == 1
+    assert f"not all promises could be tried: {tmp_path}" in printed.output
+
+
 def start(path: Path) -> tuple[subprocess.Popen[bytes], Path]:
     """A doctor in the middle of its probes, and its directory."""
     script = f"import stepwell as sw; sw.doctor({str(path)!r}, nbytes=1 << 20)"

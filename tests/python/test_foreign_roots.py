@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -488,7 +489,9 @@ def test_a_newest_step_of_stepwell_is_named(tmp_path: Path, library: str) -> Non
     assert "not finished" not in told
 
 
-def test_a_checkpoint_of_a_trainer_is_whole_with_our_part(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_trainer_is_whole_with_our_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for step in (4, 8):
         place = tmp_path / "run" / f"checkpoint-{step}"
         place.mkdir(parents=True)
@@ -497,5 +500,26 @@ def test_a_checkpoint_of_a_trainer_is_whole_with_our_part(tmp_path: Path) -> Non
     stepwell_beside(tmp_path / "run" / "checkpoint-4", 4)
     # The process was killed in the save.
     (tmp_path / "run" / "checkpoint-8" / "stepwell").mkdir()
-    assert sw.restore(tmp_path / "run")["model"]["w"] == 4
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        assert sw.restore(tmp_path / "run")["model"]["w"] == 4
+    ours = tmp_path / "run" / "checkpoint-4" / "stepwell"
+    assert f"Open it by the path {ours}" in caplog.text
     assert "its directory stepwell has no step" in run("ls", str(tmp_path / "run")).output
+
+
+def test_our_part_of_a_trainers_checkpoint_is_verified(tmp_path: Path) -> None:
+    place = tmp_path / "run" / "checkpoint-4"
+    place.mkdir(parents=True)
+    save_file({"w": np.full(1, 4)}, place / "model.safetensors")
+    (place / "trainer_state.json").write_text(json.dumps({"global_step": 4}, indent=2) + "\n")
+    with sw.CheckpointManager(place / "stepwell") as manager:
+        manager.save(0, {"value": np.arange(1000)})
+    alone = sw.verify(place / "model.safetensors").nbytes
+    assert sw.verify(tmp_path / "run").nbytes > alone + 8000
+    (file,) = place.glob("stepwell/**/*.data")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    report = sw.verify(tmp_path / "run")
+    assert [one.file for one in report.damages] == [str(file)]
+    assert run("verify", str(tmp_path / "run")).exit_code == 1

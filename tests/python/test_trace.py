@@ -254,6 +254,18 @@ def test_a_root_without_traces_is_a_finding(root: Path) -> None:
     assert command_line.run("trace", root / "nowhere").exit_code == 1
 
 
+def test_a_step_without_traces_is_told(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first_run(root)
+    told = command_line.run("trace", root, "--step", 99)
+    assert told.exit_code == 1
+    assert "no traces of the saved step 99" in told.output
+    for file in traces(root):
+        file.unlink()
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        resumed(root)
+    assert "has no traces, so nothing is compared" in caplog.text
+
+
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])

@@ -16,6 +16,7 @@ import numpy as np
 
 import stepwell as sw
 
+from .._state.specs import is_complex
 from ..errors import MismatchError, MisuseError, StepwellError, from_system
 from .command import command
 from .output import FINE, Output, safe, size
@@ -184,7 +185,7 @@ def _print(out: Output, array: _Sliced, everything: bool) -> None:
         values, threshold = _edges(array), 0
     out.line(out.dim(array.title + array.whole))
     # numpy prints the dtypes of ml_dtypes by their `repr`, which is longer than the number.
-    formatter: _FormatDict | None = {"all": str} if array.dtype.kind == "V" else None
+    formatter: _FormatDict | None = {"all": str} if _is_of_ml_dtypes(array.dtype) else None
     out.line(
         np.array2string(values, threshold=threshold, edgeitems=_EDGE, separator=", ", formatter=formatter)
     )
@@ -210,7 +211,9 @@ def _write(out: Output, array: _Sliced, output: str) -> None:
     if not output.endswith(".npy"):
         raise MisuseError(f"{output} is written as .npy: name it so")
     header = {
-        "descr": np.lib.format.dtype_to_descr(array.dtype),
+        "descr": f"|V{array.dtype.itemsize}"
+        if _is_of_ml_dtypes(array.dtype)
+        else np.lib.format.dtype_to_descr(array.dtype),
         "fortran_order": False,
         "shape": array.shape,
     }
@@ -232,10 +235,14 @@ def _write(out: Output, array: _Sliced, output: str) -> None:
         raise
     out.document({**array.document, "output": os.path.abspath(output), "bytes": array.nbytes})
     out.line(f"{array.title}, {size(array.nbytes)}, written to {safe(output)}")
-    if array.dtype.kind == "V":
+    if _is_of_ml_dtypes(array.dtype):
         out.note(
             f"note: numpy reads {array.dtype.name} back as raw bytes; np.load(…).view(ml_dtypes.{array.dtype.name}) has the numbers"
         )
+
+
+def _is_of_ml_dtypes(dtype: np.dtype) -> bool:
+    return dtype.type.__module__ != "numpy"
 
 
 def _listed(array: Values) -> object:
@@ -243,8 +250,9 @@ def _listed(array: Values) -> object:
     kind = array.dtype.kind
     if kind in "mM":
         return array.astype(str).tolist()
-    if kind == "c":
-        return np.stack([array.real, array.imag], axis=-1).astype(np.float64).tolist()
+    if is_complex(array.dtype):
+        wide = array.astype(np.complex128)
+        return np.stack([wide.real, wide.imag], axis=-1).tolist()
     if kind in "biu":
         return array.tolist()
     is_integer = array.dtype.name.startswith(("int", "uint"))

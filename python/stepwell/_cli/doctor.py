@@ -43,7 +43,13 @@ def doctor(out: Output, path: str, timeout: float, mib: int) -> int:
     ]
     for line, one in zip(columns(rows, "llll"), report.findings, strict=True):
         out.line(out.bad(line) if one.needed and one.answer != "holds" else line)
-    verdict = "every promise holds" if report.ok else "a promise does not hold"
+    needed = {one.answer for one in report.findings if one.needed}
+    if report.ok:
+        verdict = "every promise holds"
+    elif "missing" in needed:
+        verdict = "a promise does not hold"
+    else:
+        verdict = "not all promises could be tried"
     out.line((out.good if report.ok else out.bad)(f"{verdict}: {safe(report.path)}"))
     return FINE if report.ok else PROBLEMS
 

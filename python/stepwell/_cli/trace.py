@@ -40,12 +40,14 @@ def trace(out: Output, root: str, other: str | None, step: int | None) -> int:
             "ignored": found.ignored,
         }
     )
-    out.lines(_lines(out, found))
+    out.lines(_lines(out, found, step))
     return FINE if found and found.traces else PROBLEMS
 
 
-def _lines(out: Output, found: sw.results.TraceReport) -> Iterator[str]:
-    if not found.traces:
+def _lines(out: Output, found: sw.results.TraceReport, step: int | None) -> Iterator[str]:
+    if not found.traces and step is not None:
+        yield f"no traces of the saved step {step}. Without --step, those of all steps are shown"
+    elif not found.traces:
         yield "no traces. CheckpointManager(prove_resume=k) writes them"
     names = _names(found.traces)
     for run in found.traces:

@@ -8,6 +8,7 @@ from functools import lru_cache
 import ml_dtypes
 import numpy as np
 
+from .._state.specs import is_complex
 from ..errors import MismatchError, at_leaf
 
 _Array = np.ndarray
@@ -36,14 +37,16 @@ def bounds(dtype: np.dtype) -> tuple[int, int] | None:
 def _cast(source: _Array, dtype: np.dtype, path: str) -> _Array:
     if source.dtype == dtype or source.size == 0 or source.dtype.kind in "mM" or dtype.kind in "mM":
         return source.astype(dtype)
-    if source.dtype.kind == "c" and dtype.kind != "c":
+    if is_complex(source.dtype) and source.dtype.kind != "c":
+        source = source.astype(np.complex64)
+    if source.dtype.kind == "c" and not is_complex(dtype):
         _refuse(source, dtype, source.imag != 0, path)
         source = source.real
     limits = bounds(dtype)
     if limits is None:
         with np.errstate(over="ignore", invalid="ignore"):
             values = source.astype(dtype)
-            wide = np.complex128 if dtype.kind == "c" else np.float64
+            wide = np.complex128 if is_complex(dtype) else np.float64
             lost = np.isfinite(source.astype(wide)) & ~np.isfinite(values.astype(wide))
         _refuse(source, dtype, lost, path)
         return values

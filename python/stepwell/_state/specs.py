@@ -39,6 +39,11 @@ def native_name(dtype: np.dtype) -> str:
     return dtype.newbyteorder("=").name
 
 
+def is_complex(dtype: np.dtype) -> bool:
+    """True for complex numbers, also for those of ``ml_dtypes``."""
+    return dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32")
+
+
 def _shape(shape: Sizes) -> tuple[int, ...]:
     numbers = (shape,) if isinstance(shape, SupportsIndex) else shape
     return sizes(numbers, "the shape of an ArraySpec")

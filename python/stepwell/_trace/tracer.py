@@ -124,7 +124,11 @@ class Tracer:
             run = min(traces, key=lambda trace: trace.unix_ns).run
             self._earlier[number] = [trace for trace in traces if trace.run == run]
         if not found:
-            self._log(_INFO, f"step {step} has no traces, so nothing is compared")
+            self._log(
+                _WARNING,
+                f"step {step} has no traces, so nothing is compared: its run had no prove_resume=, "
+                "or ended before it wrote them",
+            )
 
     def rewound(self, step: int) -> None:
         """Steps after this one are gone."""

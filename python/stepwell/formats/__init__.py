@@ -145,7 +145,7 @@ def _of_listed(listing: roots.Listing, step: roots.ForeignStep, adopted: bool) -
         found = of_parts(listing.family, step.path, parts)
     else:
         found = _required(step.checkpoint or step.path, reading, of_their_own)
-    found.path, found.step, found.of_root = step.path, step.number, True
+    found.path, found.step, found.of_root, found.ours = step.path, step.number, True, step.ours
     found.adoption, found.reading = known, reading
     return found
 

@@ -152,6 +152,8 @@ class Description:
     step: int | None = None
     #: True if it was found as a step of a root, whose number may be unknown.
     of_root: bool = False
+    #: The path of the checkpoint of stepwell that has the rest of this step.
+    ours: str | None = None
     #: The checksums of its files, if it was adopted.
     adoption: Adoption | None = None
     #: The reading that its files belong to.

@@ -27,8 +27,6 @@ from ..coordinators import Coordinator
 from ..errors import MisuseError, StalledError, StepwellError
 from ._terms import TRAINER, Terms, in_terms, reworded
 
-#: The directory of our root in that of a trainer's checkpoint.
-DIRECTORY = "stepwell"
 INFO, WARNING = 20, 30
 #: The longest wait for a deletion.
 _REMOVE_SECONDS = 600.0

@@ -27,6 +27,7 @@ from accelerate.utils import DistributedType, broadcast
 
 from .. import coordinators
 from .._adapters.torch_model import plain_names
+from .._locations import GUEST
 from .._manager import CheckpointManager
 from .._opening import metadata
 from .._state.specs import PerRank, Replicated
@@ -114,7 +115,7 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
         os.makedirs(path, exist_ok=True)
         kept = self._stepwell_call_hooks(output_dir)
         self._stepwell_pending = save = _guest.save(
-            os.path.join(path, _guest.DIRECTORY),
+            os.path.join(path, GUEST),
             self._stepwell_state,
             self._stepwell_board(),
             {"world_size": self.num_processes, "step": self.step, "models": kept},
@@ -161,7 +162,7 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
             super().load_state(input_dir, load_kwargs, **others)
         else:
             _refuse({name: value for name, value in others.items() if name != "map_location"})
-            self._stepwell_load(input_dir, os.path.join(path, _guest.DIRECTORY))
+            self._stepwell_load(input_dir, os.path.join(path, GUEST))
         if folder is not None:
             numbers = [number for number, path in _steps(folder, _AUTOMATIC) if _why_not(path) is None]
             self.project_configuration.iteration = max(numbers, default=-1) + 1
@@ -277,7 +278,7 @@ def _why_not(path: str) -> str | None:
         written_last = os.path.join(path, "random_states_0.pkl")
         return None if os.path.exists(written_last) else f"it has no {os.path.basename(written_last)}"
     try:
-        metadata(os.path.join(path, _guest.DIRECTORY))
+        metadata(os.path.join(path, GUEST))
     except (StepwellError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -296,7 +297,7 @@ def _surplus(newest: str, limit: int | None) -> list[str]:
 
 
 def _is_ours(path: str) -> bool:
-    return os.path.lexists(os.path.join(path, _guest.DIRECTORY))
+    return os.path.lexists(os.path.join(path, GUEST))
 
 
 def _one_or_all(values: list[_Value]) -> _Value | list[_Value] | None:

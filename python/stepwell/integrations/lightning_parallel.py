@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from .. import coordinators
-from .._locations import absolute
+from .._locations import GUEST, absolute
 from .._opening import is_own, restore
 from .._restore.options import Globs
 from .._state.specs import Replicated
@@ -123,7 +123,7 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
 
     def _root(self, path: _Path) -> str:
         """The root of a checkpoint: the ranks take rank 0's path, as with Lightning."""
-        return os.path.join(absolute(self.broadcast(path)), _guest.DIRECTORY)
+        return os.path.join(absolute(self.broadcast(path)), GUEST)
 
     def _board(self) -> coordinators.TorchStore | None:
         return coordinators.TorchStore() if self.world_size > 1 else None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from .. import _policies as policies
 from .. import _retention as rules
 from .._checks import instance, shown
-from .._locations import absolute
+from .._locations import GUEST, absolute
 from .._manager import CheckpointManager as Manager
 from .._opening import open as open_checkpoint
 from .._restore.options import ChoiceKeywords
@@ -32,8 +32,6 @@ from ._terms import Terms, in_terms
 if TYPE_CHECKING:
     from types import TracebackType
 
-#: The directory with our root, in that of the run.
-_DIRECTORY = "stepwell"
 #: The metric of a step that has the value of ``best_fn``.
 _BEST = "best_fn"
 #: The caller makes the state, and has ``read_only=``.
@@ -197,7 +195,7 @@ class CheckpointManager:
         self._old: dict[int, RootStep] = {}
         with in_terms(_TERMS):
             self._mgr = Manager(
-                os.path.join(self.directory, _DIRECTORY),
+                os.path.join(self.directory, GUEST),
                 save_policy=options.policy,
                 retention=options.retention,
                 read_only=options.read_only,

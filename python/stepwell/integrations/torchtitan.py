@@ -20,6 +20,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.tools import filesystem
 
 from .. import coordinators
+from .._locations import GUEST
 from .._manager import CheckpointManager
 from .._opening import is_own
 from .._restore.options import ResumeKeywords
@@ -81,7 +82,7 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
         for name in set(self.exclude_from_loading) - self.states.keys():
             raise MisuseError(f"exclude_from_loading: no state {name!r}. There are {sorted(self.states)}")
         self._waits = config.async_mode == "disabled"
-        self._root = filesystem.join(self.folder, _guest.DIRECTORY)
+        self._root = filesystem.join(self.folder, GUEST)
         #: ``None`` if nothing is saved, and no step is there to load.
         self._manager: CheckpointManager | None = None
         if not self.load_only or is_own(self._root):

@@ -25,6 +25,7 @@ import transformers
 from transformers.trainer_utils import sort_checkpoints
 
 from .. import coordinators
+from .._locations import GUEST
 from .._opening import metadata, restore
 from .._roots import open_root
 from ..errors import CorruptCheckpoint, MisuseError, StepwellError
@@ -113,7 +114,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         os.makedirs(output_dir, exist_ok=True)
         board = coordinators.TorchStore() if self.args.world_size > 1 else None
         self._stepwell_pending = _guest.save(
-            os.path.join(output_dir, _guest.DIRECTORY),
+            os.path.join(output_dir, GUEST),
             state,
             board,
             {"world_size": self.args.world_size},
@@ -190,7 +191,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if checkpoint is None or not _is_ours(checkpoint):
             super()._load_rng_state(checkpoint)
             return
-        root = os.path.join(checkpoint, _guest.DIRECTORY)
+        root = os.path.join(checkpoint, GUEST)
         if metadata(root).custom_metadata != {"world_size": self.args.world_size}:
             _guest.log(
                 _guest.INFO,
@@ -234,20 +235,20 @@ def _why_not(path: str) -> str | None:
     state = os.path.join(path, _STATE_FILE)
     try:
         json.loads(read_whole(state, _MAX_STATE_BYTES, lambda size: corrupt(state, f"{size} bytes")))
-        metadata(os.path.join(path, _guest.DIRECTORY))
+        metadata(os.path.join(path, GUEST))
     except (StepwellError, OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _is_ours(checkpoint: str) -> bool:
-    return os.path.lexists(os.path.join(checkpoint, _guest.DIRECTORY))
+    return os.path.lexists(os.path.join(checkpoint, GUEST))
 
 
 def _restore(checkpoint: str, into: dict[str, object], include: str | list[str]) -> None:
     try:
         with in_terms():
-            restore(os.path.join(checkpoint, _guest.DIRECTORY), into=into, include=include)
+            restore(os.path.join(checkpoint, GUEST), into=into, include=include)
     except CorruptCheckpoint as error:
         output_dir, name = os.path.split(os.path.normpath(checkpoint))
         match = _CHECKPOINT.fullmatch(name)

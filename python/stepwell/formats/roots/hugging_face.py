@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Collection, Sequence
 
+from ..._locations import GUEST
 from .. import lookup
 from ..files import read, read_whole
 from .listing import ForeignStep, Listing, entries, missing, numbered, written_by_stepwell
@@ -18,8 +19,6 @@ _OF_ACCELERATE = re.compile(r"checkpoint_(\d+)")
 _STATE = "trainer_state.json"
 #: A file that the Trainer deletes at the end of a save during a preemption.
 _UNFINISHED = "checkpoint-is-incomplete.txt"
-#: The directory of stepwell's part, a root with one step.
-_OURS = "stepwell"
 _MAX_STATE_BYTES = 256 << 20
 #: Files and directories with the weights of the model.
 _WEIGHTS = re.compile(
@@ -44,9 +43,10 @@ def trainer(path: str, names: Sequence[str]) -> Listing | None:
         reason = f"it has {_UNFINISHED}" if _UNFINISHED in inside else missing(inside, _STATE)
         if reason is None and not _is_whole(os.path.join(place, _STATE)):
             reason = f"its {_STATE} ends early: the save was not finished"
-        if reason is None and _OURS in inside and not _has_ours(place):
-            reason = f"its directory {_OURS} has no step: the save was not finished"
-        steps.append(_step(number, name, place, inside, reason))
+        if reason is None and GUEST in inside and not _has_ours(place):
+            reason = f"its directory {GUEST} has no step: the save was not finished"
+        ours = os.path.join(place, GUEST) if reason is None and GUEST in inside else None
+        steps.append(_step(number, name, place, inside, reason, ours))
     whole = [step for step in steps if step.incomplete is None]
 
     def best() -> str | None:
@@ -60,8 +60,8 @@ def accelerate(path: str, names: Sequence[str]) -> Listing | None:
     steps = []
     for number, name, place in numbered(path, names, _OF_ACCELERATE):
         inside = entries(place) if lookup.is_dir(place) else ()
-        if _OURS in inside and _has_ours(place):
-            ours = os.path.join(place, _OURS)
+        if GUEST in inside and _has_ours(place):
+            ours = os.path.join(place, GUEST)
             steps.append(ForeignStep(number, name, place, written_by_stepwell(ours), ours=ours))
         elif any(_weights(inside)) or "random_states_0.pkl" in inside:
             reason = missing(inside, "random_states_0.pkl")
@@ -71,10 +71,12 @@ def accelerate(path: str, names: Sequence[str]) -> Listing | None:
 
 def _has_ours(place: str) -> bool:
     """True if an integration of stepwell has committed its part of a checkpoint."""
-    return any(name.startswith("step_") for name in entries(os.path.join(place, _OURS)))
+    return any(name.startswith("step_") for name in entries(os.path.join(place, GUEST)))
 
 
-def _step(number: int, name: str, path: str, inside: Collection[str], reason: str | None) -> ForeignStep:
+def _step(
+    number: int, name: str, path: str, inside: Collection[str], reason: str | None, ours: str | None = None
+) -> ForeignStep:
     weights = sorted(_weights(inside))
     sharded = numbered(path, inside, _OF_DEEPSPEED)
     if reason is None and not weights and not sharded:
@@ -92,7 +94,7 @@ def _step(number: int, name: str, path: str, inside: Collection[str], reason: st
             parts[f"model_{match[1]}"] = os.path.join(path, one)
     if sharded:
         parts["deepspeed"] = sharded[-1][2]
-    return ForeignStep(number, name, path, reason, parts=parts)
+    return ForeignStep(number, name, path, reason, parts=parts, ours=ours)
 
 
 def _weights(inside: Collection[str]) -> list[str]:

@@ -38,7 +38,8 @@ class ForeignStep:
     checkpoint: str | None = None
     #: The paths of its parts by name, if it is more than one checkpoint.
     parts: Mapping[str, str] = field(default_factory=dict)
-    #: The path of the checkpoint that an integration of stepwell has put there.
+    #: The path of the checkpoint that an integration of stepwell has put there. It is not read as a
+    #: part of this step.
     ours: str | None = None
 
 

@@ -37,6 +37,7 @@ _UNTYPED = {
     "uint16": "uint16",
     "uint32": "uint32",
     "uint64": "uint64",
+    "complex32": "complex32",
     "float8_e4m3fn": "float8_e4m3fn",
     "float8_e4m3fnuz": "float8_e4m3fnuz",
     "float8_e5m2": "float8_e5m2",
