@@ -148,10 +148,93 @@ def test_dcp_loads_an_export_with_its_ties(tmp_path: Path) -> None:
     same(whole["model"]["layers"][0]["bool"], layers[0]["bool"])
 
 
+def training_state() -> dict[str, object]:
+    """A state of ``get_state_dict``, with values of all plain types."""
+    states = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, slots = states.get_state_dict(model, optimizer)
+    w = tensor("float32", 40)
+    values = {"step": 7, "rate": 0.1, "name": "ü", "none": None, "bytes": b"\0\xff", "flag": True}
+    return {
+        "model": weights, "optim": slots, **values, "pair": (w, 3, {"a": w + 1}), "w": w, "numbers": [1, [2]],
+        "dicts": [{"a": 1}, 2], "mixed": [w + 2, 5], "empty": {"dict": {}, "list": []}, "pairs": [(w + 3, 1)],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["stepwell", "dcp", "torch"])
+def test_dcp_loads_a_training_state_bit_for_bit(tmp_path: Path, source: str) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    state = training_state()
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(state, tmp_path / "torch")
+    sw.save(tmp_path / "stepwell", state)
+    sw.export(tmp_path / source, tmp_path / "out", to="dcp")
+    theirs, ours = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("dcp", "out"))
+    assert ours.planner_data == theirs.planner_data
+    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    found = {
+        **dict.fromkeys(state, "to be replaced"),
+        "model": {name: torch.zeros_like(one) for name, one in state["model"].items()},
+        "optim": json.loads(json.dumps(state["optim"], default=lambda one: [])),
+        "w": torch.zeros(40), "dicts": [{"a": 0}, 0], "mixed": [torch.zeros(40), 0], "empty": {"dict": {}, "list": 0},
+    }  # fmt: skip
+    slots = state["optim"]["state"]
+    found["optim"]["state"] = {
+        name: {slot: torch.zeros_like(one) for slot, one in one.items()} for name, one in slots.items()
+    }
+    dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    found["model"] = OrderedDict(found["model"])
+    assert_equal(found, state)
+    with sw.open(tmp_path / "dcp") as one:
+        assert not one.diff(tmp_path / "out")
+
+
+def assert_equal(found: object, wanted: object) -> None:
+    assert type(found) is type(wanted)
+    if isinstance(wanted, torch.Tensor):
+        same(found, wanted)
+    elif isinstance(wanted, dict):
+        assert list(found) == list(wanted)
+        for key, one in wanted.items():
+            assert_equal(found[key], one)
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for pair in zip(found, wanted, strict=True):
+            assert_equal(*pair)
+    else:
+        assert found == wanted
+
+
+def test_dcp_refuses_values_that_are_not_plain_by_name(tmp_path: Path) -> None:
+    sw.save(tmp_path / "saved", {"w": torch.ones(3), "tags": {"a"}, "step": 7})
+    with pytest.raises(sw.MisuseError, match=r"dcp cannot hold leaf `tags`: .* plain Python values only"):
+        sw.convert(tmp_path / "saved", tmp_path / "out", to="dcp")
+    assert sw.convert(tmp_path / "saved", tmp_path / "out", to="dcp", objects="skip").skipped == ("tags",)
+    assert sw.restore(tmp_path / "out", include="step")["step"] == 7
+
+
+def test_values_with_one_name_in_dcp_are_refused(tmp_path: Path) -> None:
+    sw.save(tmp_path / "saved", {"a": {"b": 1}, "a.b": torch.ones(2)})
+    with pytest.raises(sw.MisuseError, match=r"`a/b` and leaf `a.b` have the same name .*'a.b'"):
+        sw.convert(tmp_path / "saved", tmp_path / "out", to="dcp")
+
+
+def test_an_object_of_dcp_may_have_long_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stepwell.formats.dcp._MAX_OBJECT_BYTES", 2048)
+    sw.save(tmp_path / "saved", {"pair": (torch.arange(5000), 1), "long": "x" * 3000})
+    assert sw.export(tmp_path / "saved", tmp_path / "out", to="dcp").verified
+    found = sw.restore(tmp_path / "out")
+    assert found["pair"][0].tolist() == list(range(5000))
+    assert "opaque object of" in repr(found["long"])
+
+
 def test_dcp_reads_lists_that_lack_elements(tmp_path: Path) -> None:
     formats = pytest.importorskip("torch.distributed.checkpoint.format_utils")
     one = torch.ones(3)
-    torch.save({"first": [1, one], "last": [one, 1], "in": [[1, one], [one]]}, tmp_path / "c.pt")
+    torch.save({"first": [{1}, one], "last": [one, {1}], "in": [[{1}, one], [one]]}, tmp_path / "c.pt")
     made = sw.export(tmp_path / "c.pt", tmp_path / "dcp", to="dcp", objects="skip")
     assert made.skipped == ("first[0]", "last[1]", "in[0][0]")
     formats.dcp_to_torch_save(tmp_path / "dcp", tmp_path / "back.pt")

@@ -17,7 +17,7 @@ from .._paths import listed, named
 from ..errors import CorruptCheckpoint, FormatError, MisuseError, StepwellError
 from ..formats import find
 from ..formats.writers import WRITERS, Content, OutputFile, OutputTensor, PlainValue, Writer
-from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, places, selected
+from .leaves import SelectedLeaf, held_objects, nested, output_dtypes, selected
 from .passed_along import as_output, stored
 from .spec import Conversion, ConversionResult, Progress, digest
 
@@ -113,9 +113,9 @@ def _content(
     # Of tied tensors, the first one of the state has the bytes. It is the embedding of a model
     # whose head is tied to it. `transformers` and vLLM tie the head again.
     first: dict[tuple[int, str], str] = {}
-    for leaf, dtype, parts in zip(arrays, output_dtypes(arrays, choice), places(arrays), strict=True):
+    for leaf, dtype in zip(arrays, output_dtypes(arrays, choice), strict=True):
         name = names[leaf.number]
-        tensors[leaf.number] = OutputTensor(name, leaf.number, dtype, leaf.shape, parts, leaf.path)
+        tensors[leaf.number] = OutputTensor(name, leaf.number, dtype, leaf.shape, leaf.path)
         first.setdefault((leaf.holder, dtype), name)
     ties = {
         tensor.name: holder

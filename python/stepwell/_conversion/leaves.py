@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from .. import _core
@@ -176,23 +176,3 @@ def nested(structure: Structure, node: int, values: Mapping[int, object]) -> obj
         return {value: one for (_, value), one in children}
     found = [one for _, one in children]
     return tuple(found) if what == "tuple" else found
-
-
-def places(leaves: Sequence[SelectedLeaf]) -> list[tuple[str | int, ...]]:
-    """The keys and indices of the leaves' paths, as DCP has them. Keys are text. Indices of a list
-    are text, too, if other elements than its last ones are missing, and at the top. A state that
-    is one leaf has it under the empty key."""
-    indices: dict[tuple[Component, ...], set[int]] = {}
-    for leaf in leaves:
-        for at, (tag, value) in enumerate(leaf.components):
-            if tag == "x" and at:
-                indices.setdefault(leaf.components[:at], set()).add(int(value))
-    whole = {above for above, found in indices.items() if found == set(range(len(found)))}
-    return [
-        tuple(
-            value if tag == "x" and leaf.components[:at] in whole else str(value)
-            for at, (tag, value) in enumerate(leaf.components)
-        )
-        or ("",)
-        for leaf in leaves
-    ]

@@ -33,7 +33,7 @@ _METADATA = ".metadata"
 _DATA = ".distcp"
 #: A metadata file of one rank, in the mode in which ranks save for themselves.
 _OF_RANK = re.compile(r"__\d+\.metadata")
-#: The longest object that is read when the checkpoint is opened.
+#: The longest object, without its tensors, that is read when the checkpoint is opened.
 _MAX_OBJECT_BYTES = 64 << 20
 #: Decoded bytes of a compressed tensor that are read then: the pickle, and what is in front of the
 #: elements. An object may have more, as a multiple of its compressed bytes.
@@ -324,14 +324,15 @@ class Checkpoint:
     def _object(self, name: str, place: Place, archives: Mapping[Place, Archive]) -> object:
         if place.transforms and not _is_zstd(place):
             return Opaque(f"object, by {', '.join(place.transforms)}")
-        if place.length > _MAX_OBJECT_BYTES:
-            return Opaque(f"object of {place.length} bytes")
         if place in self._raw:
             return Opaque(f"object of {place.length} bytes that torch.save did not write")
         if place not in archives:
             raise self._wrong(name, f"{place.file} has its tensors at byte {place.offset}")
         if archives[place].is_cut:
             return Opaque(f"object of more than {_OBJECT_RATIO} times its {place.length} compressed bytes")
+        # The tensors of an object stay in the file.
+        if archives[place].pickle_nbytes > _MAX_OBJECT_BYTES:
+            return Opaque(f"object of {place.length} bytes")
         return archived(archives[place]).state
 
     def _wrong(self, name: str, what: str) -> CorruptCheckpoint:

@@ -125,6 +125,11 @@ class Archive:
         """True if the read part of a compressed archive does not have the whole pickle."""
         return self._stream is not None and f"{self.root}/data.pkl" not in self._contents
 
+    @property
+    def pickle_nbytes(self) -> int:
+        """The bytes of the pickle."""
+        return self._members[f"{self.root}/data.pkl"].length
+
     def guarded(self) -> list[Guarded]:
         """The ranges that have checksums."""
         if self._stream is not None:

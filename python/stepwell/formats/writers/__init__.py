@@ -64,7 +64,14 @@ WRITERS: Mapping[str, Writer] = {
         nested_paths,
     ),
     "npz": Writer(npz.plan, _nothing, "arrays", False, ""),
-    "dcp": Writer(dcp.plan, _nothing, "dense tensors of ordinary dtypes", False, None, dcp.paths),
+    "dcp": Writer(
+        dcp.plan,
+        torch.is_plain,
+        "dense tensors of ordinary dtypes and plain Python values",
+        False,
+        None,
+        dcp.paths,
+    ),
     "megatron": Writer(
         megatron.plan, torch.is_plain, "dense tensors of ordinary dtypes and plain Python values", False, None
     ),

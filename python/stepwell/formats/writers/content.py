@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..._paths import extend
@@ -41,6 +41,15 @@ class Content:
     def every(self) -> tuple[OutputTensor, ...]:
         """All tensors, tied ones too."""
         return (*self.tensors, *self.tied)
+
+
+def tensors_in(value: object) -> Iterator[OutputTensor]:
+    """The tensors in a part of a state."""
+    if isinstance(value, OutputTensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(one)
 
 
 def named_paths(content: Content) -> dict[str, str]:

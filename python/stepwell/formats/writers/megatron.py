@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 from ..._paths import named
 from ...errors import MisuseError
 from . import dcp
-from .content import Content, FileOptions, Namespace, PlainValue
+from .content import Content, FileOptions, Namespace, PlainValue, tensors_in
 from .output import OutputFile, OutputTensor
 from .torch import add_archive
 
@@ -46,7 +45,7 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
             objects |= {f"{key}/{name}": [one] for name, one in value.items()}
         elif (rest := _without_tensors(value)) is not _NOTHING:
             common[key] = Namespace(rest) if key == "args" and isinstance(rest, dict) else rest
-    tensor = next(_tensors(list(objects.values())), None)
+    tensor = next(tensors_in(list(objects.values())), None)
     if tensor is not None:
         raise MisuseError(
             f'to="megatron" cannot write {named(tensor.source)}: it is in an object of a grid. Leave that out with exclude='
@@ -56,7 +55,8 @@ def plan(content: Content, options: FileOptions) -> list[OutputFile]:
     values = OutputFile("common.pt")
     add_archive(values, common, [], {})
     # Megatron writes the configuration last.
-    return [*dcp.plan_items(content, options, objects, has_paths=False), values, config]
+    items = [*dcp.tensor_items(content.every, content.ties), *(dcp.Item(*one) for one in objects.items())]
+    return [*dcp.plan_items(items, options, None), values, config]
 
 
 def _without_tensors(value: object) -> object:
@@ -70,11 +70,3 @@ def _without_tensors(value: object) -> object:
     if not rest and value:
         return _NOTHING
     return rest if isinstance(value, dict) or len(rest) < len(value) else type(value)(rest.values())
-
-
-def _tensors(value: object) -> Iterator[OutputTensor]:
-    if isinstance(value, OutputTensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)

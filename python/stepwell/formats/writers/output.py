@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol, TypeVar
 
 from ... import _core
 from ..._paths import listed
@@ -23,8 +24,6 @@ class OutputTensor:
     #: The dtype in the output.
     dtype: str
     shape: tuple[int, ...]
-    #: The keys and indices of its path, as DCP has them.
-    places: tuple[str | int, ...] = ()
     #: Its rendered path in the source, for messages.
     source: str = ""
 
@@ -48,9 +47,20 @@ def check_dtypes(
         raise MisuseError(f"{what} the dtypes of {listed(list(wrong), wrong)}. {remedy} with exclude=")
 
 
-def shards(tensors: Sequence[OutputTensor], most: int) -> list[list[OutputTensor]]:
+class Sized(Protocol):
+    """A thing with a size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+
+
+_Sized = TypeVar("_Sized", bound=Sized)
+
+
+def shards(tensors: Sequence[_Sized], most: int) -> list[list[_Sized]]:
     """Tensors in order, in shards of at most so many bytes. A larger tensor has its own shard."""
-    found: list[list[OutputTensor]] = [[]]
+    found: list[list[_Sized]] = [[]]
     nbytes = 0
     for tensor in tensors:
         if found[-1] and nbytes + tensor.nbytes > most:

@@ -77,7 +77,7 @@ def add_archive(
             _add_tensor(out, value, storages[holders[value.name]])
             return True
         if isinstance(value, PlainValue):
-            out.add(_plain(value.value))
+            out.add(plain(value.value))
             return True
         if isinstance(value, Namespace):
             out.new("argparse", "Namespace")
@@ -105,14 +105,14 @@ def add_dtype(out: Pickle, dtype: str) -> None:
 def is_plain(value: object) -> bool:
     """True if a file can hold a value."""
     try:
-        Pickle(lambda *_: False).add(_plain(value))
+        Pickle(lambda *_: False).add(plain(value))
     except Unpicklable:
         return False
     return True
 
 
-def _plain(value: object) -> object:
-    """Scalars of numpy as Python's."""
+def plain(value: object) -> object:
+    """A value, and Python's number for a scalar of numpy."""
     return value.item() if isinstance(value, np.generic) else value
 
 
