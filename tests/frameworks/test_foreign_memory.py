@@ -7,7 +7,6 @@ import argparse
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from stepwell._conversion import files
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
 from longer import LONG
+from memory import grown
 
 torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
@@ -91,16 +91,12 @@ def zeros(tmp_path: Path) -> Iterator[Any]:
 def peak_of(source: Path, target: Path, options: Mapping[str, object], recipe: str = "") -> int:
     """The peak memory of a conversion, beyond the imports."""
     script = (
-        "import json, resource, sys, stepwell as sw\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10\n"
+        "import json, sys, stepwell as sw\n"
         f"convert, map = sw.convert, sw.maps.recipe({recipe!r}, **{NUMBERS}) if {recipe!r} else None\n"
-        "before = peak()\n"
-        "convert(sys.argv[1], sys.argv[2], to='safetensors', map=map, **json.loads(sys.argv[3]))\n"
-        "print(peak() - before)\n"
+        "given = {'to': 'safetensors', 'map': map, **json.loads(sys.argv[3])}\n"
+        "print(growth(lambda: convert(sys.argv[1], sys.argv[2], **given)))\n"
     )
-    command = [sys.executable, "-c", script, str(source), str(target), json.dumps(options)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=True)
-    return int(told.stdout)
+    return grown(script, source, target, json.dumps(options), timeout=1500)
 
 
 def size_of(path: Path) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import stepwell as sw
 from command_line import flip_a_bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory import grown
 from stepwell._conversion import spec
 from stepwell._restore.array_reads import ArrayReads
 
@@ -377,27 +376,6 @@ def test_ranks_read_their_parts_of_computed_leaves(tmp_path: Path) -> None:
         shard = sw.sharding.LocalShard(local, global_shape=(40, 80), offset=(rows.start, 40))
         sw.restore(tmp_path / "c", map=rules, into={"both": shard})
         same(local, expected[rows, 40:73])
-
-
-#: The growth of a process. ``ru_maxrss`` begins with the parent's.
-PEAK = """
-def status(field):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
-def growth(run):
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    run()
-    return status("VmHWM") - before
-"""
-
-
-def grown(script: str, *args: Path) -> int:
-    """The bytes by which a process grows at most: what a script prints."""
-    told = subprocess.run(
-        [sys.executable, "-c", PEAK + script, *args], capture_output=True, text=True, timeout=120, check=True
-    )
-    return int(told.stdout)
 
 
 def test_restores_that_compute_need_at_most_64_mib_more(tmp_path: Path) -> None:

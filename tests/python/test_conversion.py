@@ -17,6 +17,7 @@ import stepwell as sw
 from command_line import document, documented, flip_a_bit, keys, run
 from conftest import partials
 from longer import LONG
+from memory import grown
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from stepwell._conversion import files
@@ -256,37 +257,27 @@ def test_memory_is_the_budget_and_no_more(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     sw.save(tmp_path / "saved", {f"w{n}": rng.random((16 << 20) // 8) for n in range(24)})
     script = (
-        "import resource, sys, stepwell as sw\n"
+        "import sys, stepwell as sw\n"
         "from stepwell._conversion import files\n"
         "files._BUDGET_BYTES = 128 << 20\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak()\n"
-        "sw.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], cast=sys.argv[4] or None)\n"
-        "print(peak() - before)\n"
+        "given = {'to': sys.argv[3], 'cast': sys.argv[4] or None}\n"
+        "print(growth(lambda: sw.convert(sys.argv[1], sys.argv[2], **given)))\n"
     )
     for number, (to, cast) in enumerate([("npz", ""), ("safetensors", "float32"), ("stepwell", "")]):
-        told = subprocess.run(
-            [sys.executable, "-c", script, tmp_path / "saved", tmp_path / str(number), to, cast],
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
-        assert int(told.stdout) << 10 < (128 + 64) << 20
+        growth = grown(script, tmp_path / "saved", tmp_path / str(number), to, cast)
+        assert growth < (128 + 64) << 20
 
 
 def test_files_that_are_passed_along_are_in_the_budget(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", {f"w{n}": np.zeros(16 << 20, np.uint8) for n in range(20)})
     (tmp_path / "vocab.txt").write_bytes(RNG.bytes(60 << 20))
     script = (
-        "import resource, sys, stepwell as sw\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak()\n"
-        "sw.convert(sys.argv[1], sys.argv[2], to='safetensors', files=sys.argv[3])\n"
-        "print(peak() - before)\n"
+        "import sys, stepwell as sw\n"
+        "given = {'to': 'safetensors', 'files': sys.argv[3]}\n"
+        "print(growth(lambda: sw.convert(sys.argv[1], sys.argv[2], **given)))\n"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "saved", tmp_path / "out", tmp_path / "vocab.txt"],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert int(told.stdout) << 10 < files._BUDGET_BYTES + (64 << 20)
+    growth = grown(script, tmp_path / "saved", tmp_path / "out", tmp_path / "vocab.txt")
+    assert growth < files._BUDGET_BYTES + (64 << 20)
     with (tmp_path / "more.txt").open("wb") as more:
         more.truncate(5 << 20)
     both = [tmp_path / "vocab.txt", tmp_path / "more.txt"]
@@ -311,17 +302,12 @@ def test_memory_is_the_same_for_100_gb(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + len(tensors) * nbytes)
     script = (
-        "import resource, sys, stepwell as sw\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak()\n"
-        "sw.convert(sys.argv[1], sys.argv[2], to='safetensors', cast='bfloat16')\n"
-        "print(peak() - before)\n"
+        "import sys, stepwell as sw\n"
+        "given = {'to': 'safetensors', 'cast': 'bfloat16'}\n"
+        "print(growth(lambda: sw.convert(sys.argv[1], sys.argv[2], **given)))\n"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "model.safetensors", tmp_path / "out"],
-        capture_output=True, text=True, timeout=900, check=True,
-    )  # fmt: skip
-    assert int(told.stdout) << 10 < files._BUDGET_BYTES + (64 << 20)
+    growth = grown(script, tmp_path / "model.safetensors", tmp_path / "out", timeout=900)
+    assert growth < files._BUDGET_BYTES + (64 << 20)
 
 
 @pytest.mark.parametrize("long", [False, True])
