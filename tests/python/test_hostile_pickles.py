@@ -371,6 +371,53 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, content: bytes, expec
         sw.open(tmp_path / "x.pt")
 
 
+TENSORFLOW = "this is a checkpoint of TensorFlow. Load it with TensorFlow"
+PADDLE = "this is a file of Paddle. Load it with Paddle"
+PADDLE_DISTRIBUTED = "this is a distributed checkpoint of Paddle. Load it with Paddle"
+#: Files, the path that is opened, and the message.
+OTHERS = [
+    (("ckpt-1.index", "ckpt-1.data-00000-of-00001"), "", TENSORFLOW),
+    (("ckpt-1.index", "ckpt-1.data-00000-of-00001"), "ckpt-1", TENSORFLOW),
+    (("ckpt-1.index", "ckpt-1.data-00000-of-00001"), "ckpt-1.index", TENSORFLOW),
+    (("ckpt-1.data-00000-of-00001",), "ckpt-1.data-00000-of-00001", TENSORFLOW),
+    (("saved_model.pb",), "saved_model.pb", "this is a SavedModel of TensorFlow"),
+    (("saved_model.pb",), "", r"saved_model.pb in this directory is a SavedModel of TensorFlow"),
+    *[((f"model.{end}",), f"model.{end}", PADDLE) for end in ("pdparams", "pdopt", "pdiparams", "pdmodel")],
+    (("model.pdparams",), "", "model.pdparams in this directory is a file of Paddle"),
+    (("0.metadata", "0_0.distcp"), "", PADDLE_DISTRIBUTED),
+    (("0.metadata", "0_0.distcp"), "0_0.distcp", PADDLE_DISTRIBUTED),
+    (("0.metadata", "0_0.distcp"), "0.metadata", PADDLE_DISTRIBUTED),
+    (("m.gguf", "README.md"), "", "m.gguf in this directory is a GGUF file.*converted from"),
+    (("m.nemo",), "", "m.nemo in this directory is an archive of NeMo. Unpack it"),
+    (("m.keras",), "", "m.keras in this directory is a Keras archive. Load it with Keras"),
+    (("tf_model.h5", "config.json"), "", "tf_model.h5 in this directory is an HDF5 file.*Load it with Keras"),
+]
+
+
+@pytest.mark.parametrize(("names", "opened", "expected"), OTHERS)
+def test_files_of_other_libraries_are_refused_by_name(
+    tmp_path: Path, names: tuple[str, ...], opened: str, expected: str
+) -> None:
+    for name in names:
+        is_paddle = name.endswith(("pdparams", "pdopt", "distcp", "metadata"))
+        (tmp_path / name).write_bytes(pickle.dumps({"w": 1}) if is_paddle else bytes(64))
+    with pytest.raises(sw.errors.FormatError, match=expected):
+        sw.open(tmp_path / opened)
+
+
+def test_a_pointer_of_git_lfs_is_refused_by_name(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    names = ["w.safetensors", "w.bin", "w.pt", "w.npz", "a/model.safetensors", "b/pytorch_model.bin"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(pointer)
+    for path in [*names, "a", "b"]:
+        with pytest.raises(
+            sw.errors.FormatError, match=r"Git LFS pointer, not the file\. Run `git lfs pull`"
+        ):
+            sw.open(tmp_path / path)
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -22,7 +22,7 @@ from ..errors import FormatError, StepwellError, from_system
 from . import adoption, dcp, deepspeed, flax, lookup, megatron, npz, orbax, roots, safetensors, torch_save
 from .description import Description, Value, of_parts
 from .files import json_value
-from .refused import refuse
+from .refused import refuse, refuse_file
 
 __all__ = ["Description", "find", "find_adoption", "find_at", "find_step", "list_steps", "roots"]
 
@@ -110,6 +110,7 @@ def _explaining(path: str) -> Iterator[None]:
 def _describe(path: str, reading: _core.Reading, adopted: bool) -> Description | None:
     known = _checking(path, reading, adopted)
     with reading:
+        refuse_file(path)
         for describe in _FORMATS:
             found = describe(path)
             if found is not None:

@@ -10,13 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from .. import _core
 from .._paths import printable
-from ..errors import CorruptCheckpoint, from_engine
+from ..errors import CorruptCheckpoint, FormatError, from_engine
 from . import lookup
 from .description import Guarded
 from .lookup import Stamp
 
 #: The longest index that is read.
 _MAX_INDEX_BYTES = 256 << 20
+#: The first bytes of a pointer of Git LFS.
+_POINTER = b"version https://git-lfs"
 #: The longest file of JSON that is read.
 _MAX_JSON_BYTES = 256 << 20
 #: Missing files, and ranks, that an error lists.
@@ -26,6 +28,12 @@ _LISTED, _LISTED_RANKS = 5, 10
 def read(path: str, offset: int, length: int) -> tuple[bytes, int]:
     """Reads bytes of a file, and returns its length too. Links to files are followed."""
     return _core.read_foreign(lookup.real(path), offset, length)
+
+
+def refuse_pointer(path: str) -> None:
+    """Raises :class:`FormatError` for the pointer that Git LFS has in the place of a file."""
+    if read(path, 0, len(_POINTER))[0] == _POINTER:
+        raise FormatError(f"{path}: this is a Git LFS pointer, not the file. Run `git lfs pull`")
 
 
 def read_ranges(ranges: Iterable[tuple[str, int, int]]) -> list[bytes]:

@@ -19,7 +19,7 @@ from .. import _core
 from .._state.specs import to_dtype
 from . import lookup
 from .description import MAX_SIZE, Chunk, Description, Opaque, Tensor, fits
-from .files import corrupt, of_model, read, weight_map
+from .files import corrupt, of_model, read, refuse_pointer, weight_map
 
 FAMILY = "safetensors"
 _SUFFIX = ".safetensors"
@@ -163,6 +163,8 @@ def _sharded(index: str) -> Description:
 
 def read_header(path: str, begin: int = 0) -> Header:
     """Reads the header of a file, or of one that is the rest of another file from a byte on."""
+    if not begin:
+        refuse_pointer(path)
     start, length = read(path, begin, 8)
     length -= begin
     header, _ = read(path, begin + 8, _core.safetensors_header_length(path, start, length))

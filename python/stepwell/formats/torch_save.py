@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from . import deepspeed_symbols, lookup, numpy_symbols, python_symbols
 from .description import Compressed, Description, Guarded
-from .files import corrupt, of_model, read, weight_map
+from .files import corrupt, of_model, read, refuse_pointer, weight_map
 from .old_torch_stream import FileBytes, NestedStreams, OldStream, is_magic
 from .pickle_values import Converter, Found, Malformed, PersistentLoad, Stream, Symbol
 from .rank_files import Distributions, rank_files, whole_state
@@ -119,6 +119,7 @@ def required(path: str) -> TorchFile:
 
 def _content(path: str) -> TorchFile | None:
     """The content of a file; ``None`` if torch.save did not write it."""
+    refuse_pointer(path)
     start, _ = read(path, 0, 4)
     if start == b"PK\x03\x04":
         return _zip_content(path)
