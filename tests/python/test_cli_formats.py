@@ -166,12 +166,6 @@ def test_export_writes_and_verifies_the_chosen_leaves(root: Path, tmp_path: Path
     assert sw.restore(tmp_path / "stacked.safetensors")["layers.w"].shape == (2, 3, 4)
 
 
-def test_the_command_casts_to_one_dtype_only(weights: Path, tmp_path: Path) -> None:
-    done = run("convert", weights, tmp_path / "x.npz", "--to", "npz", "--cast", "0.*=float16")
-    assert done.exit_code == 2
-    assert "is not one of 'float16'" in done.stderr
-
-
 def test_commands_for_steps_refuse_foreign_files(weights: Path, tmp_path: Path) -> None:
     for arguments, words in (
         (

@@ -144,6 +144,31 @@ def test_floats_are_cast_and_nothing_else(saved: Path, small_windows: None) -> N
     same(load_file(saved.parent / "one.safetensors")["params.w"], W.astype(np.float64))
 
 
+def test_the_command_casts_by_glob_or_all(saved: Path) -> None:
+    def dtypes(number: int, *casts: str) -> tuple[str, str]:
+        out = saved.parent / f"{number}.safetensors"
+        options = [text for one in casts for text in ("--cast", one)]
+        document("convert", saved, out, "--to", "safetensors", "--subtree", "params", *options)
+        found = load_file(out)
+        return str(found["w"].dtype), str(found["layers.0.b"].dtype)
+
+    before = str(W.dtype), str(PARAMS["layers"][0]["b"].dtype)
+    assert dtypes(0, "float64") == ("float64", "float64")
+    assert dtypes(1, "**/w=float16") == ("float16", before[1])
+    assert dtypes(2, "**/w=float16", "**=float64") == ("float16", "float64"), "the first glob counts"
+    out = saved.parent / "out.safetensors"
+    for options, hint in [
+        (("float16", "**=float64"), "pass --cast DTYPE once for all leaves, or --cast GLOB=DTYPE for each"),
+        (("**/w=int8",), "--cast takes float16, bfloat16, float32, float64 or GLOB="),
+        (("=float16",), "--cast takes GLOB=DTYPE, not '=float16'"),
+    ]:
+        given = [text for one in options for text in ("--cast", one)]
+        done = run("convert", saved, out, "--to", "safetensors", "--subtree", "params", *given)
+        assert done.exit_code == 2
+        assert hint in done.stderr
+    assert not out.exists()
+
+
 def test_a_value_that_a_cast_cannot_hold_leaves_nothing(tmp_path: Path) -> None:
     sw.save(tmp_path / "saved", {"w": np.array([1.0, 1e30], np.float32)})
     with pytest.raises(sw.StepwellError, match=r"`w`: a value of it is too large for float16"):

@@ -11,6 +11,7 @@ import stepwell as sw
 
 from .command import command
 from .output import FINE, Output, count, fields_of, safe, size
+from .pairs import casts
 from .progress import progress
 from .targets import MAPPED, TARGET, Target
 
@@ -45,9 +46,9 @@ def chosen(function: Callable[..., int]) -> Callable[..., int]:
         ),
         click.option(
             "--cast",
-            type=click.Choice(_DTYPES),
-            metavar="DTYPE",
-            help="The dtype of floating-point tensors in the output.",
+            multiple=True,
+            metavar="[GLOB=]DTYPE",
+            help="The dtype of floating-point tensors in the output, of all or of those that match GLOB. Repeatable.",
         ),
         click.option(
             "--subtree",
@@ -70,7 +71,7 @@ class Chosen(TypedDict):
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     subtree: str
-    cast: str | None
+    cast: tuple[str, ...]
     objects: Literal["error", "skip"]
     shard_size: str | None
     files: tuple[str, ...]
@@ -111,6 +112,12 @@ def write(
     out: Output, source: Target, destination: str, to: str, choice: Chosen, *, verify: bool, dry_run: bool
 ) -> int:
     """Converts a checkpoint, and prints the result."""
+    cast = casts(choice["cast"], "DTYPE")
+    for dtype in [cast] if isinstance(cast, str) else (cast or {}).values():
+        if dtype not in _DTYPES:
+            raise click.UsageError(
+                f"--cast takes {', '.join(_DTYPES)} or GLOB= and one of these, not {dtype!r}"
+            )
     try:
         with progress("converting") as tell:
             made = sw.convert(
@@ -122,7 +129,7 @@ def write(
                 include=choice["include"] or None,
                 exclude=choice["exclude"],
                 subtree=choice["subtree"],
-                cast=choice["cast"],
+                cast=cast,
                 objects=choice["objects"],
                 shard_size=choice["shard_size"],
                 files=choice["files"] or None,

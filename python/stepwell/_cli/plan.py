@@ -11,6 +11,7 @@ import stepwell as sw
 from ..errors import MismatchError
 from .command import command
 from .output import FINE, PROBLEMS, Output, safe
+from .pairs import casts, pair
 from .targets import MAPPED, TARGET, Target
 
 #: The parts of a report that are no figure and no text.
@@ -69,12 +70,9 @@ def plan(out: Output, path: Target, map: sw.maps.Map | None, like: Target | None
     if "rename" in keywords:
         if like is None:
             raise click.UsageError("--rename needs --like, which says what is wanted")
-        keywords["rename"] = [_pair(one, "--rename takes OLD=NEW") for one in keywords["rename"]]
-    if casts := keywords.get("cast"):
-        whole = [one for one in casts if "=" not in one]
-        if whole and len(casts) > 1:
-            raise click.UsageError("pass --cast HOW once for all leaves, or --cast GLOB=HOW for each glob")
-        keywords["cast"] = whole[0] if whole else dict(_pair(one, "") for one in casts)
+        keywords["rename"] = [pair(one, "--rename takes OLD=NEW") for one in keywords["rename"]]
+    if "cast" in keywords:
+        keywords["cast"] = casts(keywords["cast"], "HOW")
     with path.open(map) as checkpoint:
         if like is not None:
             with like.open() as other:
@@ -94,13 +92,6 @@ def plan(out: Output, path: Target, map: sw.maps.Map | None, like: Target | None
     out.document({"restore": restore, "fits": True, "report": _report(found.report)})
     out.lines(safe(line) for line in str(found).split("\n"))
     return FINE
-
-
-def _pair(text: str, wanted: str) -> tuple[str, str]:
-    left, equals, right = text.rpartition("=")
-    if not (equals and left and right):
-        raise click.UsageError(f"{wanted}, not {text!r}")
-    return left, right
 
 
 def _report(report: sw.RestoreReport) -> dict[str, object]:
