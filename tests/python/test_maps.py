@@ -464,6 +464,8 @@ def with_slots(path: Path, layout: str, name: str, a: object, b: object) -> Path
     [
         ("torch", "step", np.array(7.0)),
         ("torch", "step", 7),
+        ("torch", "step", np.float32(3)),
+        ("torch", "step", np.int64(-3)),
         ("optax", "v_row", np.zeros(1, np.float32)),
         ("optax", "v", np.zeros(1, np.float32)),
     ],
@@ -485,6 +487,9 @@ def test_equal_slots_without_the_axis_become_one(
         ("torch", "step", np.array(7.0), np.array(8.0)),
         ("torch", "step", 7, 8),
         ("torch", "step", 7, np.array(7)),
+        ("torch", "step", np.float32(7), np.float32(8)),
+        ("torch", "step", np.float32(7), np.float64(7)),
+        ("torch", "step", np.float32(0.0), np.float32(-0.0)),
         ("optax", "v_row", np.zeros(1, np.float32), np.ones(1, np.float32)),
     ],
 )

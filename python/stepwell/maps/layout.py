@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeGuard
 
+import numpy as np
+
 from .. import _core
 from .._paths import Component, extend, split
 from .._restore.structure import Structure, kind_of
@@ -244,7 +246,10 @@ def _row(values: Values, path: str, numbers: Mapping[str, int], tensors: EngineR
 
 
 def _comparable(value: object) -> object:
-    """An object that equals those of the same type and value. Other types equal nothing."""
+    """An object that equals those of the same type and value. A scalar of numpy equals those with
+    the same bits. Other types equal nothing."""
+    if isinstance(value, np.generic):
+        return type(value), value.dtype, value.tobytes()
     return (type(value), value) if value is None or type(value) in _COMPARED else object()
 
 
