@@ -499,6 +499,45 @@ def test_slots_that_differ_are_not_lost(tmp_path: Path, layout: str, name: str, 
         restored(path, {"concat": ["a", "b"], "to": "c", "axis": 1})
 
 
+@pytest.mark.parametrize(
+    ("rule", "is_warned"),
+    [
+        ({"rotary": "a", "heads": 1, "to": "pairs"}, True),
+        ({"permute": "a", "axes": [1, 0]}, True),
+        ({"pad": "a", "size": 9, "axis": 1}, True),
+        ({"crop": "a", "size": 2, "axis": 1}, True),
+        ({"split": "a", "to": ["x", "y"], "axis": 1, "sizes": [1, 3]}, True),
+        ({"concat": ["a", "w.0"], "to": "c"}, True),
+        ({"stack": "w.{i}", "to": "c", "over": "i"}, True),
+        ({"scale": "a", "by": 2.0}, True),
+        ({"cast": "a", "to": "bfloat16"}, False),
+        ({"rename": "a", "to": "c"}, False),
+        ({"tie": "a", "to": "c"}, False),
+        ({"drop": "a"}, False),
+    ],
+)
+@pytest.mark.parametrize("key", [0, "0"], ids=["torch.save", "DCP"])
+def test_numbered_slots_beside_a_changed_tensor_warn(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, key: object, rule: dict[str, object], is_warned: bool
+) -> None:
+    slots = {"state": {key: {"step": np.array(7.0), "exp_avg": arange(4, 4)}}, "param_groups": [{"lr": 0.1}]}
+    weights = {name: arange(4, 4) for name in ("a", "w.0", "w.1")}
+    sw.save(tmp_path / "c", {**weights, "optimizer": slots})
+    restored(tmp_path / "c", rule)
+    slot = "optimizer/state[0]/exp_avg" if key == 0 else "optimizer/state/0/exp_avg"
+    if is_warned:
+        (one,) = recwarn
+        assert one.category is sw.maps.MapWarning
+        assert f"do not follow the map: leaf `{slot}` stays as it is stored. Save slots by name" in str(
+            one.message
+        )
+        assert one.filename == __file__
+    recwarn.clear()
+    sw.save(tmp_path / "weights", weights)
+    restored(tmp_path / "weights", rule)
+    assert not recwarn
+
+
 #: Rules along each axis of parameters of the shape [2, 3].
 ALONG_AXES: list[dict[str, object]] = [
     {"concat": ["a", "b"], "to": "c"},

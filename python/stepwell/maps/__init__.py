@@ -33,7 +33,7 @@ from .._locations import Path
 from .._paths import named
 from .._restore import collector as collecting
 from ..errors import MisuseError
-from . import parameters, shipped
+from . import numbered_slots, parameters, shipped
 from .coverage import Coverage, Observer
 from .layout import StoredLeaves
 from .parameters import Config
@@ -54,8 +54,9 @@ _LISTED = 3
 
 @final
 class MapWarning(UserWarning):
-    """A map gives another model than the stored one, as its ``warning`` says. It is shown when a
-    checkpoint is opened, restored or converted with the map."""
+    """A map gives another model than the stored one, as its ``warning`` says, or leaves numbered
+    slots of an optimizer behind. It is shown when a checkpoint is opened, restored or converted
+    with the map."""
 
 
 @final
@@ -186,10 +187,12 @@ class Map:
         with collecting.paused():
             stored, values = self._applied(core, None)
             mapped = core.mapped(*stored.rows(values))
+            numbered = numbered_slots.warning(stored.values, values)
             # They go before the collector sees them.
             del stored, values
-        if self.warning:
-            warnings.warn(f"{self._name}: {self.warning}", MapWarning, stacklevel=levels_to_caller())
+        for one in (self.warning, numbered):
+            if one:
+                warnings.warn(f"{self._name}: {one}", MapWarning, stacklevel=levels_to_caller())
         return mapped
 
     def _applied(self, core: _core.Checkpoint, observer: Observer | None) -> tuple[StoredLeaves, Values]:
