@@ -337,7 +337,7 @@ def test_unknown_parts_do_not_cost_the_file(tmp_path: Path) -> None:
         "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "objects": np.array([{}, 1], object),
         "texts": np.array(["a"]),
-        "keys": {(1, 2): torch.ones(1)},
+        "keys": {1j: torch.ones(1)},
         "dimensions": torch.ones([1] * 65),
         "long key": {"x" * 5000: torch.ones(1)},
         "w": torch.ones(2),
@@ -354,10 +354,37 @@ def test_unknown_parts_do_not_cost_the_file(tmp_path: Path) -> None:
         "quantized": "<opaque torch quantized tensor>",
         "objects": "<opaque numpy.ndarray of numpy.dtype O8>",
         "texts": "<opaque numpy.ndarray of numpy.dtype U1>",
-        "keys": "<opaque a dict with keys of type tuple>",
+        "keys": "<opaque a dict with keys of type complex>",
         "dimensions": "<opaque torch tensor of float32 with 65 dimensions, more than 64>",
         "long key": f"<opaque a dict of tensors with the key '{'x' * 40}'…, which has 5000 characters and is no name of at most 4096 bytes>",
     }
+
+
+@pytest.mark.parametrize("key", [("a", ("b", 1)), (), 0.5, None, True, b"k", float("nan")])
+@pytest.mark.parametrize("cls", [dict, OrderedDict])
+def test_odd_keys_beside_tensors_are_their_text(
+    tmp_path: Path, key: object, cls: Callable[..., dict[object, object]]
+) -> None:
+    state = {"in": cls({key: torch.ones(2), "x": torch.zeros(3), 7: {key: [torch.ones(1), 2]}})}
+    found = sw.restore(saved(tmp_path / "x.pt", state))["in"]
+    assert list(found) == [repr(key), "x", 7]
+    check(found[repr(key)], torch.ones(2))
+    check(found["x"], torch.zeros(3))
+    check(found[7][repr(key)][0], torch.ones(1))
+    taken = saved(tmp_path / "y.pt", {"in": {key: torch.ones(2), repr(key): torch.zeros(3)}})
+    assert "opaque a dict" in repr(sw.restore(taken)["in"])
+
+
+def test_odd_keys_of_plain_values_stay_if_they_can(tmp_path: Path) -> None:
+    state = {"plain": {None: 1, 0.5: 2, b"k": 3}, "tuples": {(1, "a"): 1}}
+    found = sw.restore(saved(tmp_path / "x.pt", state))
+    assert found == {"plain": state["plain"], "tuples": {"(1, 'a')": 1}}
+
+
+@pytest.mark.parametrize("key", [("x" * 5000,), tuple(range(100)), frozenset({1}), 1 << 70])
+def test_keys_without_a_short_text_leave_a_dict_opaque(tmp_path: Path, key: object) -> None:
+    found = sw.restore(saved(tmp_path / "x.pt", {"in": {key: torch.ones(2)}, "w": torch.ones(1)}))
+    assert repr(found["in"]) == f"<opaque a dict with keys of type {type(key).__name__}>"
 
 
 def test_a_bare_tensor_is_a_checkpoint(tmp_path: Path) -> None:

@@ -383,22 +383,51 @@ def sequence(parts: Sequence[Found], is_tuple: bool = False) -> Found:
 
 
 def mapping(flat: Sequence[Found], cls: Callable[..., dict[object, object]] = dict) -> Found:
-    """A dict. It is a container if its keys can be parts of a path, else a leaf."""
-    keys = [part.value for part in flat[::2]]
+    """A dict. It is a container if its keys can be parts of a path, by their text if need be. One
+    of plain values is a leaf otherwise."""
+    keys: list[object] = [part.value for part in flat[::2]]
     values = flat[1::2]
     odd = next((key for key in keys if not _is_key(key)), None)
+    is_plain = all(part.is_plain for part in values)
+    if not all(_is_component(key) for key in keys):
+        if odd is None and is_plain:
+            value = cls(zip(keys, [part.value for part in values], strict=True))
+            return Found(value, Value(value), True)
+        texts = _texts(flat[::2])
+        if texts is None:
+            return _opaque_dict(keys, odd)
+        keys = texts
+    value = cls(zip(keys, [part.value for part in values], strict=True))
+    placed = cls(zip(keys, [part.placed for part in values], strict=True))
+    return Found(value, placed, is_plain)
+
+
+def _opaque_dict(keys: Sequence[object], odd: object) -> Found:
     if odd is not None:
         return opaque(f"a dict with keys of type {type(odd).__name__}")
-    value = cls(zip(keys, [part.value for part in values], strict=True))
-    is_plain = all(part.is_plain for part in values)
-    if all(_is_component(key) for key in keys):
-        placed = cls(zip(keys, [part.placed for part in values], strict=True))
-        return Found(value, placed, is_plain)
-    if is_plain:
-        return Found(value, Value(value), True)
     return opaque(
         f"a dict of tensors with {_no_component(next(key for key in keys if not _is_component(key)))}"
     )
+
+
+def _texts(parts: Sequence[Found]) -> list[object] | None:
+    """Keys that can be parts of a path: numbers of other types, bytes, ``None`` and tuples of these
+    by their text. ``None``: one has no text, or that of another key."""
+    found: list[object] = []
+    for part in parts:
+        key = part.value
+        if not _is_component(key):
+            is_short = part.values <= _MAX_AT_ONCE and part.text <= _MAX_KEY_BYTES
+            key = repr(key) if is_short and type(key) is not str and _has_text(key) else None
+            if not _is_component(key):
+                return None
+            part.text = max(part.text, len(str(key)))
+        found.append(key)
+    return found if len(set(found)) == len(found) else None
+
+
+def _has_text(key: object) -> bool:
+    return all(map(_has_text, key)) if isinstance(key, tuple) else _is_key(key)
 
 
 def placed(value: object) -> object:
@@ -426,7 +455,7 @@ def _is_key(value: object) -> bool:
 def _is_component(key: object) -> bool:
     """True for a key that can be part of a path."""
     if type(key) is not str:
-        return type(key) is int
+        return type(key) is int and _is_key(key)
     return len(key) <= _MAX_KEY_BYTES and (key.isascii() or _is_utf8(key))
 
 
