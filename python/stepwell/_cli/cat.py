@@ -16,7 +16,6 @@ import numpy as np
 
 import stepwell as sw
 
-from .._state.specs import is_complex
 from ..errors import MismatchError, MisuseError, StepwellError, from_system
 from .command import command
 from .output import FINE, Output, safe, size
@@ -250,7 +249,7 @@ def _listed(array: Values) -> object:
     kind = array.dtype.kind
     if kind in "mM":
         return array.astype(str).tolist()
-    if is_complex(array.dtype):
+    if "complex" in array.dtype.name:  # also those of ml_dtypes
         wide = array.astype(np.complex128)
         return np.stack([wide.real, wide.imag], axis=-1).tolist()
     if kind in "biu":
