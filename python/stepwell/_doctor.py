@@ -48,6 +48,8 @@ _PROMISES: dict[str, dict[str, tuple[str, bool]]] = {
     "leases": {"leases": ("retention never deletes a step under its reader", True)},
     "visibility": {"visibility": ("other processes see new steps", True)},
 }
+#: The probes that are told the size of the trial checkpoint.
+_SIZED = ("space", "commit")
 #: The findings of a store.
 _OF_STORES: dict[str, tuple[str, bool]] = {
     "create_once": ("a step is committed once, and one writer has the root", True),
@@ -129,7 +131,7 @@ def doctor(path: Location, *, timeout: float = 30.0, nbytes: int = 32 << 20) -> 
             one
             for probe, promises in _PROMISES.items()
             for one in _findings(
-                _answer(lifeline, limit, probe, directory, *([size] if probe == "commit" else [])), promises
+                _answer(lifeline, limit, probe, directory, *([size] if probe in _SIZED else [])), promises
             )
         ]
     return DoctorReport(where, tuple(findings))

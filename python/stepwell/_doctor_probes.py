@@ -35,6 +35,8 @@ Found = dict[str, tuple[bool, str]]
 
 _PREFIX = ".stepwell-doctor-"
 _STATE = {"step": 0}
+#: File systems that a power cut empties.
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 #: The longest wait for another process, and between two looks at a directory.
 _HELPER_SECONDS = 20.0
 _LOOK_INTERVAL = 0.005
@@ -48,6 +50,8 @@ def calls(directory: str) -> Found:
     kind, answers = _core.file_system(made), _core.supported_calls(made)
     engine, direct, alignment, _, reasons = _core.engine_choice(directory)
     found = {name: (answer is None, answer or "works") for name, answer in answers}
+    if kind in _IN_MEMORY:
+        found["sync_dirs"] = (False, f"{kind} is memory")
     aligned = f"works, alignment {alignment}" if direct else " ".join(reasons)
     ring = engine == "io_uring"
     return {
@@ -58,14 +62,17 @@ def calls(directory: str) -> Found:
     }
 
 
-def space(directory: str) -> Found:
-    """Free bytes and inodes."""
+def space(directory: str, wanted: int) -> Found:
+    """Free bytes and inodes. A replacement needs twice the bytes of a checkpoint."""
     free = os.statvfs(directory)
     # A file system without a limit reports none in all.
     nbytes = free.f_bavail * free.f_frsize if free.f_blocks else None
     inodes = free.f_favail if free.f_files else None
     return {
-        "free_space": (nbytes != 0, "no limit" if nbytes is None else f"{nbytes} bytes"),
+        "free_space": (
+            nbytes is None or nbytes >= 2 * wanted,
+            "no limit" if nbytes is None else f"{nbytes} bytes",
+        ),
         "free_inodes": (inodes != 0, "no limit" if inodes is None else f"{inodes}"),
     }
 

@@ -144,6 +144,7 @@ def whole(folder: Path) -> dict[str, Any]:
                     engine.save_checkpoint(folder / f"{kind}-deepspeed")
                     saved = values(engine)
             other = engine_of(kind, seed=8, lr=0.5)
+            mgr.wait_until_finished()
             mgr.restore(SAVED, into={"train": TrainState(other)})
         if dist.get_rank() == 0:
             torch.save(saved, folder / f"{kind}.values")

@@ -69,7 +69,7 @@ def trainer(output: Path, plugins: list[Any], *callbacks: Callback, **options: A
         output,
         monitor=options.pop("monitor", None),
         save_top_k=options.pop("save_top_k", 1),
-        save_last=True,
+        save_last=options.pop("save_last", True),
         every_n_epochs=1,
     )
     return lightning.Trainer(

@@ -222,9 +222,10 @@ class Renaming(DefaultSavePlanner):
 
 
 def test_planners_of_others_save_and_load(tmp_path: Path) -> None:
-    state = {"a": {"w": torch.arange(4.0)}, "list": [1, torch.ones(2)], "text": "x"}
+    state = {"a": {"w": torch.arange(4.0), "n": torch.tensor(7)}, "list": [1, torch.ones(2)], "text": "x"}
     torch_dcp.save(state, storage_writer=dcp.StepwellWriter(tmp_path / "one"), planner=Renaming())
     assert sorted(sw.restore(tmp_path / "one")) == [
+        "module.a.n",
         "module.a.w",
         "module.list.0",
         "module.list.1",
@@ -250,7 +251,15 @@ def test_two_values_with_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_tools_of_torch_read_through_the_reader(tmp_path: Path) -> None:
-    state = {"a": {"w": torch.arange(4.0).bfloat16()}, "list": [1, torch.ones(2)], "text": "x"}
+    state = {
+        "a": {
+            "w": torch.arange(4.0).bfloat16(),
+            "step": torch.tensor(3.0),
+            "half": torch.tensor(2.5).bfloat16(),
+        },
+        "list": [1, torch.ones(2)],
+        "text": "x",
+    }
     dcp.save(state, checkpoint_id=tmp_path / "one")
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
@@ -261,9 +270,43 @@ def test_tools_of_torch_read_through_the_reader(tmp_path: Path) -> None:
         planner=_EmptyStateDictLoadPlanner(),
         no_dist=True,
     )
-    assert torch.equal(found["a"]["w"], state["a"]["w"])
+    for name, one in state["a"].items():
+        assert torch.equal(found["a"][name], one)
     assert found["list"][0] == 1
     assert found["text"] == "x"
+
+
+BUFFERS = (
+    PREAMBLE
+    + """
+import stepwell as sw
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.BatchNorm1d(12))
+fully_shard(model)
+model(torch.randn(8, 6, generator=torch.Generator().manual_seed(RANK)))
+state = {"model": model.state_dict(), "list": [torch.tensor(RANK)]}
+with dcp.using():
+    try:
+        torch_dcp.save(state, checkpoint_id=ROOT + "/refused")
+    except sw.MismatchError as error:
+        assert "dcp.use(replicated=[glob])" in str(error), error
+    else:
+        raise AssertionError("the ranks differ")
+with dcp.using(replicated=["**.running_*", "list"]):
+    torch_dcp.save(state, checkpoint_id=ROOT + "/one")
+mean = model[1].running_mean.clone()
+dist.broadcast(mean, 0)
+model[1].running_mean.zero_()
+state = {"model": model.state_dict(), "list": [torch.tensor(5)]}
+dcp.load(state, checkpoint_id=ROOT + "/one")
+print(torch.equal(state["model"]["1.running_mean"], mean), int(state["list"][0]))
+"""
+)
+
+
+def test_values_that_differ_between_ranks_can_be_named(tmp_path: Path) -> None:
+    found = run_forked(tmp_path, MODULES, BUFFERS, 2, tmp_path, free_port())
+    assert [one.split("\n")[-2] for one in found] == ["True 0"] * 2
 
 
 def test_a_partial_load_keeps_what_is_not_stored(tmp_path: Path) -> None:

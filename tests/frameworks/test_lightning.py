@@ -201,6 +201,47 @@ def test_a_checkpoint_that_is_a_file_still_loads(tmp_path: Path) -> None:
     StepwellIO().remove_checkpoint(tmp_path / "old" / "last.ckpt")
 
 
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_a_checkpoint_is_replaced_without_a_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_killed: bool
+) -> None:
+    monkeypatch.setattr(_guest, "_can_swap", lambda _: False)  # as on NFS
+    if was_killed:
+        sw.save(tmp_path / "last.ckpt.new", {"w": 1})
+    one = model()
+    trainer(tmp_path, [StepwellIO()]).fit(one)
+    assert sw.restore(tmp_path / "last.ckpt", include="global_step")["global_step"] == 24
+    assert len(os.listdir(tmp_path)) == 2, "the last one and one of an epoch"
+    again = model()
+    trainer(tmp_path, [StepwellIO()], max_epochs=4).fit(again, ckpt_path="last")
+    assert min(again.losses) == 24
+
+
+def test_a_link_to_the_last_one_waits_for_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    symlink, linked = os.symlink, []
+
+    def link(target: Any, place: Any) -> None:
+        assert sw.verify(Path(place).parent / target).ok
+        linked.append(target)
+        symlink(target, place)
+
+    monkeypatch.setattr(os, "symlink", link)
+    trainer(tmp_path, [StepwellIO()], save_last="link").fit(model())
+    assert len(linked) == 3
+    rest = model()
+    trainer(tmp_path, [StepwellIO()], max_epochs=4, save_last="link").fit(rest, ckpt_path="last")
+    assert min(rest.losses) == 24
+
+
+def test_a_damaged_last_checkpoint_names_another_one(tmp_path: Path) -> None:
+    trainer(tmp_path, [StepwellIO()], save_top_k=-1).fit(model())
+    (tmp_path / "last.ckpt" / "manifest.json").unlink()
+    with pytest.raises(sw.CorruptCheckpoint, match=r"its manifest\.json is missing") as caught:
+        trainer(tmp_path, [StepwellIO()]).fit(model(), ckpt_path="last")
+    other = str(tmp_path / "epoch=2-step=24.ckpt")
+    assert caught.value.__notes__ == [f"Another checkpoint is there: ckpt_path={other!r}."]
+
+
 def test_a_file_is_loaded_into_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "one.ckpt")
     seen: list[Any] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,65 @@ def test_a_damaged_checkpoint_names_an_older_one(tmp_path: Path) -> None:
     assert caught.value.__notes__ == [
         f"An older checkpoint is there: resume_from_checkpoint={str(output / 'checkpoint-12')!r}."
     ]
+
+
+def test_a_save_that_was_killed_names_an_older_one(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    ours.use(trainer(output, Losses())).train()
+    (step,) = (output / "checkpoint-14" / "stepwell").glob("step_*")
+    shutil.rmtree(step)  # its directory was made, and its save had not committed
+    with pytest.raises(sw.StepNotFound) as caught:
+        ours.use(trainer(output, Losses())).train(resume_from_checkpoint=str(output / "checkpoint-14"))
+    assert caught.value.__notes__ == [
+        f"The save of {output / 'checkpoint-14'} was not finished.",
+        f"An older checkpoint is there: resume_from_checkpoint={str(output / 'checkpoint-12')!r}.",
+    ]
+
+
+def test_torn_checkpoints_do_not_count_for_the_limit(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    ours.use(trainer(output, Losses(), max_steps=8, save_total_limit=None)).train()
+    torn = [f"checkpoint-{step}" for step in (9, 10, 11)]
+    for name in torn:
+        (output / name / "stepwell").mkdir(parents=True)
+    ours.use(trainer(output, Losses(), save_total_limit=3)).train(resume_from_checkpoint=True)
+    assert set(committed(output)) == {8, 12, 14}
+    assert all((output / name).exists() for name in torn)
+    ours.use(trainer(output, Losses(), max_steps=16, save_total_limit=2)).train(resume_from_checkpoint=True)
+    assert sorted(os.listdir(output)) == ["checkpoint-14", "checkpoint-16"]
+
+
+def test_nothing_is_deleted_before_the_files_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    seen: list[set[str]] = []
+    sync, remove = ours._guest._sync, ours._guest._remove
+
+    def removed(path: str) -> None:
+        seen.append(set(synced))
+        remove(path)
+
+    monkeypatch.setattr(ours._guest, "_sync", lambda path: (synced.append(path), sync(path)))
+    monkeypatch.setattr(ours._guest, "_remove", removed)
+    ours.use(trainer(tmp_path / "run", Losses(), max_steps=8, save_total_limit=1)).train()
+    newest = tmp_path / "run" / "checkpoint-8"
+    (found,) = seen
+    assert {str(tmp_path / "run"), str(newest)} <= found
+    assert {str(newest / name) for name in ("model.safetensors", "trainer_state.json")} <= found
+    assert os.listdir(tmp_path / "run") == ["checkpoint-8"]
+
+
+def test_what_cannot_be_stored_is_refused_before_training(tmp_path: Path) -> None:
+    losses = Losses()
+    one = trainer(tmp_path / "run", losses)
+    one.optimizer = torch.optim.AdamW(one.model.parameters())
+    one.optimizer.param_groups[0]["odd"] = object()
+    with pytest.raises(sw.UnsupportedLeaf, match="odd"):
+        ours.use(one).train()
+    assert not losses.found
+    with pytest.raises(sw.MisuseError, match="save_on_each_node"):
+        ours.use(trainer(tmp_path / "run", losses, save_on_each_node=True))
 
 
 def test_without_a_complete_checkpoint_nothing_resumes(tmp_path: Path) -> None:

@@ -61,11 +61,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_every_promise_holds_on_a_local_file_system(place: Path) -> None:
     report = sw.doctor(place, nbytes=SMALL)
-    assert report.ok, [one for one in report.findings if one.answer != "holds"]
+    in_memory = place.parts[1] == "dev"
+    missing = [one.name for one in report.findings if one.needed and one.answer != "holds"]
+    # A power cut empties memory.
+    assert missing == (["sync_dirs"] if in_memory else [])
     assert [one.name for one in report.findings] == [
         name for promises in _doctor._PROMISES.values() for name in promises
     ]
-    if place.parts[1] == "dev":
+    if in_memory:
         assert report["file_system"].detail == "tmpfs"
     assert "released by a killed process" in report["locks"].detail
     assert "released by a killed process" in report["leases"].detail

@@ -5,18 +5,21 @@ step, and deletes the one before once it is committed."""
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import TypeVar, cast
 
 from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
 from .._choice import saved_choice
-from .._locations import CONTROL
+from .._locations import CONTROL, GUEST, MANIFEST
 from .._manager import CheckpointManager
+from .._opening import metadata
 from .._opening import open as open_checkpoint
 from .._options import Options
 from .._restore.options import Globs, ResumeKeywords
@@ -230,15 +233,94 @@ def all_committed(saves: Sequence[Save], options: Options | None) -> bool:
     return all([save._waited(stall) for save in saves])
 
 
-def remove_after(
-    is_committed: Callable[[], bool], paths: Sequence[str], otherwise: Callable[[], None] = lambda: None
-) -> None:
+def durable(save: GuestSave[_T], path: str) -> bool:
+    """Waits for a save, as :meth:`GuestSave.is_committed` does, and syncs the files that the
+    trainer has written beside it."""
+    if not save.is_committed():
+        return False
+    for folder, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if name != GUEST]
+        for place in (*(os.path.join(folder, name) for name in files), folder):
+            _sync(place)
+    _sync(os.path.dirname(path))
+    return True
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_at(where: str, begin: Callable[[str], Save], options: Options | None) -> Save:
+    """Begins a save of a single checkpoint by ``begin(path)``, which replaces a checkpoint of ours.
+    What cannot be swapped keeps its name until the save is committed: a file or a link of another
+    library, or anything where the file system has no swap (NFS)."""
+    new, aside = f"{where}.new", f"{where}.replaced"
+    wait_removed(aside)
+    wait_removed(where)
+    _remove(new)  # of a process that was killed
+    if not os.path.lexists(where) or (_is_plain_directory(where) and _can_swap(os.path.dirname(where))):
+        return begin(where)
+    save = begin(new)
+    remove_after(partial(_took_place, save, options, new, where, aside), [aside])
+    return save
+
+
+def _took_place(save: Save, options: Options | None, new: str, where: str, aside: str) -> bool:
+    """Gives a checkpoint its name, once it is committed. A process that is killed between the two
+    renames leaves both checkpoints under the other names."""
+    if not all_committed([save], options):
+        return False
+    _remove(aside)
+    if os.path.lexists(where):
+        os.rename(where, aside)
+    os.rename(new, where)
+    _sync(os.path.dirname(where))
+    return True
+
+
+def wait_placed(where: str) -> None:
+    """Waits until a committed save has its name; see :func:`save_at`."""
+    wait_removed(f"{where}.replaced")
+
+
+def newest_beside(path: str) -> str | None:
+    """Returns the checkpoint of ours in the same directory that was committed last; ``None``
+    without another one that opens."""
+    found = []
+    folder, own = os.path.split(path)
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        place = os.path.join(folder, name)
+        if name != own and not name.startswith(".") and os.path.lexists(os.path.join(place, MANIFEST)):
+            with suppress(StepwellError, OSError):
+                found.append((metadata(place).committed, place))
+    return max(found)[1] if found else None
+
+
+def _is_plain_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+@lru_cache(maxsize=64)
+def _can_swap(directory: str) -> bool:
+    """True if the file system swaps two names in one step."""
+    with tempfile.TemporaryDirectory(prefix=".stepwell-", dir=directory) as tried:
+        return dict(_core.supported_calls(tried))["rename_exchange"] is None
+
+
+def remove_after(is_committed: Callable[[], bool], paths: Sequence[str]) -> None:
     """Deletes checkpoints in the background, once ``is_committed`` has waited for the saves before.
-    If it returns false they stay, and ``otherwise`` is called."""
+    If it returns false they stay."""
 
     def work() -> None:
-        if not is_committed():
-            otherwise()
+        try:
+            if not is_committed():
+                return
+        except OSError as error:
+            log(WARNING, f"{', '.join(paths)}: not deleted, because of {error}")
             return
         for path in paths:
             _remove(path)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,7 +124,10 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
             exclude=self._stepwell_globs(set(range(len(self._models))) - set(kept)),
         )
         if is_automatic and self.is_main_process:
-            _guest.remove_after(save.is_committed, _surplus(path, configuration.total_limit))
+            # Hooks may have written files beside ours.
+            _guest.remove_after(
+                partial(_guest.durable, save, path), _surplus(path, configuration.total_limit)
+            )
         configuration.iteration += 1
         return Path(output_dir)
 

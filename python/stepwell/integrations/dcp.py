@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
@@ -49,6 +51,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 
 from .. import _core
 from .._adapters import torch as adapter
@@ -56,7 +59,9 @@ from .._checkpoint import Checkpoint
 from .._locations import absolute
 from .._opening import is_own
 from .._opening import open as open_checkpoint
-from .._state.specs import to_dtype
+from .._paths import extend
+from .._restore.options import Globs, globs
+from .._state.specs import Replicated, to_dtype
 from ..coordinators import TorchStore
 from ..errors import MisuseError, RankFailed
 from ..sharding import LocalShard
@@ -77,9 +82,14 @@ _torch_save, _torch_async_save, _torch_load = (
 _TERMS = Terms(
     missing="leave these out of the state dict, or pass planner=DefaultLoadPlanner(allow_partial_load=True)",
     mismatch="give the state dict what is stored; sw.restore reads parts of the checkpoint",
-    differs=None,
+    differs=(
+        "Pass it as sw.PerRank(…) if it differs on purpose. If rank 0's value is enough (statistics of BatchNorm), "
+        "call stepwell.integrations.dcp.use(replicated=[glob])"
+    ),
     per_rank=None,
 )
+#: Globs of values that may differ between ranks; see :func:`use`.
+_replicated: Sequence[str] = ()
 #: What a checkpoint holds that a plan of DCP wrote: each value under its name with dots.
 _BY_PLAN = {"stepwell.integrations.dcp": "plan"}
 #: Trainers look for this file of DCP in a directory before they load it.
@@ -122,7 +132,7 @@ def save(
             no_dist=no_dist,
             use_collectives=use_collectives,
         )
-    return _begin(path, partial(_values, state_dict), process_group, no_dist, None).result()
+    return _begin(path, partial(_saved_values, state_dict), process_group, no_dist, None).result()
 
 
 def async_save(
@@ -159,7 +169,7 @@ def async_save(
             use_collectives=use_collectives,
             **others,
         )
-    found = _begin(path, partial(_values, state_dict), process_group, no_dist, None)
+    found = _begin(path, partial(_saved_values, state_dict), process_group, no_dist, None)
     if async_stager is None:
         return found
     staged: Future[None] = Future()
@@ -244,24 +254,32 @@ def __getattr__(name: str) -> object:
     return getattr(torch_dcp, name)
 
 
-def use() -> Callable[[], None]:
+def use(*, replicated: Globs = None) -> Callable[[], None]:
     """Puts :func:`save`, :func:`async_save` and :func:`load` into ``torch.distributed.checkpoint``.
-    Returns a function that puts torch's own back."""
-    ours = {"save": save, "async_save": async_save, "load": load}
-    before = {name: getattr(torch_dcp, name) for name in ours}
+    Returns a function that puts torch's own back.
 
-    def put(functions: Mapping[str, object]) -> None:
+    Args:
+        replicated: values that may differ between ranks, by glob over paths. Rank 0's are stored.
+            ``"**.running_*"`` are the statistics of BatchNorm.
+    """
+    global _replicated
+    ours = {"save": save, "async_save": async_save, "load": load}
+    before, named_before = {name: getattr(torch_dcp, name) for name in ours}, _replicated
+
+    def put(functions: Mapping[str, object], named: Sequence[str]) -> None:
+        global _replicated
+        _replicated = named
         for name, function in functions.items():
             setattr(torch_dcp, name, function)
 
-    put(ours)
-    return partial(put, before)
+    put(ours, globs(replicated, "replicated=") or ())
+    return partial(put, before, named_before)
 
 
 @contextmanager
-def using() -> Iterator[None]:
+def using(*, replicated: Globs = None) -> Iterator[None]:
     """:func:`use` for the length of a ``with`` block."""
-    restore = use()
+    restore = use(replicated=replicated)
     try:
         yield
     finally:
@@ -396,7 +414,7 @@ class StepwellReader(StorageReader):
                         planner.load_bytes(item, io.BytesIO(stream.getvalue()))
                         continue
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(cast(torch.Tensor, adapter.from_numpy(value)))
+                    target.copy_(cast(torch.Tensor, adapter.from_numpy(np.asarray(value))))
                     planner.commit_tensor(item, target)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
@@ -433,6 +451,25 @@ def _coordinator(group: dist.ProcessGroup | None, no_dist: bool) -> TorchStore |
 
 def _values(state_dict: _State) -> _State:
     return {key: one.state_dict() if isinstance(one, Stateful) else one for key, one in state_dict.items()}
+
+
+def _saved_values(state_dict: _State) -> _State:
+    found = _values(state_dict)
+    return cast(_State, _marked(found, "")) if _replicated else found
+
+
+def _marked(value: object, path: str) -> object:
+    """A value whose leaves that :func:`use` names are :class:`stepwell.Replicated`."""
+    if type(value) in (dict, OrderedDict):
+        items = cast(_State, value).items()
+        return {
+            key: _marked(one, extend(path, ("i" if isinstance(key, int) else "k", key))) for key, one in items
+        }
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        found = [_marked(one, extend(path, ("x", at))) for at, one in enumerate(value)]
+        return tuple(found) if isinstance(value, tuple) else found
+    is_named = not isinstance(value, DTensor) and _core.first_globs(_replicated, [path])[0] is not None
+    return Replicated(value) if is_named else value
 
 
 def _begin(

@@ -66,10 +66,11 @@ class StepwellSaver(BaseSaveHandler):
             return
         self.wait_until_finished()
         os.makedirs(self._directory, exist_ok=True)
+        begin = partial(
+            save_async, state=checkpoint, exists="replace", coordinator=None, options=self._options
+        )
         with in_terms(_TERMS):
-            save = save_async(
-                self._path(filename), checkpoint, exists="replace", coordinator=None, options=self._options
-            )
+            save = _guest.save_at(self._path(filename), begin, self._options)
         unwanted, self._unwanted, self._pending = self._unwanted - {filename}, set(), save
         _guest.remove_after(
             partial(_guest.all_committed, [save], self._options), [self._path(name) for name in unwanted]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from .._options import Options
 from .._restore.options import Globs
 from .._save_result import Save
 from .._singular import save_async
-from ..errors import MisuseError
+from ..errors import MisuseError, StepwellError
 from . import _guest
 from ._terms import Terms, in_terms
 
@@ -84,33 +85,19 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         if storage_options is not None:
             raise MisuseError("storage_options= is not used by StepwellIO: leave it out")
         where = absolute(path)
+        link_after_commit()
         self._look(where)
-        _guest.wait_removed(where)
         os.makedirs(os.path.dirname(where), exist_ok=True)
-        aside = f"{where}.replaced"
-        while os.path.lexists(aside):  # of a save that has not committed
-            aside += "-before"
-        is_replaced = os.path.isfile(where)
-        if is_replaced:  # Lightning has written it
-            os.rename(where, aside)
-        try:
-            with in_terms(_TERMS):
-                save = save_async(
-                    where,
-                    checkpoint,
-                    exclude=self._exclude,
-                    exists="replace",
-                    coordinator=None,
-                    options=self._options,
-                )
-        except BaseException:
-            if is_replaced:
-                os.rename(aside, where)
-            raise
-        self._saves[where] = save
-        if is_replaced:
-            committed = partial(_guest.all_committed, [save], self._options)
-            _guest.remove_after(committed, [aside], partial(_put_back, aside, where))
+        begin = partial(
+            save_async,
+            state=checkpoint,
+            exclude=self._exclude,
+            exists="replace",
+            coordinator=None,
+            options=self._options,
+        )
+        with in_terms(_TERMS):
+            self._saves[where] = _guest.save_at(where, begin, self._options)
 
     def load_checkpoint(
         self, path: _Path, map_location: object = None, weights_only: bool | None = None
@@ -118,8 +105,7 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         """Loads a checkpoint. Called by Lightning on all ranks."""
         where = absolute(path)
         try:
-            if (pending := self._saves.get(where)) is not None:
-                pending.result()
+            self.wait_committed(where)
         finally:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.barrier()  # rank 0 has waited for its save
@@ -128,9 +114,20 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             given = {} if map_location is None else {"map_location": map_location}
             found: dict[str, object] = super().load_checkpoint(path, weights_only=weights_only, **given)
             return found
-        if isinstance(map_location, (str, torch.device)):
-            return dict(restore(where, to="torch", device=map_location))
-        return dict(restore(where, to="torch"))
+        device = map_location if isinstance(map_location, (str, torch.device)) else None
+        try:
+            return dict(restore(where, to="torch", device=device))
+        except StepwellError as error:
+            if (other := _guest.newest_beside(where)) is not None:
+                error.add_note(f"Another checkpoint is there: ckpt_path={other!r}.")
+            raise
+
+    def wait_committed(self, path: _Path) -> None:
+        """Waits until a checkpoint that is being saved has its name."""
+        where = absolute(path)
+        if (pending := self._saves.get(where)) is not None:
+            pending.result()
+            _guest.wait_placed(where)
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Deletes a checkpoint once the pending saves have committed. Called by Lightning."""
@@ -152,13 +149,28 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
                 save.result()
 
 
-def _put_back(aside: str, where: str) -> None:
-    """Gives a file its name again, if nothing has that name now."""
-    try:
-        os.link(aside, where)
-        os.unlink(aside)
-    except OSError as error:
-        _guest.log(_guest.WARNING, f"the checkpoint before {where} stays as {aside}: {error}")
+def link_after_commit() -> None:
+    """Has ``ModelCheckpoint(save_last="link")`` wait for the commit. The link replaces the one to
+    the checkpoint before, and after a kill it would lead nowhere."""
+    for name in TRAINERS.values():
+        kind = getattr(sys.modules.get(f"{name}.callbacks"), "ModelCheckpoint", None)
+        link = getattr(kind, "_link_checkpoint", None)
+        if kind is not None and link is not None and not isinstance(link, _LinkAfterCommit):
+            kind._link_checkpoint = staticmethod(_LinkAfterCommit(link))
+
+
+class _LinkAfterCommit:
+    """``ModelCheckpoint._link_checkpoint`` for checkpoints that are saved in the background."""
+
+    def __init__(self, link: Callable[..., None]) -> None:
+        self._link = link
+
+    def __call__(self, trainer: object, path: _Path, *others: object) -> None:
+        strategy = getattr(trainer, "strategy", None)
+        for saver in (strategy, getattr(strategy, "checkpoint_io", None)):
+            if (wait := getattr(saver, "wait_committed", None)) is not None:
+                wait(path)
+        self._link(trainer, path, *others)
 
 
 def load_from_checkpoint(

@@ -29,7 +29,7 @@ from .._state.specs import Replicated
 from ..errors import MisuseError
 from . import _guest
 from ._terms import Terms
-from .lightning import TRAINERS, fabrics
+from .lightning import TRAINERS, fabrics, link_after_commit
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import OptimizerStateType
@@ -85,6 +85,7 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
         """Saves a checkpoint in the background. Called by Lightning on all ranks."""
         if storage_options is not None:
             raise MisuseError("storage_options= is not used by this strategy: leave it out")
+        link_after_commit()
         path = self._root(filepath)
         step = self.lightning_module.trainer.global_step
         if step != self._saved_at or any(save.path == path for save in self._saves):
@@ -115,6 +116,10 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
             _guest.wait_removed()
         finally:
             super().teardown()
+
+    def wait_committed(self, filepath: _Path) -> None:
+        """Waits for the saves that are being written."""
+        self._settle()
 
     def _settle(self) -> None:
         saves, self._saves = self._saves, []

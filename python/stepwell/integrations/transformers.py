@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +29,7 @@ from .. import coordinators
 from .._locations import GUEST
 from .._opening import metadata, restore
 from .._roots import open_root
-from ..errors import CorruptCheckpoint, MisuseError, StepwellError
+from ..errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
@@ -52,6 +53,7 @@ def use(trainer: _Trainer) -> _Trainer:
     * ``save_total_limit`` deletes older checkpoints in the background, once the new one is
       committed.
     * The next save, or the end of the training, raises the failure of a save.
+    * What cannot be stored is refused before the first step.
 
     Raises:
         MisuseError: the trainer uses DeepSpeed or FSDP, which save in ways of their own. Or its
@@ -59,6 +61,8 @@ def use(trainer: _Trainer) -> _Trainer:
     """
     if not isinstance(trainer, transformers.Trainer):
         raise MisuseError(f"use() takes a transformers.Trainer, not {type(trainer).__name__}")
+    if trainer.args.save_on_each_node:
+        raise MisuseError("save_on_each_node=True: a checkpoint of stepwell is one directory of all nodes")
     other = [
         name
         for name, flag in (
@@ -97,7 +101,11 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         finally:
             arguments.save_total_limit = limit
         if arguments.should_save and self._stepwell_pending is not None:
-            _guest.remove_after(self._stepwell_pending.is_committed, self._stepwell_surplus(trial))
+            # The weights and the trainer's state are files beside ours.
+            path = os.path.dirname(self._stepwell_pending.path)
+            _guest.remove_after(
+                partial(_guest.durable, self._stepwell_pending, path), self._stepwell_surplus(trial)
+            )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Everything is saved by :meth:`_save_rng_state`, which is the last one."""
@@ -106,20 +114,22 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         """As above."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        state = {
-            "train": self._stepwell_train_state(),
-            "scaler": self.accelerator.scaler,
-            "random": random_numbers(),
-        }
         os.makedirs(output_dir, exist_ok=True)
         board = coordinators.TorchStore() if self.args.world_size > 1 else None
         self._stepwell_pending = _guest.save(
             os.path.join(output_dir, GUEST),
-            state,
+            self._stepwell_state(),
             board,
             {"world_size": self.args.world_size},
             lambda: None,
         )
+
+    def _stepwell_state(self) -> dict[str, object]:
+        return {
+            "train": self._stepwell_train_state(),
+            "scaler": self.accelerator.scaler,
+            "random": random_numbers(),
+        }
 
     def _stepwell_train_state(self) -> TrainState:
         model = self.model_wrapped
@@ -131,13 +141,20 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         return TrainState(model, optimizer, scheduler, trainable_only=hasattr(self.model, "peft_config"))
 
     def _stepwell_surplus(self, trial: object) -> list[str]:
-        """The checkpoints beyond ``save_total_limit``, as the Trainer chooses them."""
+        """The checkpoints beyond ``save_total_limit``, as the Trainer chooses them. Torn ones do
+        not count; those that are older than all that stay are deleted."""
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        found = sort_checkpoints(self._get_output_dir(trial=trial), use_mtime=True)
         if limit is None or limit <= 0:
             return []
+        found = sort_checkpoints(self._get_output_dir(trial=trial), use_mtime=True)
         kept = {found[-1], *(() if best is None else (str(Path(best)),))}
-        return [one for one in found if one not in kept][: max(len(found) - max(limit, len(kept)), 0)]
+        whole = [one for one in found if one in kept or not _is_ours(one) or _why_not(one) is None]
+        others = [one for one in whole if one not in kept]
+        gone = others[: max(len(whole) - max(limit, len(kept)), 0)]
+        oldest = next(number for number, one in enumerate(found) if one in whole and one not in gone)
+        return [one for one in found[:oldest] if one not in kept] + [
+            one for one in gone if one not in found[:oldest]
+        ]
 
     def _stepwell_settle(self) -> None:
         """Waits for the pending save."""
@@ -160,6 +177,8 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}")
+        if not any(isinstance(one, _Refusal) for one in self.callback_handler.callbacks):
+            self.add_callback(_Refusal(self))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(
@@ -203,6 +222,18 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         wanted = {"random": numbers}
         with in_terms():
             restore(root, into=wanted, include="random/**", missing=missing, unexpected=unexpected)
+
+
+class _Refusal(transformers.TrainerCallback):  # type: ignore[misc]  # transformers declares no types
+    """Refuses what cannot be stored before the first step."""
+
+    def __init__(self, trainer: StepwellTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, arguments: transformers.TrainingArguments, *_: object, **__: object) -> None:
+        """Called by the trainer."""
+        if not arguments.save_only_model:
+            _guest.check(self._trainer._stepwell_state(), arguments.process_index, arguments.world_size)
 
 
 def newest_checkpoint(output_dir: str, before: int | None = None) -> str | None:
@@ -249,7 +280,9 @@ def _restore(checkpoint: str, into: dict[str, object], include: str | list[str])
     try:
         with in_terms():
             restore(os.path.join(checkpoint, GUEST), into=into, include=include)
-    except CorruptCheckpoint as error:
+    except (CorruptCheckpoint, StepNotFound) as error:
+        if isinstance(error, StepNotFound):
+            error.add_note(f"The save of {checkpoint} was not finished.")
         output_dir, name = os.path.split(os.path.normpath(checkpoint))
         match = _CHECKPOINT.fullmatch(name)
         older = newest_checkpoint(output_dir or ".", int(match[1])) if match else None

@@ -24,6 +24,8 @@ _NUMBER = re.compile(r"(?:^|[-_])step=(\d+)(?![\d.])")
 _VERSION = re.compile(r"-v(\d{1,9})\.ckpt$")
 #: The end of the name of a file that NeMo keeps beside a step until its save is finished.
 UNFINISHED = "-unfinished"
+#: A file of a checkpoint of stepwell.
+_LEASE = ".lease"
 #: The file that Lightning writes last into a directory of DCP.
 _META = "meta.pt"
 #: The directory of a save of DeepSpeed in that of a step, and the file that it writes last.
@@ -67,7 +69,8 @@ def _lightning_step(path: str, name: str) -> ForeignStep:
     if lookup.is_dir(save):
         return ForeignStep(number, name, place, missing(entries(place), _LATEST), save)
     if lookup.is_dir(place):
-        reason = missing(entries(place), ".metadata", _META)
+        inside = entries(place)
+        reason = missing(inside, MANIFEST) if _LEASE in inside else missing(inside, ".metadata", _META)
     elif not lookup.exists(place):
         reason = "it is a link that leads nowhere"
     else:
