@@ -261,6 +261,34 @@ def test_a_large_memo_number_takes_no_memory(tmp_path: Path, bounded: None, size
     assert opened(tmp_path / "x.pt", archive(whole(b"}r" + size))) == {}
 
 
+def test_many_small_values_are_read(tmp_path: Path) -> None:
+    count = 1_500_000
+    for one in (number(7), b"\x88", b"N", b"]q\x00"):
+        found = opened(tmp_path / "x.pt", archive(whole(b"]" + (b"(" + one * 1000 + b"e") * (count // 1000))))
+        assert len(found) == count
+
+
+@pytest.fixture(scope="module")
+def small_values() -> bytes:
+    """Ten million numbers, deflated to a thousandth."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a/data.pkl", whole(b"](" + b"K\x01" * 10_000_000 + b"e"))
+    return out.getvalue()
+
+
+def test_a_deflated_pickle_of_small_values_is_bounded(
+    tmp_path: Path, small_values: bytes, bounded: None
+) -> None:
+    with pytest.raises(sw.StepwellError, match="more than"):
+        opened(tmp_path / "x.pt", small_values)
+
+
+def test_values_that_nest_without_end_are_refused(tmp_path: Path, bounded: None) -> None:
+    with pytest.raises(sw.CorruptCheckpoint, match="nest more than 10000 levels"):
+        opened(tmp_path / "x.pt", archive(whole(b"]" * 500_000 + b"a" * 499_999)))
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [

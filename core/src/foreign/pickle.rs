@@ -107,10 +107,17 @@ pub struct Pickle {
 
 /// Longest name of a module, and of a name in it.
 const MAX_NAME_BYTES: usize = 4096;
-/// Nodes, stack, marks and memo entries that any stream may need.
-const MIN_ENTRIES: usize = 1 << 20;
-/// Bytes of a stream for each further entry. Writers need six or more.
-const ENTRY_BYTES: usize = 4;
+/// Nodes, stack, marks and memo entries that a stream may need beyond one for each of its bytes. An
+/// empty list and its place in the memo take two bytes.
+const MIN_ENTRIES: usize = 4096;
+/// The deepest nesting. Python's pickler stops at its recursion limit, mostly 1000.
+const MAX_NESTING: u32 = 10_000;
+/// Small integers, which are one node each, as are `None`, truth values and the empty tuple.
+const SMALL_INTEGERS: usize = 256;
+const NONE: usize = SMALL_INTEGERS;
+const TRUE: usize = SMALL_INTEGERS + 1;
+const FALSE: usize = SMALL_INTEGERS + 2;
+const EMPTY_TUPLE: usize = SMALL_INTEGERS + 3;
 
 /// Parses the pickle at the start of `bytes`.
 pub fn parse(bytes: &[u8]) -> Parsed<Pickle> {
@@ -122,6 +129,8 @@ pub fn parse(bytes: &[u8]) -> Parsed<Pickle> {
         stack: Vec::new(),
         marks: Vec::new(),
         memo: HashMap::new(),
+        nesting: Vec::new(),
+        shared: [None; EMPTY_TUPLE + 1],
     };
     let root = machine.run()?;
     Ok(Pickle { nodes: machine.nodes, root, length: machine.at })
@@ -137,6 +146,10 @@ struct Machine<'a> {
     /// Heights of the stack at its marks.
     marks: Vec<usize>,
     memo: HashMap<u32, NodeId>,
+    /// Levels below each node.
+    nesting: Vec<u32>,
+    /// Nodes of values that many others have: small integers, then the rest.
+    shared: [Option<NodeId>; EMPTY_TUPLE + 1],
 }
 
 impl Machine<'_> {
@@ -144,7 +157,7 @@ impl Machine<'_> {
         loop {
             self.opcode_at = self.at;
             let entries = self.nodes.len() + self.stack.len() + self.marks.len() + self.memo.len();
-            if entries > MIN_ENTRIES + self.bytes.len() / ENTRY_BYTES {
+            if entries > MIN_ENTRIES + self.bytes.len() {
                 return Err(self.fault(format!("{entries} values in so few bytes")));
             }
             let opcode = self.byte()?;
@@ -192,6 +205,14 @@ impl Machine<'_> {
                 b'a' | b'e' | 0x90 => self.extend(opcode)?,
                 b's' | b'u' => self.set_items(opcode)?,
                 b'b' => self.build()?,
+                b'N' => self.push_shared(NONE, PickleNode::None)?,
+                0x88 => self.push_shared(TRUE, PickleNode::Bool(true))?,
+                0x89 => self.push_shared(FALSE, PickleNode::Bool(false))?,
+                b')' => self.push_shared(EMPTY_TUPLE, PickleNode::Tuple(Box::default()))?,
+                b'K' => {
+                    let value = self.byte()?;
+                    self.push_shared(usize::from(value), PickleNode::Int(i64::from(value)))?;
+                }
                 _ => {
                     let node = self.value(opcode)?;
                     self.push(node)?;
@@ -203,11 +224,7 @@ impl Machine<'_> {
     /// The value that an opcode puts on the stack.
     fn value(&mut self, opcode: u8) -> Parsed<PickleNode> {
         Ok(match opcode {
-            b'N' => PickleNode::None,
-            0x88 => PickleNode::Bool(true),
-            0x89 => PickleNode::Bool(false),
             b'J' => PickleNode::Int(i64::from(i32::from_le_bytes(self.array()?))),
-            b'K' => PickleNode::Int(i64::from(self.byte()?)),
             b'M' => PickleNode::Int(i64::from(u16::from_le_bytes(self.array()?))),
             0x8a => {
                 let length = usize::from(self.byte()?);
@@ -232,7 +249,6 @@ impl Machine<'_> {
             }
             b']' => PickleNode::List(Box::default()),
             b'l' => PickleNode::List(Box::new(self.pop_to_mark()?)),
-            b')' => PickleNode::Tuple(Box::default()),
             b't' => PickleNode::Tuple(self.pop_to_mark()?.into()),
             0x85..=0x87 => PickleNode::Tuple(self.pop_several(usize::from(opcode - 0x84))?.into()),
             b'}' => PickleNode::Dict(Box::default()),
@@ -286,6 +302,7 @@ impl Machine<'_> {
     fn extend(&mut self, opcode: u8) -> Parsed<()> {
         let values = if opcode == b'a' { vec![self.pop()?] } else { self.pop_to_mark()? };
         let target = self.top()?;
+        self.nest(target, &values)?;
         match (opcode, self.node_mut(target)) {
             (b'a' | b'e', Some(PickleNode::List(items))) | (0x90, Some(PickleNode::Set(items))) => {
                 items.extend(values);
@@ -301,6 +318,7 @@ impl Machine<'_> {
         let values = if opcode == b's' { self.pop_several(2)? } else { self.pop_to_mark()? };
         let pairs = self.pairs(&values)?;
         let target = self.top()?;
+        self.nest(target, &values)?;
         match self.node_mut(target) {
             Some(PickleNode::Dict(entries)) => entries.extend(pairs),
             Some(PickleNode::Call(call)) => call.entries.extend(pairs),
@@ -313,6 +331,7 @@ impl Machine<'_> {
     fn build(&mut self) -> Parsed<()> {
         let state = self.pop()?;
         let target = self.top()?;
+        self.nest(target, &[state])?;
         match self.node_mut(target) {
             Some(PickleNode::Call(call)) if call.state.is_none() => call.state = Some(state),
             Some(PickleNode::Call(_)) => return Err(self.fault("an object got a second state".to_owned())),
@@ -323,8 +342,48 @@ impl Machine<'_> {
 
     fn push(&mut self, node: PickleNode) -> Parsed<()> {
         let id = NodeId::try_from(self.nodes.len()).map_err(|_| self.fault("2^32 values".to_owned()))?;
+        self.nesting.push(0);
+        match &node {
+            PickleNode::List(ids) => self.nest(id, ids)?,
+            PickleNode::Tuple(ids) | PickleNode::FrozenSet(ids) => self.nest(id, ids)?,
+            PickleNode::Dict(pairs) => {
+                pairs.iter().try_for_each(|&(key, value)| self.nest(id, &[key, value]))?
+            }
+            PickleNode::Persistent(inner) => self.nest(id, &[*inner])?,
+            PickleNode::Call(call) => {
+                self.nest(id, &[call.callable, call.args])?;
+                self.nest(id, call.keywords.as_slice())?;
+            }
+            _ => {}
+        }
         self.nodes.push(node);
         self.stack.push(id);
+        Ok(())
+    }
+
+    /// Pushes a value that is one node, however often a stream has it.
+    fn push_shared(&mut self, place: usize, node: PickleNode) -> Parsed<()> {
+        if let Some(&Some(id)) = self.shared.get(place) {
+            self.stack.push(id);
+            return Ok(());
+        }
+        self.push(node)?;
+        if let (Some(shared), Some(&id)) = (self.shared.get_mut(place), self.stack.last()) {
+            *shared = Some(id);
+        }
+        Ok(())
+    }
+
+    /// Counts the levels below a node that gets parts.
+    fn nest(&mut self, id: NodeId, parts: &[NodeId]) -> Parsed<()> {
+        let below = parts.iter().filter_map(|&part| self.nesting.get(part as usize)).max();
+        let levels = below.map_or(0, |levels| levels + 1);
+        if levels > MAX_NESTING {
+            return Err(self.fault(format!("values that nest more than {MAX_NESTING} levels")));
+        }
+        if let Some(own) = self.nesting.get_mut(id as usize) {
+            *own = levels.max(*own);
+        }
         Ok(())
     }
 

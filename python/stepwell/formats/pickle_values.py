@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -36,6 +36,9 @@ _MAX_SHOWN_KEY = 40
 #: The longest integer that is a value.
 _MAX_INTEGER_BITS = 8192
 _MAX_INT64 = 1 << 63
+#: The most objects whose parts are being converted: the levels of a state, and the calls that make
+#: a tensor.
+_MAX_FRAMES = _core.MAX_DEPTH + 8
 #: The longest tuple of numbers that is converted without a frame. A pickle may repeat it.
 _MAX_AT_ONCE = 64
 
@@ -62,6 +65,12 @@ class Found:
     leaves: int = 1
     #: Nested containers.
     depth: int = 0
+
+
+#: Those that many pickles have very often.
+_SMALL = [Found(number, number, True) for number in range(256)]
+_BOOLS = [Found(flag, flag, True) for flag in (False, True)]
+_NONE = Found(None, None, True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +197,11 @@ class Converter:
             frame = frames[-1]
             for child in frame.rest:
                 found = self._at_once(child)
-                if found is None:
+                if found is None and len(frames) < _MAX_FRAMES:
                     frames.append(self._enter(child))
                     break
+                if found is None:
+                    found = opaque(f"a structure of more than {_core.MAX_DEPTH - 1} levels")
                 frame.results.append(found)
             if frame is not frames[-1]:
                 continue
@@ -219,13 +230,19 @@ class Converter:
         # Most objects are of these types, so they are made without further calls.
         if kind is str:
             return Found(node, node, True, 1, len(node))  # type: ignore[arg-type]
-        if kind is int:
-            bits = node.bit_length()  # type: ignore[attr-defined]
+        if isinstance(node, int) and kind is int:
+            if 0 <= node < len(_SMALL):
+                return _SMALL[node]
+            bits = node.bit_length()
             if bits > _MAX_INTEGER_BITS:
                 return opaque(f"integer of {bits} bits")
             return Found(node, node, True)
-        if kind is float or kind is bool or node is None:
+        if kind is float:
             return Found(node, node, True)
+        if node is None:
+            return _NONE
+        if isinstance(node, bool):
+            return _BOOLS[node]
         if isinstance(node, Name):
             return self._named(node)
         if isinstance(node, tuple) and 0 < len(node) <= _MAX_AT_ONCE and all(map(_is_count, node)):
@@ -308,7 +325,8 @@ class Converter:
             text += part.text
         for at, key in _keys_of(frame).items():
             text += key.text * parts[at].leaves
-        found.values, found.leaves, found.depth, found.text = 1 + values, max(1, leaves), 1 + depth, text
+        # It may be one of its parts, and those may be shared.
+        found = replace(found, values=1 + values, leaves=max(1, leaves), depth=1 + depth, text=text)
         if found.values > self._max_values:
             return opaque(f"a structure that unfolds to {found.values} values")
         if found.text > self._max_text:

@@ -21,6 +21,8 @@ from .torch_symbols import Storage, StorageId, found_storage, storage_id
 
 #: The longest pickle that is inflated.
 _MAX_INFLATED_BYTES = 64 << 20
+#: A longer one has at most so many times its compressed bytes.
+_INFLATED_BYTES, _INFLATED_RATIO = 1 << 20, 256
 
 
 def roots_of(names: Iterable[str]) -> list[str]:
@@ -158,7 +160,9 @@ class Archive:
         """The bytes of the pickle of the object."""
         member = self._member("data.pkl")
         assert member is not None
-        limit = MAX_PICKLE_BYTES if member.is_stored else _MAX_INFLATED_BYTES
+        limit = MAX_PICKLE_BYTES
+        if not member.is_stored:
+            limit = min(_MAX_INFLATED_BYTES, max(_INFLATED_BYTES, _INFLATED_RATIO * member.stored_length))
         if member.length > limit:
             raise FormatError(
                 f"{self.path}: data.pkl has {member.length} bytes, more than the {limit} that are read here"

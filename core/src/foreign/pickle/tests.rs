@@ -51,7 +51,7 @@ fn shown(bytes: &[u8]) -> String {
 }
 
 fn refused(bytes: &[u8]) -> String {
-    parse(bytes).unwrap_err().to_string()
+    parse(bytes).map(|pickle| pickle.nodes.len()).unwrap_err().to_string()
 }
 
 /// `pickle.dumps(OrderedDict(a=[1, (2, 3.5), None, True, b"xy", "ü"], b={1: {-5}, 2**70: 2**40}))`.
@@ -114,12 +114,18 @@ fn a_value_may_contain_itself() {
 fn bombs_are_refused_before_they_take_memory() {
     // One entry of the memo with a large number, which is an array of 2 GiB elsewhere.
     assert!(parse(b"\x80\x02Nr\xff\xff\xff\x07.").is_ok());
-    for opcode in [b"N".as_slice(), b"]", b"(", b"2"] {
-        let mut bomb = b"\x80\x02N".to_vec();
-        bomb.extend(opcode.repeat(8 << 20));
-        bomb.push(b'.');
-        assert!(refused(&bomb).contains("in so few bytes"), "{opcode:?}");
+    let repeated = |opcode: &[u8]| [b"\x80\x02N", &*opcode.repeat(1 << 20), b"."].concat();
+    for opcode in [b"]".as_slice(), b"}", b"]("] {
+        assert!(refused(&repeated(opcode)).contains("in so few bytes"), "{opcode:?}");
     }
+    // These are one node.
+    for opcode in [b"N".as_slice(), b"\x88", b"\x89", b")", b"K\x05", b"2"] {
+        assert!(parse(&repeated(opcode)).unwrap().nodes.len() <= 2, "{opcode:?}");
+    }
+    let nested =
+        |levels: usize| [b"\x80\x02", &*b"]".repeat(levels), &*b"a".repeat(levels - 1), b"."].concat();
+    assert!(parse(&nested(10_001)).is_ok());
+    assert!(refused(&nested(10_002)).contains("nest more than 10000 levels"));
     assert!(refused(b"\x80\x02\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.").contains("more bytes were expected"));
 }
 
