@@ -17,7 +17,7 @@ from command_line import DOCUMENT
 from s3_server import s3_server
 
 #: Pages with examples for people who look for one: none of them may lose its last one.
-WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md", "docs/faq.md"} | {
+WITH_EXAMPLES = {"README.md", "docs/index.md", "docs/start.md", "docs/faq.md", "docs/writing_a_format.md"} | {
     f"docs/guide/{name}.md"
     for name in (
         "converting", "evaluators", "gpu", "jax", "memory", "moving", "preemption", "pytorch", "restoring", "resuming_from_others", "retention", "saving", "states", "tracing",
