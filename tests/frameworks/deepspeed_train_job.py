@@ -300,9 +300,9 @@ def refused(folder: Path) -> dict[str, str]:
 def guide(folder: Path) -> list[tuple[int, int]]:
     """Runs the example of the guide twice. Returns the first step, and the number of all steps."""
     page = (Path(__file__).parents[2] / "docs" / "guide" / "deepspeed.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (example,) = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
-    exec(example, names)
+    exec("\n".join(line[1:] for line in example.splitlines() if line[:1] != "-"), names)
     os.chdir(folder)
     found = []
     for steps in (5, 10):
