@@ -6,8 +6,10 @@ stepwell's.
 
 Each round runs the same training twice in shuffled order, with about 1 GiB of state and three
 saves. For DCP (torch.distributed.checkpoint) and Orbax, the state is a dict of tensors or arrays.
-The others train a model. Ray Train is not measured: its own checkpoints are files that the training
-function writes.
+The others train a model.
+
+Two are not measured. torchtitan saves by calls of DCP, which are measured. The checkpoints of Ray
+Train are files that the training function writes.
 """
 
 from __future__ import annotations
@@ -183,6 +185,36 @@ def orbax(folder: Path, is_ours: bool) -> Times:
     return blocked, durable
 
 
+def deepspeed(folder: Path, is_ours: bool) -> Times:
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    import deepspeed as library
+    import stepwell as sw
+    from stepwell.integrations.deepspeed import TrainState
+
+    # It is compiled when it is first used, which needs more than Python packages.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    model = layers()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+    }
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = library.initialize(model=model, optimizer=optimizer, config=config)
+    with sw.CheckpointManager(folder / "run") as mgr:
+        state = TrainState(engine)
+        save = Watched()
+        for step in range(3):
+            engine.backward(engine(torch.ones(1, EDGE)).square().mean())
+            engine.step()
+            if is_ours:
+                save(mgr.save)(step, state)
+            else:
+                save(engine.save_checkpoint)(folder / "own", tag=str(step))
+    return save.seconds, []
+
+
 def lightning(folder: Path, is_ours: bool) -> Times:
     import lightning as library
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -220,6 +252,7 @@ CASES: dict[str, Callable[[Path, bool], Times]] = {
     "transformers.Trainer": hugging_face,
     "Lightning": lightning,
     "accelerate": accelerate,
+    "DeepSpeed": deepspeed,
     "Ignite": ignite,
     "Keras": keras,
     "Orbax": orbax,
