@@ -155,6 +155,17 @@ def test_twenty_thousand_leaves_have_a_report_of_a_few_megabytes(root: Path, tmp
     assert len(text) < 4_000_000
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node here to run a script of the page")
+def test_the_axis_of_the_chart_of_intervals_has_labels() -> None:
+    script = (Path(sw.__file__).parent / "_cli" / "assets" / "advice.js").read_text()
+    function = script[script.index("function ticks") : script.index("function adviceChart")]
+    cases = {1: [0, 20, 40, 60, 80, 100], 0.257: [0, 5, 10, 15, 20, 25], 0.0066: [0, 0.2, 0.4, 0.6]}
+    program = f"{function} console.log(JSON.stringify({list(cases)}.map(ticks)))"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True, timeout=60)
+    for found, percents in zip(json.loads(done.stdout), cases.values(), strict=True):
+        assert [100 * one for one in found] == pytest.approx(percents)
+
+
 @pytest.mark.skipif(
     BROWSER is None, reason="no browser here (chromium): whether the page draws itself was not tried"
 )
