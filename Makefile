@@ -229,6 +229,10 @@ bench-foreign: build bench-tools ## conversions against a raw copy, loads agains
 bench-trainers: build ## how long trainers wait for their saves, alone and with stepwell (about 10 minutes)
 	$(BIN)/python tests/bench/trainers.py $(ARGS)
 
+.PHONY: bench-guests
+bench-guests: build ## what a manager for each checkpoint of a trainer costs, with 1, 2 and 8 ranks (half a minute)
+	$(BIN)/python tests/bench/guests.py $(ARGS)
+
 .PHONY: bench-interference
 bench-interference: build bench-tools ## what a save costs a compute-bound loop beside it: stepwell, DCP, Orbax, safetensors, torch.save (about 15 minutes)
 	$(BIN)/python tests/bench/interference.py $(ARGS)
