@@ -90,6 +90,16 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, caplog: pytest.Log
     assert "moved 3 of" in caplog.text
 
 
+def test_a_resume_is_proven(tmp_path: Path) -> None:
+    fit(model(), StepwellCheckpoint(tmp_path / "run", prove_resume=2))
+    with sw.CheckpointManager(tmp_path / "run") as manager:
+        manager.rewind(1)
+    events: list[object] = []
+    fit(model(), StepwellCheckpoint(tmp_path / "run", prove_resume=2, on_event=events.append))
+    traced = [one for one in events if isinstance(one, sw.events.TraceEvent)]
+    assert [(one.base, one.step, one.outcome) for one in traced] == [(1, 2, "same"), (1, 3, "same")]
+
+
 def test_a_failed_save_ends_the_training(tmp_path: Path) -> None:
     with files_no_longer_than(1 << 10), pytest.raises(sw.SaveFailed):
         fit(model(), StepwellCheckpoint(tmp_path / "run"), epochs=9)

@@ -138,6 +138,15 @@ def test_a_committed_step_exists_at_every_moment(tmp_path: Path) -> None:
     assert steps(tmp_path) == [29, 30]
 
 
+def test_a_resume_is_proven(tmp_path: Path) -> None:
+    proven = OURS + '={"prove_resume": 2}'
+    Run(tmp_path, override=proven, steps=8, interval=6).train()
+    Run(tmp_path, override=proven, steps=8, interval=6, load_step=6).train()
+    found = sw.compare_traces(root(tmp_path), step=6)
+    assert [run.traced_steps for run in found.traces] == [(6, 7, 8), (7, 8)]
+    assert (bool(found), found.compared_steps) == (True, 2)
+
+
 def test_a_torn_step_is_passed_over(tmp_path: Path) -> None:
     plain = Run(tmp_path).train()
     (root(tmp_path) / "step_00000012" / "manifest.json").unlink()

@@ -201,6 +201,44 @@ def test_what_cannot_be_stored_is_refused_before_training(tmp_path: Path) -> Non
         ours.use(trainer(tmp_path / "run", losses, save_on_each_node=True))
 
 
+def test_a_resume_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_steps": 10, "save_total_limit": None}
+    output, first = tmp_path / "run", str(tmp_path / "run" / "checkpoint-4")
+    ours.use(trainer(output, Losses(), **options), prove_resume=3).train()
+    events: list[object] = []
+    again = ours.use(trainer(output, Losses(), **options), prove_resume=3, on_event=events.append)
+    again.train(resume_from_checkpoint=first)
+    traced = [one for one in events if isinstance(one, sw.events.TraceEvent)]
+    assert [(one.base, one.step, one.outcome) for one in traced] == [(4, step, "same") for step in (5, 6, 7)]
+
+    restore = ours.restore
+
+    def forgotten(root: str, into: dict[str, Any], **options: Any) -> Any:
+        return into if "random" in into else restore(root, into=into, **options)
+
+    monkeypatch.setattr(ours, "restore", forgotten)
+    differing = trainer(output, Losses(), **options)
+    ours.use(differing, prove_resume=3, on_resume_difference="raise")
+    with pytest.raises(sw.errors.ResumeDiffers, match="step 5, 1 after the restored step 4") as caught:
+        differing.train(resume_from_checkpoint=first)
+    assert caught.value.difference.causes[0].startswith("a random generator was not restored")
+
+
+def test_a_training_that_fails_while_it_is_traced_ends(tmp_path: Path) -> None:
+    class Failing(TrainerCallback):
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 6:
+                raise ArithmeticError
+
+    one = ours.use(trainer(tmp_path / "run", Losses()), prove_resume=100)
+    one.add_callback(Failing())
+    with pytest.raises(ArithmeticError):
+        one.train()
+    assert set(committed(tmp_path / "run")) == {4}
+    ours.use(trainer(tmp_path / "run", Losses()), prove_resume=2).train(resume_from_checkpoint=True)
+    assert set(committed(tmp_path / "run")) == {12, 14}
+
+
 def test_without_a_complete_checkpoint_nothing_resumes(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint-3" / "stepwell").mkdir(parents=True)
     one = ours.use(trainer(tmp_path / "run", Losses()))
@@ -215,7 +253,7 @@ def test_a_failed_save_ends_the_training(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     begin = ours._guest.save
-    monkeypatch.setattr(ours._guest, "save", lambda *arguments: begin(*arguments[:-1], fail))
+    monkeypatch.setattr(ours._guest, "save", lambda *given, **options: begin(*given[:-1], fail, **options))
     with pytest.raises(OSError, match="No space left"):
         ours.use(trainer(tmp_path / "run", Losses())).train()
     assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-4"]

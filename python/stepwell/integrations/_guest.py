@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TypeVar, cast
+from typing import TypedDict, TypeVar, cast
+from weakref import WeakSet
 
 from .. import _adapters as adapters
 from .. import _core
@@ -26,8 +27,10 @@ from .._restore.options import Globs, ResumeKeywords
 from .._save_result import Save
 from .._state.specs import as_rank
 from .._timeouts import stall_seconds
+from .._trace.tracer import OnDifference
 from ..coordinators import Coordinator
 from ..errors import MisuseError, StalledError, StepwellError
+from ..events import OnEvent
 from ._terms import TRAINER, Terms, in_terms, reworded
 
 INFO, WARNING = 20, 30
@@ -64,9 +67,12 @@ class GuestSave(Future[_T]):
         path: str,
         committed: Callable[[], _T],
         terms: Terms = TRAINER,
+        stays_open: bool = False,
     ) -> None:
         super().__init__()
         self.path, self._terms = path, terms
+        #: True if somebody else closes the manager.
+        self._stays_open = stays_open
         self.what = f"the save to {path}"
         self._manager, self._save, self._committed = manager, save, committed
         self._is_seen = False
@@ -115,7 +121,8 @@ class GuestSave(Future[_T]):
             try:
                 self._save.result()
             finally:
-                self._manager.close()
+                if not self._stays_open:
+                    self._manager.close()
             found = self._committed()
         except BaseException as failure:
             reworded(failure, self._terms)
@@ -125,6 +132,77 @@ class GuestSave(Future[_T]):
             self.set_result(found)
             lifecycle.forget(self)
 
+
+class ProveKeywords(TypedDict, total=False):
+    """Keywords of a manager that traces."""
+
+    prove_resume: int
+    on_resume_difference: OnDifference
+    on_event: OnEvent | None
+
+
+class Prover:
+    """Traces the steps of a trainer after a checkpoint, and compares them after a resume. The
+    manager of the checkpoint stays open until enough steps are traced, or until the next save.
+
+    Args:
+        steps: how many steps to trace.
+        on_difference: ``"warn"`` or ``"raise"``.
+        on_event: gets an event for each compared step.
+    """
+
+    def __init__(self, steps: int, on_difference: OnDifference, on_event: OnEvent | None) -> None:
+        self.options: ProveKeywords = {
+            "prove_resume": steps,
+            "on_resume_difference": on_difference,
+            "on_event": on_event,
+        }
+        self._steps, self._left = steps, 0
+        self._root = ""
+        self._manager: CheckpointManager | None = None
+        #: Closes the manager before this one.
+        self._closing: threading.Thread | None = None
+        _provers.add(self)
+
+    def follow(self, root: str, manager: CheckpointManager) -> None:
+        """The next steps belong to the checkpoint of this manager."""
+        self.close()
+        self._root, self._left = root, self._steps
+        self._manager = manager
+
+    def resumed(self, root: str, coordinator: Coordinator | None) -> None:
+        """The training goes on from the newest step of a root."""
+        for other in list(_provers):  # of a training that failed in this process
+            if other._root == root and (closing := other.close()) is not None:
+                closing.join()
+        manager = CheckpointManager(root, retention=1, coordinator=coordinator, **self.options)
+        step = manager.latest_step()
+        if step is not None:
+            manager._was_restored(step)
+        self.follow(root, manager)
+
+    def step(self, number: int, state: Callable[[], object]) -> None:
+        """Traces the state after a step of the training."""
+        if self._manager is None:
+            return
+        self._left -= 1
+        try:
+            self._manager.trace(number, state())
+        finally:
+            if not self._left:
+                self.close()
+
+    def close(self) -> threading.Thread | None:
+        """Closes the manager in the background, once its save has ended and its traces are
+        written."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            self._closing = threading.Thread(target=manager.close, name="stepwell-prover", daemon=True)
+            self._closing.start()
+        return self._closing
+
+
+_provers: WeakSet[Prover] = WeakSet()
 
 #: The saves that had not ended when somebody looked last.
 _saves: list[GuestSave[object]] = []
@@ -141,10 +219,13 @@ def save(
     committed: Callable[[], _T],
     exclude: Globs = None,
     terms: Terms = TRAINER,
+    prover: Prover | None = None,
+    step: int = 0,
 ) -> GuestSave[_T]:
     """Begins a save. Returns when the state may change. ``state`` may be a function that returns
     it. If that raises on one rank, the save fails on all of them. Errors name what can be done by
-    these terms."""
+    these terms. ``prover`` traces the steps after it. ``step`` is the number of the step, unless
+    the checkpoint has a later one."""
     global _kept_in
     if coordinator is None:
         raise_unseen()
@@ -155,13 +236,18 @@ def save(
         _core.keep_staging_memory()
         _kept_in = os.getpid()
     with in_terms(terms):
-        manager = CheckpointManager(path, retention=1, coordinator=coordinator)
+        options: ProveKeywords = {} if prover is None else prover.options
+        manager = CheckpointManager(path, retention=1, coordinator=coordinator, **options)
         try:
-            found = manager.save(manager.next_step(), given, custom_metadata=metadata, exclude=exclude)
+            found = manager.save(
+                max(step, manager.next_step()), given, custom_metadata=metadata, exclude=exclude
+            )
         except BaseException:
             manager.close()
             raise
-    guest = GuestSave(manager, found, path, committed, terms)
+    if prover is not None:
+        prover.follow(path, manager)
+    guest = GuestSave(manager, found, path, committed, terms, stays_open=prover is not None)
     _saves.append(cast("GuestSave[object]", guest))
     return guest
 

@@ -21,6 +21,7 @@ from .._options import Options
 from .._policies import SavePolicy
 from .._retention import Retention
 from ..errors import MisuseError
+from ..events import OnEvent
 from ._terms import Terms, in_terms
 
 _TESTED = "keras 3.15"
@@ -41,6 +42,8 @@ class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # ker
             all.
         retention: which steps stay, as of the manager; default: all.
         options: rarely needed options.
+        prove_resume: how many epochs to trace after each save, as of the manager.
+        on_event: gets the events of the manager.
 
     Raises:
         MisuseError: when training begins: the backend is neither JAX nor torch, or this version of
@@ -54,8 +57,11 @@ class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # ker
         save_policy: SavePolicy | int | None = None,
         retention: Retention | int | None = None,
         options: Options | None = None,
+        prove_resume: int = 0,
+        on_event: OnEvent | None = None,
     ) -> None:
         super().__init__()
+        self._prove_resume, self._on_event = prove_resume, on_event
         self._root, self._save_policy, self._retention, self._options = root, save_policy, retention, options
         self._manager: CheckpointManager | None = None
 
@@ -78,6 +84,8 @@ class StepwellCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]  # ker
                 save_policy=self._save_policy,
                 retention=self._retention,
                 options=self._options,
+                prove_resume=self._prove_resume,
+                on_event=self._on_event,
             )
             state = _state(model)
             self._manager.check(state)

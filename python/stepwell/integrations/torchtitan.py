@@ -69,6 +69,9 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
     class Config(TitanManager.Config):  # type: ignore[misc]  # as above
         """The configuration of a :class:`StepwellManager`."""
 
+        #: How many steps to trace after each save, as of :class:`stepwell.CheckpointManager`.
+        prove_resume: int = 0
+
     #: The save that has begun last, until somebody has waited for it.
     save_future: Save | None
 
@@ -82,13 +85,17 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
         for name in set(self.exclude_from_loading) - self.states.keys():
             raise MisuseError(f"exclude_from_loading: no state {name!r}. There are {sorted(self.states)}")
         self._waits = config.async_mode == "disabled"
+        self._traces = config.prove_resume > 0
         self._root = filesystem.join(self.folder, GUEST)
         #: ``None`` if nothing is saved, and no step is there to load.
         self._manager: CheckpointManager | None = None
         if not self.load_only or is_own(self._root):
             with in_terms(_TERMS):
                 self._manager = CheckpointManager(
-                    self._root, retention=config.keep_latest_k or None, read_only=self.load_only
+                    self._root,
+                    retention=config.keep_latest_k or None,
+                    read_only=self.load_only,
+                    prove_resume=config.prove_resume,
                 )
         if self._manager is not None and not self.load_only:
             for optimizer in self.states[OPTIMIZER]:
@@ -106,6 +113,8 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
+            if self._traces and self._manager is not None:
+                self._manager.trace(curr_step, self._values())
             return False
         if last_step and self.last_save_in_hf:
             self._save_last_step(curr_step)

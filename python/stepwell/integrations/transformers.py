@@ -29,7 +29,9 @@ from .. import coordinators
 from .._locations import GUEST
 from .._opening import metadata, restore
 from .._roots import open_root
+from .._trace.tracer import OnDifference
 from ..errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
+from ..events import OnEvent
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
@@ -44,7 +46,13 @@ _MAX_STATE_BYTES = 256 << 20
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,18})")
 
 
-def use(trainer: _Trainer) -> _Trainer:
+def use(
+    trainer: _Trainer,
+    *,
+    prove_resume: int = 0,
+    on_resume_difference: OnDifference = "warn",
+    on_event: OnEvent | None = None,
+) -> _Trainer:
     """Has a ``transformers.Trainer``, or one of a class derived from it, save and resume with
     stepwell. Call it before ``trainer.train()``, on all ranks. Returns the trainer.
 
@@ -54,6 +62,14 @@ def use(trainer: _Trainer) -> _Trainer:
       committed.
     * The next save, or the end of the training, raises the failure of a save.
     * What cannot be stored is refused before the first step.
+
+    Args:
+        trainer: the trainer.
+        prove_resume: how many steps to trace after each save, as of
+            :class:`stepwell.CheckpointManager`. A resumed training compares its steps with them.
+        on_resume_difference: ``"raise"`` ends a training that differs; default: a warning.
+        on_event: gets a :class:`stepwell.events.TraceEvent` for each compared step, and the other
+            events of each save.
 
     Raises:
         MisuseError: the trainer uses DeepSpeed or FSDP, which save in ways of their own. Or its
@@ -77,6 +93,8 @@ def use(trainer: _Trainer) -> _Trainer:
             f"this trainer saves with {other[0]}. Use stepwell.integrations.dcp.use() for FSDP with SHARDED_STATE_DICT"
         )
     _guest.take_over(trainer, StepwellTrainer, transformers.__version__, _TESTED)
+    if prove_resume:
+        trainer._stepwell_prover = _guest.Prover(prove_resume, on_resume_difference, on_event)
     return trainer
 
 
@@ -86,6 +104,9 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     #: The save that has begun last, until somebody has waited for it.
     _stepwell_pending: _guest.GuestSave[None] | None = None
+    _stepwell_prover: _guest.Prover | None = None
+    #: The checkpoint that this training resumes.
+    _stepwell_resumed: str | None = None
 
     # ---- saves
 
@@ -115,14 +136,18 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     def _save_rng_state(self, output_dir: str) -> None:
         os.makedirs(output_dir, exist_ok=True)
-        board = coordinators.TorchStore() if self.args.world_size > 1 else None
         self._stepwell_pending = _guest.save(
             os.path.join(output_dir, GUEST),
             self._stepwell_state(),
-            board,
+            self._stepwell_board(),
             {"world_size": self.args.world_size},
             lambda: None,
+            prover=self._stepwell_prover,
+            step=self.state.global_step,
         )
+
+    def _stepwell_board(self) -> coordinators.TorchStore | None:
+        return coordinators.TorchStore() if self.args.world_size > 1 else None
 
     def _stepwell_state(self) -> dict[str, object]:
         return {
@@ -163,6 +188,8 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             pending.result()
 
     def _finalize_training(self, trial: object, *args: object, **kwargs: object) -> object:
+        if self._stepwell_prover is not None:
+            self._stepwell_prover.close()
         self._stepwell_settle()
         _guest.wait_removed()
         return super()._finalize_training(trial, *args, **kwargs)
@@ -177,8 +204,9 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}")
-        if not any(isinstance(one, _Refusal) for one in self.callback_handler.callbacks):
-            self.add_callback(_Refusal(self))
+        if not any(isinstance(one, _Moments) for one in self.callback_handler.callbacks):
+            self.add_callback(_Moments(self))
+        self._stepwell_resumed = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(
@@ -224,16 +252,33 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             restore(root, into=wanted, include="random/**", missing=missing, unexpected=unexpected)
 
 
-class _Refusal(transformers.TrainerCallback):  # type: ignore[misc]  # transformers declares no types
-    """Refuses what cannot be stored before the first step."""
+class _Moments(transformers.TrainerCallback):  # type: ignore[misc]  # transformers declares no types
+    """The moments of a training. What cannot be stored is refused before the first step."""
 
     def __init__(self, trainer: StepwellTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, arguments: transformers.TrainingArguments, *_: object, **__: object) -> None:
         """Called by the trainer."""
-        if not arguments.save_only_model:
-            _guest.check(self._trainer._stepwell_state(), arguments.process_index, arguments.world_size)
+        trainer = self._trainer
+        if arguments.save_only_model:
+            return
+        _guest.check(trainer._stepwell_state(), arguments.process_index, arguments.world_size)
+        prover, resumed = trainer._stepwell_prover, trainer._stepwell_resumed
+        if prover is not None and resumed is not None and _is_ours(resumed):
+            with in_terms():
+                prover.resumed(os.path.join(resumed, GUEST), trainer._stepwell_board())
+
+    def on_step_end(
+        self,
+        arguments: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        *_: object,
+        **__: object,
+    ) -> None:
+        """Called by the trainer."""
+        if self._trainer._stepwell_prover is not None:
+            self._trainer._stepwell_prover.step(state.global_step, self._trainer._stepwell_state)
 
 
 def newest_checkpoint(output_dir: str, before: int | None = None) -> str | None:
