@@ -547,3 +547,20 @@ def test_skip_is_for_objects_and_not_for_dtypes(tmp_path: Path) -> None:
     assert error["message"].endswith("Leave them out with --exclude")
     with pytest.raises(sw.MisuseError, match=r"`a\[0\]` \(complex128\)"):
         sw.convert(tmp_path / "saved", tmp_path / "x", to="safetensors", objects="skip")
+
+
+def test_a_damaged_source_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"a": torch.arange(5000.0), "b": torch.ones(5)}, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.index(np.arange(5000, dtype=np.float32).tobytes()) + 5000] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    rules = [{"rename": "a", "to": "c"}]
+    for options in ({}, {"map": rules}):
+        with pytest.raises(sw.CorruptCheckpoint, match="is damaged") as caught:
+            sw.export(tmp_path / "a.pt", tmp_path / "out", **options)
+        assert caught.value.file == str(tmp_path / "a.pt")
+        assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
+    with pytest.raises(sw.CorruptCheckpoint):
+        sw.convert(tmp_path / "a.pt", tmp_path / "out", to="stepwell", verify=True)
+    assert not sw.convert(tmp_path / "a.pt", tmp_path / "out", to="safetensors").verified

@@ -15,7 +15,7 @@ from .._locations import Location, is_store, location
 from .._opening import opened
 from .._public import public
 from .._restore.options import Globs
-from ..errors import MisuseError
+from ..errors import CorruptCheckpoint, MisuseError
 from ..formats.writers import check_name
 from .files import write
 from .passed_along import Files, passed_along
@@ -83,8 +83,9 @@ def convert(
         stored_files: path of a container of ``bytes`` in the checkpoint, by file name. They are
             written as files into the destination, and are not among the leaves. Weights and empty
             files are left out, as of ``files``.
-        verify: read the output back and compare every tensor with the source, before the output
-            gets its name. A checkpoint of this library has its name by then.
+        verify: compare the checksums of a source of another library, if it has any and one process
+            converts. Read the output back and compare every tensor with the source, before the
+            output gets its name. A checkpoint of this library has its name by then.
         dry_run: return what would be written, and write nothing.
         coordinator: shares the work among the processes of a job, as of :class:`CheckpointManager`.
             All of them make this call, and see the same source and destination. A file with
@@ -122,6 +123,8 @@ def convert(
         _meeting(where, ranks) as sharing,
         opened(source, step, map) as checkpoint,
     ):
+        if verify and not dry_run and ranks is None:
+            _check_source(checkpoint, progress)
         if to == "stepwell":
             return save(checkpoint, where, what, sharing, saving, progress)
         return write(checkpoint, where, what, sharing, progress=progress)
@@ -166,6 +169,24 @@ def export(
         coordinator=coordinator,
         progress=progress,
     )
+
+
+def _check_source(checkpoint: Checkpoint, progress: Progress | None) -> None:
+    """Refuses a damaged checkpoint of another library. Reads of stepwell's own files are checked
+    anyway."""
+    if checkpoint.manifest["format_version"]:
+        return
+    report = checkpoint.verify(progress)
+    if report.ok:
+        return
+    first, more = report.damages[0], len(report.damages) - 1
+    where = f" (leaf `{first.leaves[0]}`)" if first.leaves else ""
+    error = CorruptCheckpoint(
+        f"{first.file} is damaged{where}: {first.what}"
+        f"{f', and {more} more damages' if more else ''}. Nothing was written; `stepwell convert` without --verify takes what can be read"
+    )
+    error.file, error.block, error.leaf = first.file, first.block, next(iter(first.leaves), None)
+    raise error
 
 
 @contextlib.contextmanager
