@@ -52,6 +52,10 @@ done
 [ "$(unzip -p "$wheel" | grep -acF -e "$cargo_home" -e "$root")" = 0 ] || { echo "the wheel has paths of this machine"; exit 1; }
 cargo deny --log-level error check licenses bans sources
 
+echo "== aarch64"
+tests/release/aarch64.sh "$work/clone" "$work/aarch64"
+if ls "$work"/aarch64/wheel/*.whl >/dev/null 2>&1; then cp "$work"/aarch64/wheel/*.whl "$files"; fi
+
 # The first one also trains with PyTorch, JAX and the Hugging Face Trainer.
 tried= frameworks="torch jax transformers"
 for python in $(compgen -c python3. | sort -u) "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python3; do

@@ -347,7 +347,7 @@ impl Machine<'_> {
             PickleNode::List(ids) => self.nest(id, ids)?,
             PickleNode::Tuple(ids) | PickleNode::FrozenSet(ids) => self.nest(id, ids)?,
             PickleNode::Dict(pairs) => {
-                pairs.iter().try_for_each(|&(key, value)| self.nest(id, &[key, value]))?
+                pairs.iter().try_for_each(|&(key, value)| self.nest(id, &[key, value]))?;
             }
             PickleNode::Persistent(inner) => self.nest(id, &[*inner])?,
             PickleNode::Call(call) => {

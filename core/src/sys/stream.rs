@@ -11,6 +11,7 @@ use std::ptr;
 const STREAM_FROM: usize = 4096;
 /// Minimum bytes of a streaming copy that shares a fence. In shorter rows too many cache lines are
 /// only partly filled.
+#[cfg(target_arch = "x86_64")]
 const ROW_FROM: usize = 256;
 
 /// Copies `len` bytes. Large runs bypass the cache.

@@ -262,9 +262,12 @@ impl Dir for PosixDir {
         };
         // Another process may have found the old name before, and made a hard link since. Check the
         // number of links again as late as possible.
-        let names = |fd: &OwnedFd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_nlink);
+        // The type of the number of links depends on the processor.
+        let has_names = |fd: &OwnedFd, one: bool| {
+            rustix::fs::fstat(fd).map_or(!one, |stat| stat.st_nlink < 2 && (stat.st_nlink == 1) == one)
+        };
         let look = match fd.try_clone() {
-            Ok(look) if keep && names(&fd) == 1 => look,
+            Ok(look) if keep && has_names(&fd, true) => look,
             _ => {
                 self.discard(to);
                 return Ok(None);
@@ -272,8 +275,7 @@ impl Dir for PosixDir {
         };
         // If this fails, the old name is already gone.
         let file = self.to_write(to, fd, len_hint);
-        let ours = u64::from(file.is_ok());
-        if names(&look) == ours {
+        if has_names(&look, file.is_ok()) {
             return file.map(Some);
         }
         // It has another name. Preallocation may have made it longer.
