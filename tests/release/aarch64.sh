@@ -29,7 +29,7 @@ apt=(-o APT::Architecture=arm64 -o APT::Architectures=arm64 -o Dir::State="$work
     -o Dir::State::status="$work/apt/status" -o Dir::Cache="$work/apt/cache" -o APT::Sandbox::User="$(id -un)")
 apt-get "${apt[@]}" -qq update
 only=(--recurse --no-recommends --no-suggests --no-conflicts --no-breaks --no-replaces --no-enhances)
-names=$(apt-cache "${apt[@]}" depends "${only[@]}" python3 | grep '^[a-z0-9]' | sort -u)
+names=$(apt-cache "${apt[@]}" depends "${only[@]}" python3 libstdc++6 | grep '^[a-z0-9]' | sort -u)
 # shellcheck disable=SC2086
 (cd "$work/packages" && apt-get "${apt[@]}" -qq download $names)
 for package in "$work"/packages/*.deb; do dpkg -x "$package" "$work/system"; done

@@ -13,7 +13,7 @@ from typing import Protocol
 from .. import _core
 from ..errors import FormatError
 from .description import Place
-from .files import corrupt, read
+from .files import corrupt, read, read_ranges
 from .pickle_values import Found, Made, Malformed, Stream, opaque
 from .pickled import Blob, Call, Elements, Pairs, Persistent
 from .torch_symbols import Storage, StorageId, found_storage, storage_id
@@ -61,9 +61,10 @@ class FileBytes:
             length = min(_GROWTH * len(self.data), MAX_PICKLE_BYTES)
             self.data, self.end = read(self.path, 0, length)
 
-    def number(self, at: int) -> int:
-        """The number of eight bytes at a place."""
-        return int.from_bytes(read(self.path, at, 8)[0], "little")
+    def numbers(self, places: Sequence[int]) -> list[int]:
+        """The numbers of eight bytes at these places, which are in the file."""
+        ranges = [(self.path, at, 8) for at in places]
+        return [int.from_bytes(one, "little") for one in read_ranges(ranges)]
 
     def place(self, at: int) -> Place | None:
         """The place in the file."""
@@ -85,9 +86,9 @@ class _PartBytes:
             raise Malformed("the bytes of a storage end in the middle of a pickle")
         return parsed
 
-    def number(self, at: int) -> int:
-        """The number of eight bytes at a place."""
-        return int.from_bytes(self._stream.data[at : min(at + 8, self.end)], "little")
+    def numbers(self, places: Sequence[int]) -> list[int]:
+        """The numbers of eight bytes at these places."""
+        return [int.from_bytes(self._stream.data[at : at + 8], "little") for at in places]
 
     def place(self, at: int) -> Place | None:
         """The place in the file."""
@@ -138,15 +139,21 @@ class OldStream:
             if type(key) is not str or key not in known or key in places:
                 raise corrupt(source.path, "the stream lists a storage that its object does not name once")
             one = known[key]
-            if source.number(at) != one.numel:
-                raise corrupt(
-                    source.path,
-                    f"storage {key[:100]} has {source.number(at)} elements, its object says {one.numel}",
-                )
             places[key] = (at + 8, one)
             at += 8 + one.nbytes
-            if at > source.end:
+        # The length of each storage is before it. A wrong one is told first: it moves the others.
+        inside = {key: place for key, place in places.items() if place[0] <= source.end}
+        lengths = source.numbers([begin - 8 for begin, _ in inside.values()])
+        for (key, (begin, one)), length in zip(inside.items(), lengths, strict=True):
+            if length != one.numel:
+                raise corrupt(
+                    source.path, f"storage {key[:100]} has {length} elements, its object says {one.numel}"
+                )
+            if begin + one.nbytes > source.end:
                 raise corrupt(source.path, f"the file ends in the middle of storage {key[:100]}")
+        if len(inside) < len(places):
+            key = next(key for key in places if key not in inside)
+            raise corrupt(source.path, f"the file ends in the middle of storage {key[:100]}")
         return places
 
     def storage(self, persistent: object) -> Found:
