@@ -14,9 +14,10 @@ import torch.distributed.checkpoint as torch_dcp
 from stepwell.integrations import dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "python")]
 
 from longer import some
+from moments import killed_in_a_save, there_from_the_first
 from ranks import free_port, run_forked
 
 MODULES = (
@@ -149,48 +150,64 @@ TRAINER = (
     PREAMBLE
     + """
 # A trainer of others: it knows torch.distributed.checkpoint only.
+group = dist.new_group()  # DCP saves from a thread
+
+def run(root):
+    found = [step for step in range(12) if os.path.exists(f"{root}/step-{step}/.metadata")]
+    model, optimizer = build(5)
+    first = 0
+    if found:
+        state = state_of(model, optimizer, 0)
+        torch_dcp.load(state, storage_reader=torch_dcp.FileSystemReader(f"{root}/step-{found[-1]}"))
+        first = take(model, optimizer, state) + 1
+    losses = {}
+    pending = None
+    for step in range(first, 12):
+        losses[step] = train(model, optimizer, step, step + 1)[0]
+        if step % 4 == 3:
+            if pending is not None:
+                pending.result()
+            os.makedirs(f"{root}/step-{step}", exist_ok=True)
+            pending = torch_dcp.async_save(
+                state_of(model, optimizer, step),
+                storage_writer=torch_dcp.FileSystemWriter(f"{root}/step-{step}"),
+                planner=torch_dcp.DefaultSavePlanner(),
+                process_group=group,
+            )
+            if sys.argv[6] == "killed" and step == 7:
+                os.kill(os.getpid(), signal.SIGKILL)
+    pending.result()
+    return losses
+
+plain = run(ROOT + "-plain") if sys.argv[6] == "whole" else {}
 dcp.use()
-found = [step for step in range(12) if os.path.exists(f"{ROOT}/step-{step}/.metadata")]
-model, optimizer = build(5)
-first = 0
-if found:
-    state = state_of(model, optimizer, 0)
-    torch_dcp.load(state, storage_reader=torch_dcp.FileSystemReader(f"{ROOT}/step-{found[-1]}"))
-    first = take(model, optimizer, state) + 1
-losses = {}
-pending = None
-for step in range(first, 12):
-    losses[step] = train(model, optimizer, step, step + 1)[0]
-    if step % 4 == 3:
-        if pending is not None:
-            pending.result()
-        os.makedirs(f"{ROOT}/step-{step}", exist_ok=True)
-        pending = torch_dcp.async_save(
-            state_of(model, optimizer, step),
-            storage_writer=torch_dcp.FileSystemWriter(f"{ROOT}/step-{step}"),
-            planner=torch_dcp.DefaultSavePlanner(),
-        )
-        if sys.argv[6] == "killed" and step == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-pending.result()
-print(losses)
+print([run(ROOT), plain])
 """
 )
 
 
 def test_a_killed_run_of_a_trainer_resumes(tmp_path: Path) -> None:
-    whole = [
-        eval(one) for one in run_forked(tmp_path, MODULES, TRAINER, 2, tmp_path / "whole", free_port(), "")
-    ]
-    root = tmp_path / "halves"
-    with pytest.raises(AssertionError):
-        run_forked(tmp_path, MODULES, TRAINER, 2, root, free_port(), "killed")
-    assert (root / "step-3" / ".metadata").exists()
-    rest = [eval(one) for one in run_forked(tmp_path, MODULES, TRAINER, 2, root, free_port(), "")]
-    for before, after in zip(whole, rest, strict=True):
-        first = min(after)
-        assert first in (4, 8)
-        assert after == {step: before[step] for step in range(first, 12)}
+    def train(root: Path, how: str) -> list[list[dict[int, float]]]:
+        return [eval(one) for one in run_forked(tmp_path, MODULES, TRAINER, 2, root, free_port(), how)]
+
+    def kill(root: Path) -> None:
+        with pytest.raises(AssertionError, match="-9"):
+            train(root, "killed")
+
+    whole = train(tmp_path / "whole", "whole")
+    assert sorted(tmp_path.glob("whole-plain/*/.metadata"))  # by DCP itself
+    root = killed_in_a_save(tmp_path, kill, lambda at: list(at.glob("step-7/step_*")))
+    for (before, plain), (after, _) in zip(whole, train(root, ""), strict=True):
+        assert before == plain
+        assert after == {step: before[step] for step in range(4, 12)}
+
+
+def test_a_committed_checkpoint_exists_at_every_moment(tmp_path: Path) -> None:
+    root = tmp_path / "one"
+    with there_from_the_first(lambda: list(root.glob("step_*"))):
+        for value in range(10):
+            dcp.async_save({"w": torch.full((3,), value)}, checkpoint_id=root).result()
+    assert sw.restore(root)["w"].tolist() == [9] * 3
 
 
 def test_a_checkpoint_of_dcp_still_loads(tmp_path: Path) -> None:
