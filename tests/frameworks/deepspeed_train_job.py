@@ -9,6 +9,7 @@ import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ import deepspeed_job
 import stepwell as sw
 import torch
 import torch.distributed as dist
+from accidents import files_no_longer_than
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed_model import Model, groups_of
+from moments import killed_in_a_save
 from ranks import free_port
 from stepwell.integrations.deepspeed import TrainState
 
@@ -36,6 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "zero2_fp16": {"stage": 2, "config": FP16, "zero": {"round_robin_gradients": True}},
 }
+#: Those that DeepSpeed's own call loads too.
+LOADED = ["zero2_bf16", "zero3", "zero2_fp16"]
 SAVED, END, BATCH = 3, 6, 4
 
 
@@ -155,7 +160,7 @@ def whole(folder: Path) -> dict[str, Any]:
 def killed(folder: Path) -> None:
     """Is killed when its last save has returned."""
     engine = engine_of("zero2_bf16")
-    with sw.CheckpointManager(folder / "killed") as mgr:
+    with sw.CheckpointManager(folder) as mgr:
         for step, _ in train(engine):
             save = mgr.save(step, {"train": TrainState(engine)})
             if step == SAVED:
@@ -186,6 +191,17 @@ def two(folder: Path) -> dict[str, Any]:
             into = {"train": state} if name == "one" else state
             sw.restore(start, into=into, unexpected="error" if name == "one" else "ignore")
             found[f"{kind}-{name}"] = compared(engine, saved)
+        if kind not in LOADED:
+            continue
+        engine = engine_of(kind, seed=8, lr=0.5)
+        engine.load_checkpoint(folder / f"{kind}-deepspeed")
+        with sw.CheckpointManager(folder / f"{kind}-moved") as mgr:
+            mgr.save(SAVED, {"train": TrainState(engine)})
+            found[f"{kind}-own"] = dict(train(engine, SAVED))
+            engine = engine_of(kind, seed=8, lr=0.5)
+            mgr.wait_until_finished()
+            mgr.restore(into={"train": TrainState(engine)})
+        found[f"{kind}-moved"] = compared(engine, saved)
     engine = engine_of("zero2_bf16", seed=8, lr=0.5)
     with sw.CheckpointManager(folder / "killed") as mgr:
         _, first = mgr.resume({"train": TrainState(engine)})
@@ -228,6 +244,23 @@ def failing(folder: Path) -> str:
         except (RuntimeError, sw.RankFailed) as error:
             return f"{type(error).__name__}: {error}"
     return "restored"
+
+
+def full(folder: Path) -> list[str]:
+    """The disk of one of two ranks is full in a save. Returns the errors of three calls."""
+    engine = engine_of("zero1")
+    state, found = {"train": TrainState(engine)}, []
+    with sw.CheckpointManager(folder / "full") as mgr:
+        mgr.save(0, state).result()
+        with files_no_longer_than(1 << 10) if dist.get_rank() == 1 else nullcontext():
+            save = mgr.save(1, state)
+            save.exception()
+        for call in (save.result, lambda: mgr.save(2, state).result()):
+            try:
+                call()
+            except sw.StepwellError as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return [*found, mgr.latest_step()]
 
 
 def refusals(folder: Path) -> dict[str, Callable[[], object]]:
@@ -341,15 +374,21 @@ def in_ranks(act: Callable[[Path], object], world: int, folder: Path) -> list[in
 
 
 def run(folder: Path) -> None:
+    def kill(place: Path) -> None:
+        place.mkdir()
+        assert in_ranks(killed, 2, place) == [-signal.SIGKILL] * 2
+
+    place = killed_in_a_save(folder, kill, lambda at: (at / f"step_{SAVED:08}").exists())
+    place.rename(folder / "killed")
     for act, world in (
         (whole, 2),
-        (killed, 2),
         (one, 1),
         (two, 2),
         (moved, 1),
         (failing, 2),
+        (full, 2),
         (refused, 1),
         (guide, 1),
     ):
         codes = in_ranks(act, world, folder)
-        assert codes == [-signal.SIGKILL if act is killed else 0] * world, f"{act.__name__}: {codes}"
+        assert codes == [0] * world, f"{act.__name__}: {codes}"

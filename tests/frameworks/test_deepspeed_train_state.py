@@ -21,6 +21,8 @@ if importlib.util.find_spec("deepspeed") is None:
 from deepspeed_model import Model, groups_of  # noqa: E402
 
 KINDS = ["zero1", "zero2_bf16", "zero1_bf16", "zero3", "zero3_bf16", "zero2_fp16"]
+#: Those that DeepSpeed's own call loads too.
+LOADED = ["zero2_bf16", "zero3", "zero2_fp16"]
 SAVED = 3
 #: DeepSpeed imports the last one, which takes longest, for each engine that it makes first.
 MODULES = "stepwell.integrations.deepspeed,deepspeed.runtime.zero.muon.original_muon"
@@ -91,8 +93,19 @@ def test_a_restored_engine_goes_on_bit_for_bit(jobs: Path, kind: str, rank: int)
 
 def test_a_killed_run_resumes_with_equal_losses(jobs: Path) -> None:
     rest, losses = result(jobs, "two")["resumed"], result(jobs, "whole")["zero2_bf16"]["whole"]
-    assert min(rest) in ("3", "4")
-    assert rest == {step: losses[step] for step in rest}
+    assert rest == {step: losses[step] for step in ("3", "4", "5", "6")}
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_losses_equal_those_of_deepspeeds_own_files(jobs: Path, kind: str) -> None:
+    assert result(jobs, "two")[f"{kind}-own"] == result(jobs, "whole")[kind]["losses"]
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_run_that_deepspeed_has_loaded_is_saved(jobs: Path, kind: str) -> None:
+    found = result(jobs, "two")[f"{kind}-moved"]
+    assert not found["differing"]
+    assert found["losses"] == result(jobs, "whole")[kind]["losses"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,6 +154,14 @@ def test_slots_go_and_follow_renamed_parameters(jobs: Path, kind: str) -> None:
 def test_a_rank_that_fails_fails_the_others(jobs: Path) -> None:
     assert result(jobs, "failing", 1) == "RuntimeError: no memory left"
     assert result(jobs, "failing", 0).startswith("RankFailed")
+
+
+def test_a_save_that_fails_on_one_rank_raises_on_all(jobs: Path) -> None:
+    for rank, kind in enumerate(("RankFailed: rank 1 failed: ", "SaveFailed: saving step 1 failed")):
+        failure, newest = result(jobs, "full", rank)
+        assert failure.startswith(kind)
+        assert "File too large" in failure
+        assert newest == 2
 
 
 def test_what_cannot_be_stored_is_refused_by_name(jobs: Path) -> None:
