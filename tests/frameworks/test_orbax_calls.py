@@ -24,6 +24,7 @@ import orbax_job
 from accidents import files_no_longer_than
 from command_line import flip_a_bit
 from moments import killed_in_a_save, there_from_the_first
+from ranks import free_port, run, start
 from stepwell.integrations import orbax as ours
 
 
@@ -160,6 +161,67 @@ def test_what_only_orbax_has_is_refused_by_name(tmp_path: Path) -> None:
         best.save(0, args=ours.args.StandardSave({"w": 1}))
     with pytest.raises(sw.StepNotFound, match="create=False"):
         ours.CheckpointManager(tmp_path / "none", options=options)
+
+
+#: Two processes with one device each.
+PROCESSES = """
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from stepwell.integrations import orbax as ocp
+if WORLD > 1:
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[5]}", num_processes=WORLD, process_id=RANK)
+rows = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+found = []
+
+def whole(step):
+    return np.full((4, 3), float(step))
+
+def state(step):
+    w = jax.make_array_from_callback((4, 3), rows, lambda index: whole(step)[index])
+    return {"w": w, "step": jnp.array(step)}
+
+options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=2)
+with ocp.CheckpointManager(ROOT, options=options) as manager:
+    newest = manager.latest_step()
+    if newest is not None:
+        restored = manager.restore(newest, args=ocp.args.StandardRestore(state(0)))
+        assert int(restored["step"]) == newest
+        for shard in restored["w"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole(newest)[shard.index])
+    for step in range(0 if newest is None else newest + 1, int(sys.argv[6])):
+        manager.save(step, args=ocp.args.StandardSave(state(step)))
+        if step == 2:
+            manager.wait_until_finished()
+        if sys.argv[7:] == [str(step)]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    manager.wait_until_finished()
+    print(newest, manager.all_steps())
+if WORLD > 1:
+    jax.distributed.shutdown()
+"""
+
+
+def test_two_processes_save_together_and_one_resumes(tmp_path: Path) -> None:
+    def kill(place: Path) -> None:
+        for code, _, err in start(tmp_path, PROCESSES, 2, place, free_port(), 7, 4).finish():
+            assert code == -9, err
+
+    root = killed_in_a_save(tmp_path, kill, lambda at: (at / "stepwell" / "step_00000004").exists())
+    assert run(tmp_path, PROCESSES, 2, root, free_port(), 7) == ["2 [4, 6]\n"] * 2
+    assert sw.metadata(root / "stepwell").world_size == 2
+    assert run(tmp_path, PROCESSES, 1, root, 0, 9) == ["6 [6, 8]\n"]
+
+
+def test_a_torn_newest_step_is_passed_over(tmp_path: Path) -> None:
+    whole = orbax_job.train(ours, tmp_path)
+    (tmp_path / "stepwell" / "step_00000008" / "manifest.json").unlink()
+    with ours.CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step() == 6
+    assert orbax_job.train(ours, tmp_path) == {step: whole[step] for step in (7, 8, 9)}
+    with ours.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [6, 8]
 
 
 def test_damage_is_named_and_a_failed_save_is_raised(tmp_path: Path) -> None:
