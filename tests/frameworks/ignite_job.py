@@ -8,24 +8,29 @@ import signal
 import sys
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint
 
 
 def train(handler: Any, killed: int = -1, epochs: int = 4, **options: Any) -> dict[int, float]:
-    """Epochs of eight steps, with a save after each. Returns the losses."""
+    """Epochs of eight steps, with a save after each. Returns the losses. Each of several ranks has
+    its rows."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    rank, world = idist.get_rank(), idist.get_world_size()
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8)
+    if world > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     rows = list(torch.randn(8, 4, 4, generator=torch.Generator().manual_seed(1)))
     losses: dict[int, float] = {}
 
     def step(engine: Engine, batch: torch.Tensor) -> float:
         optimizer.zero_grad()
-        loss = model(batch).square().mean()
+        loss = model(batch[rank::world]).square().mean()
         loss.backward()
         optimizer.step()
         scheduler.step()

@@ -22,6 +22,7 @@ from accidents import files_no_longer_than
 from ignite.handlers import DiskSaver
 from ignite_job import train
 from moments import killed_in_a_save, there_from_the_first
+from ranks import free_port, run_forked
 from stepwell.integrations.ignite import StepwellSaver
 
 
@@ -49,6 +50,38 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rest = {int(step): loss for step, loss in json.loads(done.stdout.splitlines()[-1]).items()}
     assert rest == {step: plain[step] for step in range(17, 33)}
+
+
+MODULES = "torch,ignite.handlers,ignite.distributed,stepwell.integrations.ignite"
+RANKS = f"""
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import ignite.distributed as idist
+from ignite.handlers import DiskSaver
+from ignite_job import train
+from stepwell.integrations.ignite import StepwellSaver
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[5], LOCAL_RANK=str(RANK))
+os.environ.update(RANK=str(RANK), WORLD_SIZE=str(WORLD))
+idist.initialize("gloo")
+train(StepwellSaver(ROOT + "-two"), epochs=2)
+idist.barrier()  # the first rank has waited for its save
+rest = train(StepwellSaver(ROOT + "-two"))
+plain = train(DiskSaver(ROOT + "-plain", create_dir=True))
+print(rest == {{step: plain[step] for step in range(17, 33)}}, min(train(StepwellSaver(ROOT))))
+idist.finalize()
+"""
+
+
+def test_two_processes_go_on_after_one_and_one_after_two(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    train(StepwellSaver(root), epochs=2)
+    found = run_forked(tmp_path, MODULES, RANKS, 2, root, free_port())
+    assert [one.splitlines()[-1] for one in found] == ["True 17"] * 2
+    own = torch.load(tmp_path / "run-plain" / "checkpoint_32.pt", weights_only=True)
+    saver = StepwellSaver(tmp_path / "run-two")
+    stored = saver.load("checkpoint_32.pt")
+    assert stored["model"].keys() == own["model"].keys()
+    assert all(torch.equal(stored["model"][name], one) for name, one in own["model"].items())
+    assert sorted(train(saver, epochs=5)) == list(range(33, 41))
 
 
 def test_a_complete_checkpoint_exists_at_every_moment(tmp_path: Path) -> None:
