@@ -23,7 +23,7 @@ import accelerate_job
 import stepwell.integrations.accelerate as ours
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from accelerate_job import Run
 from longer import some
 from moments import killed_in_a_save, there_from_the_first
@@ -153,6 +153,49 @@ def test_a_flipped_byte_is_an_error_with_its_leaf(tmp_path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(sw.CorruptCheckpoint, match="leaf `random/"):
         Run(tmp_path).resume()
+
+
+def losses_of(project: Path, is_ours: bool = True, directory: str | None = None) -> list[float]:
+    """Trains for 20 steps on a shuffled loader of eight batches, and saves after 11, in the second
+    epoch. Returns the losses."""
+    torch.manual_seed(0)
+    configuration = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    if is_ours:
+        ours.use(accelerator)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    loader: Any = torch.utils.data.DataLoader(list(rows), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step, losses = 0, list[float]()
+    if directory is not None:
+        accelerator.load_state(directory)
+        step = 11
+    while step < 20:
+        loader.set_epoch(step // 8)  # accelerate does not restore it
+        for batch in loader:
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            step += 1
+            if step == 11:
+                accelerator.save_state(str(project / "eleven"))
+            if step == 20:
+                break
+    accelerator.end_training()
+    return losses
+
+
+def test_a_stateful_loader_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    whole = losses_of(tmp_path / "own", is_ours=False)
+    assert losses_of(tmp_path / "ours") == whole
+    for name in ("own", "ours"):
+        place = str(tmp_path / name / "eleven")
+        assert losses_of(tmp_path, name == "ours", directory=place) == whole[11:]
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
