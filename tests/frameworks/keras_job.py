@@ -32,9 +32,11 @@ class Losses(keras.callbacks.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def model() -> keras.Model:
+def model(distribution: Any = None) -> keras.Model:
     """With the same weights and names each time. Its dropout has a state."""
     keras.utils.clear_session()
+    if distribution is not None:
+        keras.distribution.set_distribution(distribution)
     keras.utils.set_random_seed(0)
     one = keras.Sequential(
         [keras.Input((4,)), keras.layers.Dense(64), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
@@ -50,6 +52,24 @@ def fit(one: keras.Model, *callbacks: keras.callbacks.Callback, epochs: int = 4)
     others = [found for found in callbacks if found is not losses]
     one.fit(rows, rows[:, :1], batch_size=8, epochs=epochs, verbose=0, callbacks=[*others, losses])
     return losses.found
+
+
+def on_devices(root: Path) -> list[dict[int, list[float]]]:
+    """Trains on two devices; then two epochs on two, the next on one, and the last on two."""
+    from stepwell.integrations.keras import StepwellCheckpoint
+
+    devices = keras.distribution.list_devices()
+    mesh = keras.distribution.DeviceMesh((1, 2), ("batch", "model"), devices)
+    layout = keras.distribution.LayoutMap(mesh)
+    layout["sequential/dense/kernel"] = (None, "model")
+    two = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+    found = [fit(model(two))]
+    for epochs, distribution in (2, two), (3, None), (4, two):
+        one = model(distribution)
+        found.append(fit(one, StepwellCheckpoint(root), epochs=epochs))
+        assert len(one.weights[0].value.sharding.device_set) == (2 if distribution else 1)
+        assert one.weights[0].value.sharding.is_fully_replicated == (distribution is None)
+    return found
 
 
 def main() -> None:

@@ -64,6 +64,31 @@ def test_a_killed_training_resumes_with_equal_losses(tmp_path: Path, backend: st
     assert rest == {epoch: losses for epoch, losses in theirs.items() if epoch >= first}
 
 
+def test_a_run_goes_on_with_more_and_fewer_devices(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    script = "import json, sys, keras_job; print(json.dumps(keras_job.on_devices(sys.argv[1])))"
+    flags = "--xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={
+            **os.environ,
+            "KERAS_BACKEND": "jax",
+            "XLA_FLAGS": flags,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    whole, *parts = json.loads(done.stdout.splitlines()[-1])
+    assert [list(part) for part in parts] == [["0", "1"], ["2"], ["3"]]
+    for part in parts:
+        for epoch, losses in part.items():
+            assert losses == pytest.approx(whole[epoch], rel=1e-5)
+
+
 def test_a_committed_step_exists_at_every_moment(tmp_path: Path) -> None:
     root = tmp_path / "run"
     with there_from_the_first(lambda: list(root.glob("step_*"))):
