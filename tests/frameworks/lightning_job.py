@@ -105,9 +105,9 @@ def ranks(output: Path, rank: int, port: str, how: str) -> list[dict[int, float]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0", LOCAL_RANK=str(rank))
     found = []
     for folder, is_ours in (output / "two", True), (output / "plain", False):
-        one, last = model(Sharded), folder / "last.ckpt"
+        one = model(Sharded)
         again = trainer(folder, [], *([Killed(1)] if how == "killed" else []), **sharded(2, is_ours))
-        again.fit(one, ckpt_path=last if last.exists() else None)
+        again.fit(one, ckpt_path="last")
         found.append(one.losses)
     return found
 
@@ -120,8 +120,7 @@ def main() -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = {"devices": devices, "strategy": "ddp"} if devices > 1 else {}
     one, callbacks = model(), [Killed(killed)] if killed >= 0 else []
-    last = output / "last.ckpt"
-    trainer(output, [StepwellIO()], *callbacks, **options).fit(one, ckpt_path=last if last.exists() else None)
+    trainer(output, [StepwellIO()], *callbacks, **options).fit(one, ckpt_path="last")
     print(json.dumps(one.losses))
 
 

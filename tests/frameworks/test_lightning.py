@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ import lightning_job
 from accidents import files_no_longer_than
 from lightning_job import Model, Sharded, model, sharded, trainer
 from longer import longer
-from moments import killed_in_a_save
+from moments import killed_in_a_save, there_from_the_first
 from ranks import free_port, run_forked
 from stepwell.integrations import _guest
 from stepwell.integrations.lightning import StepwellIO, load_from_checkpoint
@@ -79,6 +80,11 @@ def test_two_devices_resume(tmp_path: Path) -> None:
     first = min(rest)
     assert first in (4, 8)
     assert rest == {step: whole[step] for step in range(first, 12)}
+    one = model()
+    again = trainer(tmp_path / "halves", [StepwellIO()], max_epochs=4)
+    again.fit(one, ckpt_path="last")
+    assert sorted(one.losses) == list(range(12, 20))  # an epoch of one device has eight steps
+    assert all(sw.verify(path).ok for path in (tmp_path / "halves").glob("*.ckpt"))
 
 
 @pytest.fixture
@@ -115,24 +121,44 @@ class Loaded(lightning_job.Callback):
 
 @pytest.mark.usefixtures("_one_device")
 def test_shards_resume_on_as_many_and_on_fewer_devices(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="-9"):
-        train(tmp_path, "killed")
-    for rest, plain in train(tmp_path, "resume"):
-        first = min(rest)
-        assert first in (4, 8)
-        assert rest == {step: plain[step] for step in range(first, 12)}
+    def kill(place: Path) -> None:
+        place.mkdir()
+        with pytest.raises(AssertionError, match="-9"):
+            train(place, "killed")
+
+    def is_second(place: Path) -> bool:
+        found = sw.restore(place / "two" / "last.ckpt" / "stepwell", include="global_step")
+        return bool(found["global_step"] == 8)
+
+    place = killed_in_a_save(tmp_path, kill, is_second)
+    for rest, plain in train(place, "resume"):
+        assert rest == {step: plain[step] for step in range(4, 12)}
 
     # The other folder has checkpoints that Lightning has written.
     for folder, path in ("two", "last.ckpt/stepwell"), ("plain", "last.ckpt"):
-        stored = sw.restore(tmp_path / folder / path, to="torch")["state_dict"]
+        stored = sw.restore(place / folder / path, to="torch")["state_dict"]
         loaded = Loaded()
-        again = trainer(tmp_path / folder, [], loaded, max_epochs=4, **sharded(1))
-        again.fit(model(Sharded), ckpt_path=tmp_path / folder / "last.ckpt")
+        again = trainer(place / folder, [], loaded, max_epochs=4, **sharded(1))
+        again.fit(model(Sharded), ckpt_path="last")
         assert loaded.steps == {12}
         assert stored.keys() == loaded.weights.keys()
         assert all(torch.equal(stored[name], one) for name, one in loaded.weights.items())
-        assert sw.verify(tmp_path / folder / "last.ckpt" / "stepwell").ok
-        assert not (tmp_path / folder / "epoch=2-step=12.ckpt").exists()
+        assert sw.verify(place / folder / "last.ckpt" / "stepwell").ok
+        assert not (place / folder / "epoch=2-step=12.ckpt").exists()
+
+
+@pytest.mark.usefixtures("_one_device")
+def test_a_damaged_checkpoint_of_shards_names_another(tmp_path: Path) -> None:
+    trainer(tmp_path, [], save_top_k=-1, max_epochs=2, **sharded(1)).fit(model(Sharded))
+    (step,) = (tmp_path / "last.ckpt" / "stepwell").glob("step_*")
+    (step / "manifest.json").unlink()
+    with pytest.raises(sw.StepwellError, match=r"last\.ckpt") as caught:
+        trainer(tmp_path, [], **sharded(1)).fit(model(Sharded), ckpt_path="last")
+    other = str(tmp_path / "epoch=1-step=16.ckpt")
+    assert caught.value.__notes__ == [f"Another checkpoint is there: ckpt_path={other!r}."]
+    loaded = Loaded()
+    trainer(tmp_path, [], loaded, **sharded(1)).fit(model(Sharded), ckpt_path=other)
+    assert loaded.steps == {16}
 
 
 def test_a_failed_save_of_shards_ends_the_training(tmp_path: Path) -> None:
@@ -166,6 +192,33 @@ def test_what_the_strategy_does_not_serve_is_refused() -> None:
         StepwellModelParallelStrategy(save_distributed_checkpoint=False)
     with pytest.raises(sw.MisuseError, match="storage_options"):
         StepwellModelParallelStrategy().save_checkpoint({}, "x", storage_options={})
+
+
+@pytest.mark.parametrize("save_last", [False, True])
+def test_a_committed_checkpoint_exists_at_every_moment(tmp_path: Path, save_last: bool) -> None:
+    with there_from_the_first(lambda: list(tmp_path.glob("*.ckpt/manifest.json"))):
+        trainer(tmp_path, [StepwellIO()], save_last=save_last, max_epochs=10).fit(model())
+    newest = ["epoch=9-step=80.ckpt", *(["last.ckpt"] if save_last else [])]
+    assert sorted(os.listdir(tmp_path)) == newest
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_failed_save_ends_the_training(tmp_path: Path, epoch: int) -> None:
+    class Full(lightning_job.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == epoch:
+                for save in trainer.strategy.checkpoint_io._saves.values():
+                    save.result()  # those of the epoch before
+                limits.enter_context(files_no_longer_than(1 << 10))
+
+    one = model()
+    with ExitStack() as limits, pytest.raises(sw.SaveFailed, match="too large"):
+        trainer(tmp_path, [StepwellIO()], Full()).fit(one)
+    assert max(one.losses) < 24
+    _guest.wait_removed()
+    kept = f"epoch={epoch - 1}-step={8 * epoch}.ckpt"
+    assert sorted(os.listdir(tmp_path)) == [kept, "last.ckpt"]
+    assert all(sw.verify(tmp_path / name).ok for name in (kept, "last.ckpt"))
 
 
 def test_the_best_checkpoints_stay(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from typing import TypedDict, TypeVar, cast
 from weakref import WeakSet
@@ -18,9 +18,9 @@ from .. import _adapters as adapters
 from .. import _core
 from .. import _lifecycle as lifecycle
 from .._choice import saved_choice
-from .._locations import CONTROL, GUEST, MANIFEST
+from .._locations import CONTROL, GUEST
 from .._manager import CheckpointManager
-from .._opening import metadata
+from .._opening import is_own, metadata
 from .._opening import open as open_checkpoint
 from .._options import Options
 from .._restore.options import Globs, ResumeKeywords
@@ -29,7 +29,7 @@ from .._state.specs import as_rank
 from .._timeouts import stall_seconds
 from .._trace.tracer import OnDifference
 from ..coordinators import Coordinator
-from ..errors import MisuseError, StalledError, StepwellError
+from ..errors import MismatchError, MisuseError, StalledError, StepwellError
 from ..events import OnEvent
 from ._terms import TRAINER, Terms, in_terms, reworded
 
@@ -373,16 +373,34 @@ def wait_placed(where: str) -> None:
     wait_removed(f"{where}.replaced")
 
 
-def newest_beside(path: str) -> str | None:
-    """Returns the checkpoint of ours in the same directory that was committed last; ``None``
-    without another one that opens."""
+@contextmanager
+def naming_another(path: str, text: str, inside: str = "") -> Iterator[None]:
+    """Has the errors of a load name the newest other checkpoint of ours in the same directory.
+
+    Args:
+        path: the checkpoint.
+        text: how to load another one, with ``{}`` for its path.
+        inside: the place of our files in each checkpoint.
+    """
+    try:
+        yield
+    except MismatchError:
+        raise  # the others do not match either
+    except StepwellError as error:
+        if (other := _newest_beside(path, inside)) is not None:
+            error.add_note(f"Another checkpoint is there: {text.format(other)}.")
+        raise
+
+
+def _newest_beside(path: str, inside: str) -> str | None:
     found = []
     folder, own = os.path.split(path)
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         place = os.path.join(folder, name)
-        if name != own and not name.startswith(".") and os.path.lexists(os.path.join(place, MANIFEST)):
+        ours = os.path.join(place, inside) if inside else place
+        if name != own and not name.startswith(".") and is_own(ours):
             with suppress(StepwellError, OSError):
-                found.append((metadata(place).committed, place))
+                found.append((metadata(ours).committed, place))
     return max(found)[1] if found else None
 
 

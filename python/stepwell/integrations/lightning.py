@@ -25,7 +25,7 @@ from .._options import Options
 from .._restore.options import Globs
 from .._save_result import Save
 from .._singular import save_async
-from ..errors import MisuseError, StepwellError
+from ..errors import MisuseError
 from . import _guest
 from ._terms import Terms, in_terms
 
@@ -34,6 +34,8 @@ _Path = str | os.PathLike[str]
 
 #: The caller passes ``options=``.
 _TERMS = Terms(memory=None)
+#: What is said about another checkpoint of a run.
+ANOTHER = "ckpt_path={!r}"
 #: Lightning has two packages with classes of their own. Each checks its own base. By the Fabric of
 #: each, the package with the ``Trainer``.
 TRAINERS = {"lightning.fabric": "lightning.pytorch", "lightning_fabric": "pytorch_lightning"}
@@ -115,12 +117,8 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             found: dict[str, object] = super().load_checkpoint(path, weights_only=weights_only, **given)
             return found
         device = map_location if isinstance(map_location, (str, torch.device)) else None
-        try:
+        with _guest.naming_another(where, ANOTHER):
             return dict(restore(where, to="torch", device=device))
-        except StepwellError as error:
-            if (other := _guest.newest_beside(where)) is not None:
-                error.add_note(f"Another checkpoint is there: ckpt_path={other!r}.")
-            raise
 
     def wait_committed(self, path: _Path) -> None:
         """Waits until a checkpoint that is being saved has its name."""

@@ -29,7 +29,7 @@ from .._state.specs import Replicated
 from ..errors import MisuseError
 from . import _guest
 from ._terms import Terms
-from .lightning import TRAINERS, fabrics, link_after_commit
+from .lightning import ANOTHER, TRAINERS, fabrics, link_after_commit
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import OptimizerStateType
@@ -148,7 +148,8 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
             _MODEL: get_model_state_dict(self.model),
             _OPTIMIZERS: [get_optimizer_state_dict(self.model, one) for one in self.optimizers],
         }
-        values = _guest.restored(path, into, self._board(), not strict, _TERMS)
+        with _guest.naming_another(os.path.dirname(path), ANOTHER, GUEST):
+            values = _guest.restored(path, into, self._board(), not strict, _TERMS)
         self.model.load_state_dict(values[_MODEL], strict=strict)
         states = cast("list[OptimizerStateType]", values[_OPTIMIZERS])
         for optimizer, state in zip(self.optimizers, states, strict=True):

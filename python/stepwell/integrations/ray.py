@@ -32,6 +32,9 @@ _REMEDY = "restore it with sw.restore(ray.train.get_checkpoint().path, into=stat
 #: The caller makes the state, and may wrap its values.
 _TERMS = Terms(missing=_REMEDY, mismatch=_REMEDY, differs=None, per_rank=None)
 
+#: Ray deletes directories by their names. So this run cannot train the steps after it again.
+_ANOTHER = "{}. In a run with another name, restore it with sw.restore(path, into=state)"
+
 
 def report(step: int, metrics: dict[str, object], state: object) -> None:
     """Begins a save, and reports it to Ray once it is committed. Returns when the state may change.
@@ -81,7 +84,7 @@ def resume(state: _State) -> tuple[_State, int]:
     found = ray.train.get_checkpoint()
     if found is None:
         return state, 0
-    with found.as_directory() as path:
+    with found.as_directory() as path, _guest.naming_another(path, _ANOTHER):
         step: int = metadata(path).custom_metadata["step"]
         with in_terms(_TERMS):
             return restore(path, into=state), step + 1
