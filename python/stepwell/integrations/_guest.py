@@ -319,6 +319,13 @@ def all_committed(saves: Sequence[Save], options: Options | None) -> bool:
     return all([save._waited(stall) for save in saves])
 
 
+def settle(saves: Iterable[Save | GuestSave[_T]]) -> None:
+    """Waits for all of these saves, and raises the first failure."""
+    failures = [failure for save in saves if (failure := save.exception()) is not None]
+    if failures:
+        raise failures[0]
+
+
 def durable(save: GuestSave[_T], path: str) -> bool:
     """Waits for a save, as :meth:`GuestSave.is_committed` does, and syncs the files that the
     trainer has written beside it."""

@@ -135,9 +135,10 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
     def teardown(self) -> None:
         """Waits for all saves and deletions, and raises a failure. Called by Lightning."""
         saves, self._saves = list(self._saves.values()), {}
-        for save in saves:
-            save.result()
-        _guest.wait_removed()
+        try:
+            _guest.settle(saves)
+        finally:
+            _guest.wait_removed()
 
     def _look(self, path: str) -> None:
         """Waits for a save to this path, and raises failures of saves that have ended."""

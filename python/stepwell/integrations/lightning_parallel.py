@@ -123,8 +123,7 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
 
     def _settle(self) -> None:
         saves, self._saves = self._saves, []
-        for save in saves:
-            save.result()
+        _guest.settle(saves)
 
     def _root(self, path: _Path) -> str:
         """The root of a checkpoint: the ranks take rank 0's path, as with Lightning."""
