@@ -34,8 +34,8 @@ class StreamBytes(Protocol):
     def pickle(self, at: int) -> tuple[object, int]:
         """The pickle at a place, and the place behind it."""
 
-    def number(self, at: int) -> int:
-        """The number of eight bytes at a place."""
+    def numbers(self, places: Sequence[int]) -> Sequence[int]:
+        """The numbers of eight bytes at these places, which are in the file."""
 
     def place(self, at: int) -> Place | None:
         """The place in the file."""
