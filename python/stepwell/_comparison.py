@@ -205,6 +205,8 @@ class _Comparison:
         #: Leaves of both sides that are compared as parts of a container.
         self._parts_a: set[int] = set()
         self._parts_b: set[int] = set()
+        #: Nodes that are one value on one side, of which the caller wants a part compared.
+        self._uncompared: set[int] = set()
 
     def _check_choice(self, choice: _core._Choice) -> None:
         """Refuses a pattern that matches no leaf, and a choice of no leaf."""
@@ -280,6 +282,8 @@ class _Comparison:
             return False
         self._parts_a.update(parts_a)
         self._parts_b.update(parts_b)
+        if not (self._a.chosen.issuperset(parts_a) and self._b.chosen.issuperset(parts_b)):
+            self._uncompared.add(number)
         return True
 
     def _compare_values(self, leaves: dict[int, _Pair], progress: _Progress | None) -> tuple[list[str], int]:
@@ -290,7 +294,7 @@ class _Comparison:
         two_dtypes: dict[int, _Pair] = {}
         seen: set[tuple[int | None, int | None]] = set()
         for number, (one, other) in leaves.items():
-            if one.opaque is not None or other.opaque is not None:
+            if one.opaque is not None or other.opaque is not None or number in self._uncompared:
                 opaque.append(one.path)
             elif one.leaf is None or other.leaf is None:
                 objects[number] = one, other

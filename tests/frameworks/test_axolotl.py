@@ -39,7 +39,7 @@ def test_a_torn_checkpoint_does_not_resume(tmp_path: Path, monkeypatch: pytest.M
     assert configuration.resume_from_checkpoint is None
     newest = tmp_path / "checkpoint-14"
     assert sw.verify(newest / "stepwell").ok
-    (newest / "stepwell" / "step_00000000" / "manifest.json").unlink()
+    (newest / "stepwell" / "step_00000014" / "manifest.json").unlink()
     rest, configuration = run(tmp_path, monkeypatch)
     assert configuration.resume_from_checkpoint == str(tmp_path / "checkpoint-12")
     assert rest == {step: whole[step] for step in (13, 14)}

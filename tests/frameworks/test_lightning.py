@@ -271,6 +271,70 @@ def test_a_checkpoint_is_replaced_without_a_swap(
     assert min(again.losses) == 24
 
 
+def save_at(place: Path, value: int) -> None:
+    plugin = StepwellIO()
+    plugin.save_checkpoint({"w": value}, place)
+    plugin.teardown()
+
+
+def test_an_interrupted_replacement_is_finished_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_guest, "_can_swap", lambda _: False)
+    place = tmp_path / "k.ckpt"
+    sw.save(tmp_path / "k.ckpt.replaced", {"w": 1})
+    sw.save(tmp_path / "k.ckpt.new", {"w": 2})  # the process was killed between the renames
+    with files_no_longer_than(1 << 10):
+        plugin = StepwellIO()
+        plugin.save_checkpoint({"w": torch.ones(1 << 12)}, place)
+        with pytest.raises(sw.SaveFailed):
+            plugin.teardown()
+    assert sw.restore(place) == {"w": 2}, "it has its name before the next one is saved"
+    save_at(place, 3)
+    assert sw.restore(place) == {"w": 3}
+    assert os.listdir(tmp_path) == ["k.ckpt"]
+
+
+def test_a_checkpoint_that_gets_no_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_guest, "_can_swap", lambda _: False)
+    place = tmp_path / "k.ckpt"
+    save_at(place, 1)
+    rename = os.rename
+
+    def refuse(source: str, target: str) -> None:
+        if target == str(place) and str(source).endswith(".new"):
+            raise PermissionError(13, "Permission denied", source, None, target)
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", refuse)
+        with pytest.raises(sw.StorageError, match=r"committed as .*k\.ckpt\.new, which cannot be renamed"):
+            save_at(place, 2)
+    assert sw.restore(place) == {"w": 1}
+    assert sw.restore(tmp_path / "k.ckpt.new") == {"w": 2}
+    save_at(place, 3)
+    assert sw.restore(place) == {"w": 3}
+
+
+@pytest.mark.parametrize("can_swap", [True, False])
+def test_directories_of_others_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool
+) -> None:
+    monkeypatch.setattr(_guest, "_can_swap", lambda _: can_swap)
+    for name in ("other.ckpt", "mine.ckpt.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    with pytest.raises(sw.MisuseError, match="not replaced"):
+        save_at(tmp_path / "other.ckpt", 1)
+    save_at(tmp_path / "mine.ckpt", 1)
+    if can_swap:
+        save_at(tmp_path / "mine.ckpt", 2)
+    else:
+        with pytest.raises(sw.MisuseError, match="not replaced"):
+            save_at(tmp_path / "mine.ckpt", 2)
+    assert all((tmp_path / name / "file").exists() for name in ("other.ckpt", "mine.ckpt.new"))
+
+
 def test_a_link_to_the_last_one_waits_for_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     symlink, linked = os.symlink, []
 

@@ -224,6 +224,28 @@ def test_a_resume_is_proven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.difference.causes[0].startswith("a random generator was not restored")
 
 
+def test_a_checkpoint_that_is_saved_again_is_proven(tmp_path: Path) -> None:
+    options = {"max_steps": 8, "save_total_limit": None}
+    output = tmp_path / "run"
+    ours.use(trainer(output, Losses(), **options), prove_resume=2).train()
+    ours.use(trainer(output, Losses(), **options), prove_resume=2).train()  # from the start
+    events: list[object] = []
+    again = ours.use(trainer(output, Losses(), **options), prove_resume=2, on_event=events.append)
+    with sw.CheckpointManager(output / "checkpoint-4" / "stepwell"):  # another run resumes it, too
+        again.train(resume_from_checkpoint=str(output / "checkpoint-4"))
+    traced = [one for one in events if isinstance(one, sw.events.TraceEvent)]
+    assert [one.outcome for one in traced] == ["same", "same"]
+
+
+def test_the_checkpoint_that_was_saved_last_stays(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    ours.use(trainer(output, Losses(), save_total_limit=None)).train()
+    one = trainer(output, Losses(), max_steps=8, save_total_limit=2)
+    # It writes step 8 again, in a directory that is older than those of later steps.
+    ours.use(one).train(resume_from_checkpoint=str(output / "checkpoint-4"))
+    assert 8 in set(committed(output))
+
+
 def test_a_training_that_fails_while_it_is_traced_ends(tmp_path: Path) -> None:
     class Failing(TrainerCallback):
         def on_step_end(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:

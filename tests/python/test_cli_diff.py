@@ -467,3 +467,7 @@ def test_a_container_of_plain_values_equals_one_value(tmp_path: Path) -> None:
         assert change.objects is not None
         assert [side[0]["lr"] for side in change.objects] == [0.2, 0.1]
         assert not ckpt.diff(tmp_path / "a", values=False)
+    with sw.open(tmp_path / "a") as ckpt:
+        found = ckpt.diff(tmp_path / "other.pt", exclude="opt/param_groups[0]/lr")
+        assert not found
+        assert found.opaque == ("opt/param_groups",)

@@ -564,3 +564,4 @@ def test_a_damaged_source_is_refused_before_anything_is_written(tmp_path: Path) 
     with pytest.raises(sw.CorruptCheckpoint):
         sw.convert(tmp_path / "a.pt", tmp_path / "out", to="stepwell", verify=True)
     assert not sw.convert(tmp_path / "a.pt", tmp_path / "out", to="safetensors").verified
+    assert sw.export(tmp_path / "a.pt", tmp_path / "part", exclude="a").verified

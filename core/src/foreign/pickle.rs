@@ -110,7 +110,9 @@ const MAX_NAME_BYTES: usize = 4096;
 /// Nodes, stack, marks and memo entries that a stream may need beyond one for each of its bytes. An
 /// empty list and its place in the memo take two bytes.
 const MIN_ENTRIES: usize = 4096;
-/// The deepest nesting. Python's pickler stops at its recursion limit, mostly 1000.
+/// The deepest nesting of values that are made before they are put into others, as picklers write
+/// them. Python's stops at its recursion limit, mostly 1000. A stream may nest deeper in another
+/// order, so whoever walks the nodes has a limit too.
 const MAX_NESTING: u32 = 10_000;
 /// Small integers, which are one node each, as are `None`, truth values and the empty tuple.
 const SMALL_INTEGERS: usize = 256;

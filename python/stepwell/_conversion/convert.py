@@ -83,9 +83,9 @@ def convert(
         stored_files: path of a container of ``bytes`` in the checkpoint, by file name. They are
             written as files into the destination, and are not among the leaves. Weights and empty
             files are left out, as of ``files``.
-        verify: compare the checksums of a source of another library, if it has any and one process
-            converts. Read the output back and compare every tensor with the source, before the
-            output gets its name. A checkpoint of this library has its name by then.
+        verify: read the output back and compare every tensor with the source, before the output
+            gets its name. A checkpoint of this library has its name by then. Checksums of the
+            source are compared first, if another library wrote it and one process converts.
         dry_run: return what would be written, and write nothing.
         coordinator: shares the work among the processes of a job, as of :class:`CheckpointManager`.
             All of them make this call, and see the same source and destination. A file with
@@ -124,7 +124,7 @@ def convert(
         opened(source, step, map) as checkpoint,
     ):
         if verify and not dry_run and ranks is None:
-            _check_source(checkpoint, progress)
+            _check_source(checkpoint, what, progress)
         if to == "stepwell":
             return save(checkpoint, where, what, sharing, saving, progress)
         return write(checkpoint, where, what, sharing, progress=progress)
@@ -171,19 +171,28 @@ def export(
     )
 
 
-def _check_source(checkpoint: Checkpoint, progress: Progress | None) -> None:
-    """Refuses a damaged checkpoint of another library. Reads of stepwell's own files are checked
-    anyway."""
+def _check_source(checkpoint: Checkpoint, what: Conversion, progress: Progress | None) -> None:
+    """Refuses a checkpoint of another library if a leaf that is written is damaged. Reads of
+    stepwell's own files are checked anyway."""
     if checkpoint.manifest["format_version"]:
         return
-    report = checkpoint.verify(progress)
-    if report.ok:
+    include, exclude, _ = what.choice
+
+    def is_written(leaf: str) -> bool:
+        below = leaf == what.subtree or leaf.startswith((f"{what.subtree}/", f"{what.subtree}["))
+        dropped = _core.first_globs(exclude, [leaf])[0] is not None
+        taken = include is None or _core.first_globs(include, [leaf])[0] is not None
+        return (below or not what.subtree) and taken and not dropped
+
+    found = checkpoint.verify(progress).damages
+    damages = [one for one in found if not one.leaves or any(map(is_written, one.leaves))]
+    if not damages:
         return
-    first, more = report.damages[0], len(report.damages) - 1
+    first, more = damages[0], len(damages) - 1
     where = f" (leaf `{first.leaves[0]}`)" if first.leaves else ""
     error = CorruptCheckpoint(
         f"{first.file} is damaged{where}: {first.what}"
-        f"{f', and {more} more damages' if more else ''}. Nothing was written; `stepwell convert` without --verify takes what can be read"
+        f"{f', and {more} more damages' if more else ''}. Nothing was written; convert(verify=False), or `stepwell convert` without --verify, takes what can be read"
     )
     error.file, error.block, error.leaf = first.file, first.block, next(iter(first.leaves), None)
     raise error

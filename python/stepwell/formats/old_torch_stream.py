@@ -141,7 +141,8 @@ class OldStream:
             one = known[key]
             places[key] = (at + 8, one)
             at += 8 + one.nbytes
-        # The length of each storage is before it. A wrong one is told first: it moves the others.
+        # The length of each storage is before it. A wrong length shifts all later storages, so the
+        # first one is reported.
         inside = {key: place for key, place in places.items() if place[0] <= source.end}
         lengths = source.numbers([begin - 8 for begin, _ in inside.values()])
         for (key, (begin, one)), length in zip(inside.items(), lengths, strict=True):

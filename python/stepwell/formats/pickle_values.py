@@ -69,8 +69,8 @@ class Found:
 
 #: Those that many pickles have very often.
 _SMALL = [Found(number, number, True) for number in range(256)]
-_BOOLS = [Found(flag, flag, True) for flag in (False, True)]
-_NONE = Found(None, None, True)
+_BOOLS = [Found(flag, flag, True, text=len(str(flag))) for flag in (False, True)]
+_NONE = Found(None, None, True, text=len(str(None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +325,7 @@ class Converter:
             text += part.text
         for at, key in _keys_of(frame).items():
             text += key.text * parts[at].leaves
-        # It may be one of its parts, and those may be shared.
+        # A call may return its argument, which other objects share.
         found = replace(found, values=1 + values, leaves=max(1, leaves), depth=1 + depth, text=text)
         if found.values > self._max_values:
             return opaque(f"a structure that unfolds to {found.values} values")

@@ -5,6 +5,7 @@ step, and deletes the one before once it is committed."""
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,15 @@ from .._state.specs import as_rank
 from .._timeouts import stall_seconds
 from .._trace.tracer import OnDifference
 from ..coordinators import Coordinator
-from ..errors import MismatchError, MisuseError, StalledError, StepwellError
+from ..errors import (
+    LockedError,
+    MismatchError,
+    MisuseError,
+    StalledError,
+    StepwellError,
+    StorageError,
+    from_system,
+)
 from ..events import OnEvent
 from ._terms import TRAINER, Terms, in_terms, reworded
 
@@ -158,28 +167,32 @@ class Prover:
             "on_event": on_event,
         }
         self._steps, self._left = steps, 0
-        self._root = ""
+        self._root, self._offset = "", 0
         self._manager: CheckpointManager | None = None
         #: Closes the manager before this one.
         self._closing: threading.Thread | None = None
         _provers.add(self)
 
-    def follow(self, root: str, manager: CheckpointManager) -> None:
-        """The next steps belong to the checkpoint of this manager."""
+    def follow(self, root: str, manager: CheckpointManager, offset: int) -> None:
+        """The next steps belong to the checkpoint of this manager. A checkpoint that was saved
+        again has a later number than the step of the training: ``offset`` is the difference."""
         self.close()
-        self._root, self._left = root, self._steps
+        self._root, self._left, self._offset = root, self._steps, offset
         self._manager = manager
 
-    def resumed(self, root: str, coordinator: Coordinator | None) -> None:
-        """The training goes on from the newest step of a root."""
-        for other in list(_provers):  # of a training that failed in this process
-            if other._root == root and (closing := other.close()) is not None:
-                closing.join()
-        manager = CheckpointManager(root, retention=1, coordinator=coordinator, **self.options)
+    def resumed(self, root: str, coordinator: Coordinator | None, number: int) -> None:
+        """The training goes on from the newest step of a root, which is step ``number`` of the
+        training."""
+        _end_provers(root)
+        try:
+            manager = CheckpointManager(root, retention=1, coordinator=coordinator, **self.options)
+        except (LockedError, StorageError) as error:
+            log(WARNING, f"{root}: the resumed steps are compared, and not traced: {error}")
+            manager = CheckpointManager(root, read_only=True, coordinator=coordinator, **self.options)
         step = manager.latest_step()
         if step is not None:
             manager._was_restored(step)
-        self.follow(root, manager)
+        self.follow(root, manager, 0 if step is None else step - number)
 
     def step(self, number: int, state: Callable[[], object]) -> None:
         """Traces the state after a step of the training."""
@@ -187,7 +200,7 @@ class Prover:
             return
         self._left -= 1
         try:
-            self._manager.trace(number, state())
+            self._manager.trace(number + self._offset, state())
         finally:
             if not self._left:
                 self.close()
@@ -203,6 +216,14 @@ class Prover:
 
 
 _provers: WeakSet[Prover] = WeakSet()
+
+
+def _end_provers(root: str) -> None:
+    """Closes the managers of a root that trace, also of a training that failed in this process."""
+    for prover in list(_provers):
+        if prover._root == root and (closing := prover.close()) is not None:
+            closing.join(_REMOVE_SECONDS)
+
 
 #: The saves that had not ended when somebody looked last.
 _saves: list[GuestSave[object]] = []
@@ -235,18 +256,18 @@ def save(
     if _kept_in != os.getpid():
         _core.keep_staging_memory()
         _kept_in = os.getpid()
+    _end_provers(path)
     with in_terms(terms):
         options: ProveKeywords = {} if prover is None else prover.options
         manager = CheckpointManager(path, retention=1, coordinator=coordinator, **options)
         try:
-            found = manager.save(
-                max(step, manager.next_step()), given, custom_metadata=metadata, exclude=exclude
-            )
+            number = max(step, manager.next_step())
+            found = manager.save(number, given, custom_metadata=metadata, exclude=exclude)
         except BaseException:
             manager.close()
             raise
     if prover is not None:
-        prover.follow(path, manager)
+        prover.follow(path, manager, number - step)
     guest = GuestSave(manager, found, path, committed, terms, stays_open=prover is not None)
     _saves.append(cast("GuestSave[object]", guest))
     return guest
@@ -320,8 +341,10 @@ def all_committed(saves: Sequence[Save], options: Options | None) -> bool:
 
 
 def settle(saves: Iterable[Save | GuestSave[_T]]) -> None:
-    """Waits for all of these saves, and raises the first failure."""
+    """Waits for all of these saves, and raises the first failure. It has the others as notes."""
     failures = [failure for save in saves if (failure := save.exception()) is not None]
+    for other in failures[1:]:
+        failures[0].add_note(f"Another save failed, too: {type(other).__name__}: {other}")
     if failures:
         raise failures[0]
 
@@ -334,7 +357,9 @@ def durable(save: GuestSave[_T], path: str) -> bool:
     for folder, folders, files in os.walk(path):
         folders[:] = [name for name in folders if name != GUEST]
         for place in (*(os.path.join(folder, name) for name in files), folder):
-            _sync(place)
+            with suppress(FileNotFoundError):  # its library has deleted it
+                if stat.S_IFMT(os.lstat(place).st_mode) in (stat.S_IFREG, stat.S_IFDIR):
+                    _sync(place)
     _sync(os.path.dirname(path))
     return True
 
@@ -347,37 +372,77 @@ def _sync(path: str) -> None:
         os.close(descriptor)
 
 
+#: Committed checkpoints that could not be renamed, by the name that they should have.
+_unplaced: dict[str, OSError] = {}
+
+
 def save_at(where: str, begin: Callable[[str], Save], options: Options | None) -> Save:
-    """Begins a save of a single checkpoint by ``begin(path)``, which replaces a checkpoint of ours.
-    What cannot be swapped keeps its name until the save is committed: a file or a link of another
-    library, or anything where the file system has no swap (NFS)."""
+    """Begins a save of a single checkpoint by ``begin(path)``, which replaces a checkpoint of ours
+    in one step. Some things cannot be replaced so: files and links of another library, and any
+    checkpoint on a file system without swaps (NFS). There the new checkpoint gets another name
+    first, and the old one keeps its name until the commit."""
     new, aside = f"{where}.new", f"{where}.replaced"
-    wait_removed(aside)
+    wait_placed(where)
     wait_removed(where)
-    _remove(new)  # of a process that was killed
-    if not os.path.lexists(where) or (_is_plain_directory(where) and _can_swap(os.path.dirname(where))):
-        return begin(where)
+    if is_own(new):  # a killed process could not rename it
+        _place(new, where, aside)
+    is_directory = os.path.isdir(where) and not os.path.islink(where)
+    if not os.path.lexists(where) or (
+        is_directory and (not is_own(where) or _can_swap(os.path.dirname(where)))
+    ):
+        save = begin(where)
+        if os.path.lexists(aside):
+            remove_after(partial(all_committed, [save], options), [aside])
+        return save
     save = begin(new)
     remove_after(partial(_took_place, save, options, new, where, aside), [aside])
     return save
 
 
 def _took_place(save: Save, options: Options | None, new: str, where: str, aside: str) -> bool:
-    """Gives a checkpoint its name, once it is committed. A process that is killed between the two
-    renames leaves both checkpoints under the other names."""
+    """Gives a checkpoint its name, once it is committed."""
     if not all_committed([save], options):
         return False
-    _remove(aside)
-    if os.path.lexists(where):
-        os.rename(where, aside)
-    os.rename(new, where)
-    _sync(os.path.dirname(where))
+    try:
+        _place(new, where, aside)
+    except OSError as error:
+        _unplaced[where] = error
+        return False
     return True
 
 
+def _place(new: str, where: str, aside: str) -> None:
+    """Gives a committed checkpoint its name. A process that is killed between the two renames
+    leaves both checkpoints under the other names, and the next save goes on."""
+    is_replaced = os.path.lexists(where)
+    if is_replaced:
+        if os.path.lexists(aside):
+            _remove(aside)
+        os.rename(where, aside)
+    try:
+        os.rename(new, where)
+    except OSError:
+        if is_replaced:
+            os.rename(aside, where)
+        raise
+    _sync(os.path.dirname(where))
+
+
 def wait_placed(where: str) -> None:
-    """Waits until a committed save has its name; see :func:`save_at`."""
+    """Waits until a committed save has its name; see :func:`save_at`.
+
+    Raises:
+        StorageError: it could not be renamed.
+    """
     wait_removed(f"{where}.replaced")
+    _raise_unplaced(where)
+
+
+def _raise_unplaced(where: str) -> None:
+    if (failure := _unplaced.pop(where, None)) is not None:
+        raise from_system(
+            f"{where}: its save is committed as {where}.new, which cannot be renamed", failure, where
+        )
 
 
 @contextmanager
@@ -409,10 +474,6 @@ def _newest_beside(path: str, inside: str) -> str | None:
             with suppress(StepwellError, OSError):
                 found.append((metadata(ours).committed, place))
     return max(found)[1] if found else None
-
-
-def _is_plain_directory(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
 
 
 @lru_cache(maxsize=64)
@@ -459,6 +520,8 @@ def wait_removed(path: str | None = None) -> None:
             if path is not None:
                 raise StalledError(f"{what}. Save to another path, or look at its file system")
             log(WARNING, f"{what}, and goes on")
+    for where in list(_unplaced) if path is None else ():
+        _raise_unplaced(where)
 
 
 def _remove(path: str) -> None:

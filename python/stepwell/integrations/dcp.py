@@ -59,7 +59,7 @@ from .._checkpoint import Checkpoint
 from .._locations import absolute
 from .._opening import is_own
 from .._opening import open as open_checkpoint
-from .._paths import extend
+from .._paths import Component, extend
 from .._restore.options import Globs, globs
 from .._state.specs import Replicated, to_dtype
 from ..coordinators import TorchStore
@@ -461,10 +461,11 @@ def _saved_values(state_dict: _State) -> _State:
 def _marked(value: object, path: str) -> object:
     """A value whose leaves that :func:`use` names are :class:`stepwell.Replicated`."""
     if type(value) in (dict, OrderedDict):
-        items = cast(_State, value).items()
-        return {
-            key: _marked(one, extend(path, ("i" if isinstance(key, int) else "k", key))) for key, one in items
-        }
+        marked: dict[object, object] = {}
+        for key, one in cast("dict[object, object]", value).items():
+            component: Component = ("i", key) if type(key) is int else ("k", str(key))
+            marked[key] = _marked(one, extend(path, component))
+        return marked
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         found = [_marked(one, extend(path, ("x", at))) for at, one in enumerate(value)]
         return tuple(found) if isinstance(value, tuple) else found

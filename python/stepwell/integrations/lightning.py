@@ -166,9 +166,15 @@ class _LinkAfterCommit:
 
     def __call__(self, trainer: object, path: _Path, *others: object) -> None:
         strategy = getattr(trainer, "strategy", None)
-        for saver in (strategy, getattr(strategy, "checkpoint_io", None)):
+        saver = strategy
+        while saver is not None:
             if (wait := getattr(saver, "wait_committed", None)) is not None:
-                wait(path)
+                try:
+                    wait(path)
+                except BaseException:
+                    strategy.barrier()  # type: ignore[union-attr]  # the other ranks wait in it
+                    raise
+            saver = getattr(saver, "checkpoint_io", None)
         self._link(trainer, path, *others)
 
 

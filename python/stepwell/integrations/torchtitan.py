@@ -85,7 +85,8 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
         for name in set(self.exclude_from_loading) - self.states.keys():
             raise MisuseError(f"exclude_from_loading: no state {name!r}. There are {sorted(self.states)}")
         self._waits = config.async_mode == "disabled"
-        self._traces = config.prove_resume > 0
+        #: Steps to trace after each save or load, and those that are left.
+        self._traced = self._traced_left = config.prove_resume
         self._root = filesystem.join(self.folder, GUEST)
         #: ``None`` if nothing is saved, and no step is there to load.
         self._manager: CheckpointManager | None = None
@@ -113,13 +114,15 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
-            if self._traces and self._manager is not None:
+            if self._traced_left and self._manager is not None:
+                self._traced_left -= 1
                 self._manager.trace(curr_step, self._values())
             return False
         if last_step and self.last_save_in_hf:
             self._save_last_step(curr_step)
             return True
         assert self._manager is not None
+        self._traced_left = self._traced
         is_model_only = last_step and self.last_save_model_only
         with in_terms(_TERMS):
             self.save_future = self._manager.save(

@@ -124,9 +124,8 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if arguments.should_save and self._stepwell_pending is not None:
             # The weights and the trainer's state are files beside ours.
             path = os.path.dirname(self._stepwell_pending.path)
-            _guest.remove_after(
-                partial(_guest.durable, self._stepwell_pending, path), self._stepwell_surplus(trial)
-            )
+            surplus = self._stepwell_surplus(trial, str(Path(path)))
+            _guest.remove_after(partial(_guest.durable, self._stepwell_pending, path), surplus)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Everything is saved by :meth:`_save_rng_state`, which is the last one."""
@@ -165,20 +164,21 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         # The base of an adapter is not trained, and comes from elsewhere.
         return TrainState(model, optimizer, scheduler, trainable_only=hasattr(self.model, "peft_config"))
 
-    def _stepwell_surplus(self, trial: object) -> list[str]:
-        """The checkpoints beyond ``save_total_limit``, as the Trainer chooses them. Torn ones do
-        not count; those that are older than all that stay are deleted."""
+    def _stepwell_surplus(self, trial: object, newest: str) -> list[str]:
+        """The checkpoints beyond ``save_total_limit``, as the Trainer chooses them. ``newest`` is
+        being saved. Torn ones do not count. Those that are older than every kept one are deleted,
+        too."""
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         if limit is None or limit <= 0:
             return []
         found = sort_checkpoints(self._get_output_dir(trial=trial), use_mtime=True)
-        kept = {found[-1], *(() if best is None else (str(Path(best)),))}
-        whole = [one for one in found if one in kept or not _is_ours(one) or _why_not(one) is None]
-        others = [one for one in whole if one not in kept]
-        gone = others[: max(len(whole) - max(limit, len(kept)), 0)]
-        oldest = next(number for number, one in enumerate(found) if one in whole and one not in gone)
-        return [one for one in found[:oldest] if one not in kept] + [
-            one for one in gone if one not in found[:oldest]
+        kept = {newest, *(() if best is None else (str(Path(best)),))}
+        others = [one for one in found if one not in kept and (not _is_ours(one) or _why_not(one) is None)]
+        gone = set(others[: max(len(others) + len(kept) - max(limit, len(kept)), 0)])
+        kept |= set(others) - gone
+        oldest = next((number for number, one in enumerate(found) if one in kept), len(found))
+        return [
+            one for number, one in enumerate(found) if one in gone or (number < oldest and one not in kept)
         ]
 
     def _stepwell_settle(self) -> None:
@@ -204,8 +204,8 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             resume_from_checkpoint = newest_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint in {self.args.output_dir}")
-        if not any(isinstance(one, _Moments) for one in self.callback_handler.callbacks):
-            self.add_callback(_Moments(self))
+        if not any(isinstance(one, _Hooks) for one in self.callback_handler.callbacks):
+            self.add_callback(_Hooks(self))
         self._stepwell_resumed = resume_from_checkpoint if isinstance(resume_from_checkpoint, str) else None
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -252,8 +252,9 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             restore(root, into=wanted, include="random/**", missing=missing, unexpected=unexpected)
 
 
-class _Moments(transformers.TrainerCallback):  # type: ignore[misc]  # transformers declares no types
-    """The moments of a training. What cannot be stored is refused before the first step."""
+class _Hooks(transformers.TrainerCallback):  # type: ignore[misc]  # transformers declares no types
+    """What is done when a training begins and after each step. What cannot be stored is refused
+    before the first step."""
 
     def __init__(self, trainer: StepwellTrainer) -> None:
         self._trainer = trainer
@@ -261,13 +262,14 @@ class _Moments(transformers.TrainerCallback):  # type: ignore[misc]  # transform
     def on_train_begin(self, arguments: transformers.TrainingArguments, *_: object, **__: object) -> None:
         """Called by the trainer."""
         trainer = self._trainer
-        if arguments.save_only_model:
+        if arguments.save_only_model or arguments.save_strategy == "no":
             return
         _guest.check(trainer._stepwell_state(), arguments.process_index, arguments.world_size)
         prover, resumed = trainer._stepwell_prover, trainer._stepwell_resumed
         if prover is not None and resumed is not None and _is_ours(resumed):
             with in_terms():
-                prover.resumed(os.path.join(resumed, GUEST), trainer._stepwell_board())
+                root = os.path.join(resumed, GUEST)
+                prover.resumed(root, trainer._stepwell_board(), trainer.state.global_step)
 
     def on_step_end(
         self,
