@@ -112,7 +112,7 @@ const MAX_NAME_BYTES: usize = 4096;
 const MIN_ENTRIES: usize = 4096;
 /// The deepest nesting of values that are made before they are put into others, as picklers write
 /// them. Python's stops at its recursion limit, mostly 1000. A stream may nest deeper in another
-/// order, so whoever walks the nodes has a limit too.
+/// order, so walks over the nodes have a limit, too.
 const MAX_NESTING: u32 = 10_000;
 /// Small integers, which are one node each, as are `None`, truth values and the empty tuple.
 const SMALL_INTEGERS: usize = 256;
