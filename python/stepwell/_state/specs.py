@@ -41,7 +41,7 @@ def native_name(dtype: np.dtype) -> str:
 
 def is_complex(dtype: np.dtype) -> bool:
     """True for complex numbers, also for those of ``ml_dtypes``."""
-    return dtype.kind == "c" or dtype.name in ("complex32", "bcomplex32")
+    return "complex" in dtype.name
 
 
 def _shape(shape: Sizes) -> tuple[int, ...]:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from typing import TypedDict, TypeVar, cast
-from weakref import WeakSet
+from typing import TypeVar, cast
 
 from .. import _adapters as adapters
 from .. import _core
@@ -28,18 +27,15 @@ from .._restore.options import Globs, ResumeKeywords
 from .._save_result import Save
 from .._state.specs import as_rank
 from .._timeouts import stall_seconds
-from .._trace.tracer import OnDifference
 from ..coordinators import Coordinator
 from ..errors import (
-    LockedError,
     MismatchError,
     MisuseError,
     StalledError,
     StepwellError,
-    StorageError,
     from_system,
 )
-from ..events import OnEvent
+from ._prover import ProveKeywords, Prover, end_provers
 from ._terms import TRAINER, Terms, in_terms, reworded
 
 INFO, WARNING = 20, 30
@@ -142,89 +138,6 @@ class GuestSave(Future[_T]):
             lifecycle.forget(self)
 
 
-class ProveKeywords(TypedDict, total=False):
-    """Keywords of a manager that traces."""
-
-    prove_resume: int
-    on_resume_difference: OnDifference
-    on_event: OnEvent | None
-
-
-class Prover:
-    """Traces the steps of a trainer after a checkpoint, and compares them after a resume. The
-    manager of the checkpoint stays open until enough steps are traced, or until the next save.
-
-    Args:
-        steps: how many steps to trace.
-        on_difference: ``"warn"`` or ``"raise"``.
-        on_event: gets an event for each compared step.
-    """
-
-    def __init__(self, steps: int, on_difference: OnDifference, on_event: OnEvent | None) -> None:
-        self.options: ProveKeywords = {
-            "prove_resume": steps,
-            "on_resume_difference": on_difference,
-            "on_event": on_event,
-        }
-        self._steps, self._left = steps, 0
-        self._root, self._offset = "", 0
-        self._manager: CheckpointManager | None = None
-        #: Closes the manager before this one.
-        self._closing: threading.Thread | None = None
-        _provers.add(self)
-
-    def follow(self, root: str, manager: CheckpointManager, offset: int) -> None:
-        """The next steps belong to the checkpoint of this manager. A checkpoint that was saved
-        again has a later number than the step of the training: ``offset`` is the difference."""
-        self.close()
-        self._root, self._left, self._offset = root, self._steps, offset
-        self._manager = manager
-
-    def resumed(self, root: str, coordinator: Coordinator | None, number: int) -> None:
-        """The training goes on from the newest step of a root, which is step ``number`` of the
-        training."""
-        _end_provers(root)
-        try:
-            manager = CheckpointManager(root, retention=1, coordinator=coordinator, **self.options)
-        except (LockedError, StorageError) as error:
-            log(WARNING, f"{root}: the resumed steps are compared, and not traced: {error}")
-            manager = CheckpointManager(root, read_only=True, coordinator=coordinator, **self.options)
-        step = manager.latest_step()
-        if step is not None:
-            manager._was_restored(step)
-        self.follow(root, manager, 0 if step is None else step - number)
-
-    def step(self, number: int, state: Callable[[], object]) -> None:
-        """Traces the state after a step of the training."""
-        if self._manager is None:
-            return
-        self._left -= 1
-        try:
-            self._manager.trace(number + self._offset, state())
-        finally:
-            if not self._left:
-                self.close()
-
-    def close(self) -> threading.Thread | None:
-        """Closes the manager in the background, once its save has ended and its traces are
-        written."""
-        manager, self._manager = self._manager, None
-        if manager is not None:
-            self._closing = threading.Thread(target=manager.close, name="stepwell-prover", daemon=True)
-            self._closing.start()
-        return self._closing
-
-
-_provers: WeakSet[Prover] = WeakSet()
-
-
-def _end_provers(root: str) -> None:
-    """Closes the managers of a root that trace, also of a training that failed in this process."""
-    for prover in list(_provers):
-        if prover._root == root and (closing := prover.close()) is not None:
-            closing.join(_REMOVE_SECONDS)
-
-
 #: The saves that had not ended when somebody looked last.
 _saves: list[GuestSave[object]] = []
 #: The process whose staging memory is kept. Each checkpoint has a manager of its own, and memory
@@ -256,7 +169,7 @@ def save(
     if _kept_in != os.getpid():
         _core.keep_staging_memory()
         _kept_in = os.getpid()
-    _end_provers(path)
+    end_provers(path)
     with in_terms(terms):
         options: ProveKeywords = {} if prover is None else prover.options
         manager = CheckpointManager(path, retention=1, coordinator=coordinator, **options)

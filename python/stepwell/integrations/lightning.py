@@ -34,7 +34,7 @@ _Path = str | os.PathLike[str]
 
 #: The caller passes ``options=``.
 _TERMS = Terms(memory=None)
-#: What is said about another checkpoint of a run.
+#: How to load another checkpoint of a run; see ``naming_another``.
 ANOTHER = "ckpt_path={!r}"
 #: Lightning has two packages with classes of their own. Each checks its own base. By the Fabric of
 #: each, the package with the ``Trainer``.

@@ -32,7 +32,8 @@ _REMEDY = "restore it with sw.restore(ray.train.get_checkpoint().path, into=stat
 #: The caller makes the state, and may wrap its values.
 _TERMS = Terms(missing=_REMEDY, mismatch=_REMEDY, differs=None, per_rank=None)
 
-#: Ray deletes directories by their names. So this run cannot train the steps after it again.
+#: How to load another checkpoint. Ray deletes directories by their names, so this run cannot go on
+#: from it.
 _ANOTHER = "{}. In a run with another name, restore it with sw.restore(path, into=state)"
 
 

@@ -35,6 +35,7 @@ from ..events import OnEvent
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
 from . import _guest
+from ._prover import Prover
 from ._random_numbers import on_other_devices, random_numbers
 from ._terms import in_terms
 
@@ -61,7 +62,7 @@ def use(
     * ``save_total_limit`` deletes older checkpoints in the background, once the new one is
       committed.
     * The next save, or the end of the training, raises the failure of a save.
-    * What cannot be stored is refused before the first step.
+    * A value that cannot be stored is an error before the first step.
 
     Args:
         trainer: the trainer.
@@ -94,7 +95,7 @@ def use(
         )
     _guest.take_over(trainer, StepwellTrainer, transformers.__version__, _TESTED)
     if prove_resume:
-        trainer._stepwell_prover = _guest.Prover(prove_resume, on_resume_difference, on_event)
+        trainer._stepwell_prover = Prover(prove_resume, on_resume_difference, on_event)
     return trainer
 
 
@@ -104,7 +105,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
     #: The save that has begun last, until somebody has waited for it.
     _stepwell_pending: _guest.GuestSave[None] | None = None
-    _stepwell_prover: _guest.Prover | None = None
+    _stepwell_prover: Prover | None = None
     #: The checkpoint that this training resumes.
     _stepwell_resumed: str | None = None
 
@@ -253,8 +254,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
 
 
 class _Hooks(transformers.TrainerCallback):  # type: ignore[misc]  # transformers declares no types
-    """What is done when a training begins and after each step. What cannot be stored is refused
-    before the first step."""
+    """Checks the state when a training begins, and traces it after each step."""
 
     def __init__(self, trainer: StepwellTrainer) -> None:
         self._trainer = trainer
