@@ -256,7 +256,7 @@ def test_a_training_that_fails_while_it_is_traced_ends(tmp_path: Path) -> None:
     one.add_callback(Failing())
     with pytest.raises(ArithmeticError):
         one.train()
-    assert set(committed(tmp_path / "run")) == {4}
+    assert ours.newest_checkpoint(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-4")
     ours.use(trainer(tmp_path / "run", Losses()), prove_resume=2).train(resume_from_checkpoint=True)
     assert set(committed(tmp_path / "run")) == {12, 14}
 

@@ -239,6 +239,13 @@ def raise_unseen() -> None:
         one.raise_unseen()
 
 
+def wait_saves(folder: str) -> None:
+    """Waits for the saves of this process below a folder. A failure stays unseen."""
+    within = os.path.join(os.path.realpath(folder), "")
+    for one in [one for one in _saves if os.path.realpath(one.path).startswith(within)]:
+        one.is_committed()
+
+
 #: Deletions that had not ended when somebody looked last, with their paths. Their threads are no
 #: daemons, so the end of the process waits for them.
 _removals: list[tuple[threading.Thread, Sequence[str]]] = []

@@ -285,12 +285,13 @@ class _Hooks(transformers.TrainerCallback):  # type: ignore[misc]  # transformer
 
 def newest_checkpoint(output_dir: str, before: int | None = None) -> str | None:
     """Returns the newest checkpoint of a trainer that is complete; ``None`` without one. Logs why
-    it passes over newer ones.
+    it passes over newer ones. Waits for saves of this process.
 
     Args:
         output_dir: ``TrainingArguments.output_dir``.
         before: only checkpoints of earlier steps.
     """
+    _guest.wait_saves(output_dir)  # of a training that has failed in this process
     try:
         theirs = {os.path.basename(step.path): step.incomplete for step in open_root(output_dir).steps}
     except (StepwellError, OSError):
