@@ -238,8 +238,9 @@ impl OtherWriters for OtherMachines<'_> {
 
     fn wait(&self, goes_on: &mut dyn FnMut() -> bool) -> Result<Vec<FileEntry>> {
         let waited = self.number().map_or(Ok(Vec::new()), |number| self.wait_for(number, goes_on));
-        // A step that was removed meanwhile is nobody's failure.
-        self.has_failed.set(waited.is_err() && goes_on());
+        // Damage and a step that was removed meanwhile are nobody's failure.
+        let failed = waited.as_ref().is_err_and(|error| !is_damage(error));
+        self.has_failed.set(failed && goes_on());
         waited
     }
 
@@ -258,6 +259,10 @@ impl OtherWriters for OtherMachines<'_> {
             tracing::debug!(%error, "stopping the carriers of other machines failed");
         }
     }
+}
+
+fn is_damage(error: &Error) -> bool {
+    matches!(error, Error::Core(stepwell_core::Error::Corrupt { .. }))
 }
 
 impl Inner {
