@@ -8,7 +8,11 @@ runs all ways in shuffled order. All use parts of 8 MiB and 32 requests at once.
 medians, with the least and the most.
 
 * ``raw``: obstore sends and reads the bytes of the same arrays as one object, without checksums.
+* ``stepwell, CRC64NVME`` is ``sw.Store(checksum=True)``. It has no limit: its CPU time decides if
+  that is the default.
 * ``s5cmd``: the command copies a file of that size in tmpfs.
+
+``save()`` is also timed while the server is stopped: it gets no CPU time until the state is copied.
 
 Other clients (s3torchconnector, tensorstore) send requests that this server does not know.
 """
@@ -20,6 +24,7 @@ import json
 import os
 import random
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 import numpy as np
 import stepwell as sw
-from fake_store import control, fake_store
+from fake_store import PROCESS, control, fake_store
 from tables import spread, table, verdict
 
 PART = 8 << 20
@@ -88,7 +93,7 @@ class Raw:
 class Stepwell:
     """A manager whose root is in the store, or on a disk."""
 
-    def __init__(self, root: str, state: State) -> None:
+    def __init__(self, root: str | sw.Store, state: State) -> None:
         self._manager = sw.CheckpointManager(root, retention=1, options=sw.Options(grace=0.0))
         self._state = state
         self.blocked: list[float] = []
@@ -98,6 +103,18 @@ class Stepwell:
         save = self._manager.save(step, self._state)
         self.blocked.append(time.perf_counter() - begun)
         save.result()
+
+    def save_beside_stopped(self, process: int, step: int) -> float:
+        """Saves to a server that gets no CPU time until ``save()`` returns. Returns its seconds."""
+        os.kill(process, signal.SIGSTOP)
+        try:
+            begun = time.perf_counter()
+            save = self._manager.save(step, self._state)
+            seconds = time.perf_counter() - begun
+        finally:
+            os.kill(process, signal.SIGCONT)
+        save.result()
+        return seconds
 
     def restore(self) -> None:
         self._manager.restore(into=self._state)
@@ -181,11 +198,20 @@ def main() -> None:
         endpoint = variables["AWS_ENDPOINT_URL"]
         ours, on_disk = Stepwell("s3://bucket/run", state), Stepwell(disk, state)
         raw, command = Raw(flat, endpoint), S5cmd(flat.nbytes, Path(memory), endpoint)
+        checked = Stepwell(sw.Store("s3://bucket/checked", checksum=True), state)
         everyone: dict[str, Any] = {"raw": raw, "stepwell": ours, "s5cmd": command}
         saves = measured(
-            {**{name: one.save for name, one in everyone.items()}, "on disk": on_disk.save}, chosen.rounds
+            {
+                **{name: one.save for name, one in everyone.items()},
+                "stepwell, CRC64NVME": checked.save,
+                "on disk": on_disk.save,
+            },
+            chosen.rounds,
         )
         saves.pop("on disk")
+        stopped = statistics.median(
+            ours.save_beside_stopped(int(variables[PROCESS]), 500 + number) for number in range(chosen.rounds)
+        )
         control(variables, "reset")
         ours.save(1000)
         of_save = control(variables, "requests")
@@ -197,8 +223,8 @@ def main() -> None:
             one.restore()
             assert zlib.crc32(flat) == written, "other bytes came back"
         blocked, blocked_on_disk = (statistics.median(one.blocked[1:]) for one in (ours, on_disk))
-        ours.close()
-        on_disk.close()
+        for manager in (ours, checked, on_disk):
+            manager.close()
     print("\nSave until it is committed")
     print(table(rows(saves, flat.nbytes)))
     print("\nRestore in place")
@@ -214,6 +240,7 @@ def main() -> None:
                 ["CPU of a save, to raw", f"{1 / median_ratio(saves, 1):.2f}", f"<= {CPU}", verdict(1 / median_ratio(saves, 1), CPU)],
                 ["CPU of a restore, to raw", f"{1 / median_ratio(restores, 1):.2f}", f"<= {CPU}", verdict(1 / median_ratio(restores, 1), CPU)],
                 ["save() blocks, to a disk", f"{blocked / blocked_on_disk:.2f}", f"<= {BLOCKED}", verdict(blocked / blocked_on_disk, BLOCKED)],
+                ["the same, server stopped", f"{stopped / blocked_on_disk:.2f}", "", ""],
                 ["requests of a save beside its parts", f"{sum(v for k, v in of_save.items() if k not in ('part', 'bytes_in', 'bytes_out', 'faults'))}", "", ""],
                 ["parts of a save", f"{parts}", "", ""],
             ]

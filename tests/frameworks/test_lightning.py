@@ -28,7 +28,7 @@ from longer import longer
 from moments import killed_in_a_save, there_from_the_first
 from ranks import free_port, run_forked
 from stepwell import _lifecycle
-from stepwell.integrations import _guest
+from stepwell.integrations import _placing
 from stepwell.integrations.lightning import StepwellIO, load_from_checkpoint
 from stepwell.integrations.lightning_parallel import StepwellModelParallelStrategy
 
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_is_a_file_still_loads(tmp_path: Path) -> None:
         plugin.save_checkpoint({"w": torch.ones(1 << 19)}, tmp_path / "b" / "last.ckpt")
         with pytest.raises(sw.SaveFailed):
             plugin.teardown()
-    _guest.wait_removed()
+    _placing.wait_removed()
     assert (tmp_path / "b" / "last.ckpt").is_file()
     again = trainer(tmp_path / "b", [StepwellIO()], max_epochs=3)
     again.fit(model(), ckpt_path=tmp_path / "b" / "last.ckpt")
@@ -259,7 +259,7 @@ def test_a_checkpoint_that_is_a_file_still_loads(tmp_path: Path) -> None:
 def test_a_checkpoint_is_replaced_without_a_swap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_killed: bool
 ) -> None:
-    monkeypatch.setattr(_guest, "_can_swap", lambda _: False)  # as on NFS
+    monkeypatch.setattr(_placing, "_can_swap", lambda _: False)  # as on NFS
     if was_killed:
         sw.save(tmp_path / "last.ckpt.new", {"w": 1})
     one = model()
@@ -280,7 +280,7 @@ def save_at(place: Path, value: int) -> None:
 def test_an_interrupted_replacement_is_finished_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_guest, "_can_swap", lambda _: False)
+    monkeypatch.setattr(_placing, "_can_swap", lambda _: False)
     place = tmp_path / "k.ckpt"
     sw.save(tmp_path / "k.ckpt.replaced", {"w": 1})
     sw.save(tmp_path / "k.ckpt.new", {"w": 2})  # the process was killed between the renames
@@ -296,7 +296,7 @@ def test_an_interrupted_replacement_is_finished_first(
 
 
 def test_a_checkpoint_that_gets_no_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_guest, "_can_swap", lambda _: False)
+    monkeypatch.setattr(_placing, "_can_swap", lambda _: False)
     place = tmp_path / "k.ckpt"
     save_at(place, 1)
     rename = os.rename
@@ -320,7 +320,7 @@ def test_a_checkpoint_that_gets_no_name_is_an_error(tmp_path: Path, monkeypatch:
 def test_directories_of_others_are_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_swap: bool
 ) -> None:
-    monkeypatch.setattr(_guest, "_can_swap", lambda _: can_swap)
+    monkeypatch.setattr(_placing, "_can_swap", lambda _: can_swap)
     for name in ("other.ckpt", "mine.ckpt.new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
@@ -402,7 +402,7 @@ def test_a_deletion_waits_and_a_failed_save_prevents_it(tmp_path: Path) -> None:
         io.remove_checkpoint(tmp_path / "b.ckpt")
         with pytest.raises(sw.SaveFailed, match="too large"):
             io.teardown()
-        _guest.wait_removed()
+        _placing.wait_removed()
         assert os.listdir(tmp_path) == ["b.ckpt"]
         io.save_checkpoint({"w": torch.ones(5000)}, tmp_path / "c.ckpt")
         io._saves[str(tmp_path / "c.ckpt")].exception()
@@ -456,7 +456,7 @@ import sys
 import pytorch_lightning as pl
 import torch
 from stepwell import _lifecycle
-from stepwell.integrations import _guest
+from stepwell.integrations import _placing
 from stepwell.integrations.lightning import StepwellIO
 class Model(pl.LightningModule):
     def __init__(self):

@@ -173,14 +173,14 @@ def test_nothing_is_deleted_before_the_files_are_synced(
 ) -> None:
     synced: list[str] = []
     seen: list[set[str]] = []
-    sync, remove = ours._guest._sync, ours._guest._remove
+    sync, remove = ours._placing._sync, ours._placing._remove
 
     def removed(path: str) -> None:
         seen.append(set(synced))
         remove(path)
 
-    monkeypatch.setattr(ours._guest, "_sync", lambda path: (synced.append(path), sync(path)))
-    monkeypatch.setattr(ours._guest, "_remove", removed)
+    monkeypatch.setattr(ours._placing, "_sync", lambda path: (synced.append(path), sync(path)))
+    monkeypatch.setattr(ours._placing, "_remove", removed)
     ours.use(trainer(tmp_path / "run", Losses(), max_steps=8, save_total_limit=1)).train()
     newest = tmp_path / "run" / "checkpoint-8"
     (found,) = seen

@@ -13,8 +13,8 @@ from typing import Any
 DIALECTS = ("s3", "gcs", "azure")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _BINARY = _REPOSITORY / "target" / "debug" / "fake_store"
-#: The variable with the address of the server.
-_ADDRESS = "STEPWELL_FAKE_STORE"
+#: The variables with the address of the server and the id of its process.
+_ADDRESS, PROCESS = "STEPWELL_FAKE_STORE", "STEPWELL_FAKE_STORE_PROCESS"
 
 
 def fake_store_binary() -> Path:
@@ -61,7 +61,7 @@ def fake_store(dialect: str) -> Iterator[dict[str, str]]:
     try:
         line = process.stdout.readline().split()
         assert line[:1] == ["listening"], "the server has not started"
-        yield _variables(dialect, f"http://{line[1]}")
+        yield _variables(dialect, f"http://{line[1]}") | {PROCESS: str(process.pid)}
     finally:
         process.stdin.close()
         process.wait(timeout=10)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import stepwell as sw
 from stepwell import _core
-from stepwell.integrations import _guest
+from stepwell.integrations import _guest, _placing
 
 
 def checkpoint(folder: Path, name: str, is_root: bool = True) -> Path:
@@ -53,31 +53,31 @@ def test_a_deletion_waits_for_the_save_before(tmp_path: Path) -> None:
             assert ended.wait(30)
             return answer
 
-        _guest.remove_after(wait, [str(old)])
+        _placing.remove_after(wait, [str(old)])
         assert began.wait(30)
         assert old.exists()
         ended.set()
-        _guest.wait_removed(str(old))
+        _placing.wait_removed(str(old))
         assert old.exists() != is_committed
 
 
 def test_a_path_that_is_still_to_be_deleted_is_not_saved_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_guest, "_REMOVE_SECONDS", 0.1)
+    monkeypatch.setattr(_placing, "_REMOVE_SECONDS", 0.1)
     ended = threading.Event()
-    _guest.remove_after(lambda: ended.wait(30), [str(tmp_path / "old")])
+    _placing.remove_after(lambda: ended.wait(30), [str(tmp_path / "old")])
     try:
         with pytest.raises(sw.errors.StalledError, match="old has not ended"):
-            _guest.wait_removed(str(tmp_path / "old"))
-        _guest.wait_removed(str(tmp_path / "other"))
+            _placing.wait_removed(str(tmp_path / "old"))
+        _placing.wait_removed(str(tmp_path / "other"))
         with caplog.at_level(logging.WARNING, "stepwell"):
-            _guest.wait_removed()
+            _placing.wait_removed()
         assert "old has not ended" in caplog.text
     finally:
         ended.set()
     monkeypatch.undo()
-    _guest.wait_removed(str(tmp_path / "old"))
+    _placing.wait_removed(str(tmp_path / "old"))
 
 
 def test_a_failed_save_is_still_unseen_after_a_deletion(tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_a_failed_save_is_still_unseen_after_a_deletion(tmp_path: Path) -> None:
 
     old = checkpoint(tmp_path, "old")
     save = _guest.save(str(tmp_path / "new"), {"n": 1}, None, {}, fail)
-    _guest.remove_after(save.is_committed, [str(old)])
-    _guest.wait_removed()
+    _placing.remove_after(save.is_committed, [str(old)])
+    _placing.wait_removed()
     assert old.exists()
     with pytest.raises(OSError, match="No space"):
         _guest.raise_unseen()
@@ -99,11 +99,11 @@ def test_a_failure_that_only_a_deletion_saw_ends_the_process(tmp_path: Path) -> 
 from functools import partial
 import numpy as np, stepwell as sw
 from accidents import files_no_longer_than
-from stepwell.integrations import _guest
+from stepwell.integrations import _guest, _placing
 with files_no_longer_than(1 << 10):
     save = sw.save_async({str(tmp_path / "new")!r}, {{"w": np.ones(5000)}})
-    _guest.remove_after(partial(_guest.all_committed, [save], None), [{str(tmp_path / "old")!r}])
-    _guest.wait_removed()
+    _placing.remove_after(partial(_placing.all_committed, [save], None), [{str(tmp_path / "old")!r}])
+    _placing.wait_removed()
 """
     done = subprocess.run(
         [sys.executable, "-c", script],
@@ -122,8 +122,8 @@ def test_a_link_is_deleted_and_its_target_stays(tmp_path: Path) -> None:
     target = checkpoint(tmp_path, "target")
     (tmp_path / "link").symlink_to(target)
     (tmp_path / "file").touch()
-    _guest.remove_after(lambda: True, [str(tmp_path / name) for name in ("link", "file", "missing")])
-    _guest.wait_removed()
+    _placing.remove_after(lambda: True, [str(tmp_path / name) for name in ("link", "file", "missing")])
+    _placing.wait_removed()
     assert os.listdir(tmp_path) == ["target"]
     assert sw.verify(target / "stepwell").ok
 
@@ -131,8 +131,8 @@ def test_a_link_is_deleted_and_its_target_stays(tmp_path: Path) -> None:
 def test_a_deletion_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".hidden").mkdir()
     with caplog.at_level(logging.WARNING, "stepwell"):
-        _guest.remove_after(lambda: True, [str(tmp_path / ".hidden")])
-        _guest.wait_removed()
+        _placing.remove_after(lambda: True, [str(tmp_path / ".hidden")])
+        _placing.wait_removed()
     assert "hidden failed" in caplog.text
 
 

@@ -207,7 +207,7 @@ fn only_the_commit_renames() {
             .any(|word| code.contains(word));
         // A report goes to a file of the user's, whole. Probes remove their directory. A committed
         // checkpoint of a trainer takes the place of one that cannot be swapped with it.
-        let may = ["_cli/report.py:", "_doctor_probes.py:", "integrations/_guest.py:"]
+        let may = ["_cli/report.py:", "_doctor_probes.py:", "integrations/_placing.py:"]
             .iter()
             .any(|may| place.strip_prefix("python/stepwell/").is_some_and(|name| name.starts_with(may)));
         assert!(!renames || may, "{place} renames: {code}");
@@ -225,7 +225,7 @@ const OTHER_FILES: [&str; 8] = [
     "python/stepwell/_cli/report.py:",
     "python/stepwell/_cli/leftovers.py:",
     // Files of trainers are synced, and not read.
-    "python/stepwell/integrations/_guest.py:",
+    "python/stepwell/integrations/_placing.py:",
 ];
 
 /// The ways to a file that there are beside [`stepwell_core::io`].

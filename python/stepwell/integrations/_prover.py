@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import TypedDict
 from weakref import WeakSet
 
-from .. import _lifecycle as lifecycle
 from .._manager import CheckpointManager
 from .._trace.tracer import OnDifference
 from ..coordinators import Coordinator
 from ..errors import LockedError, StorageError
 from ..events import OnEvent
+from ._log import WARNING, log
 
-_WARNING = 30
 #: The longest wait for a manager to close.
 _CLOSE_SECONDS = 600.0
 
@@ -66,7 +65,7 @@ class Prover:
             manager = CheckpointManager(root, retention=1, coordinator=coordinator, **self.options)
         except (LockedError, StorageError) as error:
             text = f"{root}: the resumed steps are compared, and not traced: {error}"
-            lifecycle.log(_WARNING, "stepwell.integrations", text)
+            log(WARNING, text)
             manager = CheckpointManager(root, read_only=True, coordinator=coordinator, **self.options)
         step = manager.latest_step()
         if step is not None:

@@ -34,7 +34,8 @@ from .._opening import metadata
 from .._state.specs import PerRank, Replicated
 from ..errors import MisuseError, StepwellError
 from ..torch import TrainState
-from . import _guest
+from . import _guest, _placing
+from ._log import INFO, log
 from ._random_numbers import on_other_devices, random_numbers
 from ._terms import Terms, in_terms
 
@@ -125,8 +126,8 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
         )
         if is_automatic and self.is_main_process:
             # Hooks may have written files beside ours.
-            _guest.remove_after(
-                partial(_guest.durable, save, path), _surplus(path, configuration.total_limit)
+            _placing.remove_after(
+                partial(_placing.durable, save, path), _surplus(path, configuration.total_limit)
             )
         configuration.iteration += 1
         return Path(output_dir)
@@ -141,7 +142,7 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
     def end_training(self) -> None:
         """See ``Accelerator.end_training``."""
         self._stepwell_settle()
-        _guest.wait_removed()
+        _placing.wait_removed()
         super().end_training()
 
     def _stepwell_settle(self) -> None:
@@ -186,8 +187,8 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
         state["random"] = numbers = random_numbers()
         missing, unexpected = on_other_devices(numbers, root)
         if stored["world_size"] != self.num_processes:
-            _guest.log(
-                _guest.INFO,
+            log(
+                INFO,
                 f"{input_dir} was saved by another number of ranks: random numbers begin with the seed",
             )
             exclude.append("random/**")

@@ -28,7 +28,8 @@ from .._options import Options
 from .._save_result import Save
 from .._singular import save_async
 from ..errors import StepwellError
-from . import _guest
+from . import _placing
+from ._log import WARNING, log
 from ._terms import Terms, in_terms
 
 #: The caller passes ``options=``.
@@ -70,10 +71,10 @@ class StepwellSaver(BaseSaveHandler):
             save_async, state=checkpoint, exists="replace", coordinator=None, options=self._options
         )
         with in_terms(_TERMS):
-            save = _guest.save_at(self._path(filename), begin, self._options)
+            save = _placing.save_at(self._path(filename), begin, self._options)
         unwanted, self._unwanted, self._pending = self._unwanted - {filename}, set(), save
-        _guest.remove_after(
-            partial(_guest.all_committed, [save], self._options), [self._path(name) for name in unwanted]
+        _placing.remove_after(
+            partial(_placing.all_committed, [save], self._options), [self._path(name) for name in unwanted]
         )
 
     def remove(self, filename: str) -> None:
@@ -85,7 +86,7 @@ class StepwellSaver(BaseSaveHandler):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-        _guest.wait_removed()
+        _placing.wait_removed()
 
     def load(self, filename: str) -> dict[str, object]:
         """Returns what ``Checkpoint.load_objects`` takes, in host memory. Files of Ignite load
@@ -107,7 +108,7 @@ class StepwellSaver(BaseSaveHandler):
             try:
                 found.append((metadata_of(path).committed, name))
             except (StepwellError, OSError) as error:
-                _guest.log(_guest.WARNING, f"{path} is passed over: {error}")
+                log(WARNING, f"{path} is passed over: {error}")
         return max(found)[1] if found else None
 
     def _path(self, filename: str) -> str:

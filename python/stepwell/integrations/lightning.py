@@ -26,7 +26,7 @@ from .._restore.options import Globs
 from .._save_result import Save
 from .._singular import save_async
 from ..errors import MisuseError
-from . import _guest
+from . import _guest, _placing
 from ._terms import Terms, in_terms
 
 _Module = TypeVar("_Module")
@@ -99,7 +99,7 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
             options=self._options,
         )
         with in_terms(_TERMS):
-            self._saves[where] = _guest.save_at(where, begin, self._options)
+            self._saves[where] = _placing.save_at(where, begin, self._options)
 
     def load_checkpoint(
         self, path: _Path, map_location: object = None, weights_only: bool | None = None
@@ -125,12 +125,12 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         where = absolute(path)
         if (pending := self._saves.get(where)) is not None:
             pending.result()
-            _guest.wait_placed(where)
+            _placing.wait_placed(where)
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Deletes a checkpoint once the pending saves have committed. Called by Lightning."""
         saves = list(self._saves.values())
-        _guest.remove_after(partial(_guest.all_committed, saves, self._options), [absolute(path)])
+        _placing.remove_after(partial(_placing.all_committed, saves, self._options), [absolute(path)])
 
     def teardown(self) -> None:
         """Waits for all saves and deletions, and raises a failure. Called by Lightning."""
@@ -138,7 +138,7 @@ class StepwellIO(*_bases("TorchCheckpointIO")):  # type: ignore[misc]  # known w
         try:
             _guest.settle(saves)
         finally:
-            _guest.wait_removed()
+            _placing.wait_removed()
 
     def _look(self, path: str) -> None:
         """Waits for a save to this path, and raises failures of saves that have ended."""

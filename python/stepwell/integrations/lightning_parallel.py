@@ -27,7 +27,7 @@ from .._opening import is_own, restore
 from .._restore.options import Globs
 from .._state.specs import Replicated
 from ..errors import MisuseError
-from . import _guest
+from . import _guest, _placing
 from ._terms import Terms
 from .lightning import ANOTHER, TRAINERS, fabrics, link_after_commit
 
@@ -91,7 +91,7 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
         if step != self._saved_at or any(save.path == path for save in self._saves):
             self._settle()
         self._saved_at = step
-        _guest.wait_removed(os.path.dirname(path))
+        _placing.wait_removed(os.path.dirname(path))
         # Rank 0's values count, as with Lightning. Statistics of BatchNorm differ between ranks.
         state: dict[str, object] = {
             key: one if key in (_MODEL, _OPTIMIZERS) else Replicated(one) for key, one in checkpoint.items()
@@ -107,13 +107,13 @@ class StepwellModelParallelStrategy(_base):  # type: ignore[misc,valid-type]  # 
         """Deletes a checkpoint once the pending saves have committed. Called by Lightning."""
         if self.is_global_zero:
             saves = list(self._saves)
-            _guest.remove_after(lambda: all([save.is_committed() for save in saves]), [absolute(filepath)])
+            _placing.remove_after(lambda: all([save.is_committed() for save in saves]), [absolute(filepath)])
 
     def teardown(self) -> None:
         """Waits for all saves and deletions, and raises a failure. Called by Lightning."""
         try:
             self._settle()
-            _guest.wait_removed()
+            _placing.wait_removed()
         finally:
             super().teardown()
 

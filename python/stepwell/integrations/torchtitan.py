@@ -29,6 +29,7 @@ from .._state.specs import Replicated
 from ..errors import MismatchError, MisuseError
 from ..formats.roots.plain import resumable
 from . import _guest
+from ._log import WARNING, log
 from ._terms import Terms, in_terms
 
 #: The metadata of a step that ``last_save_model_only`` has made.
@@ -185,8 +186,8 @@ class StepwellManager(TitanManager):  # type: ignore[misc]  # torchtitan declare
             raise
         if not self.load_only and found < max(ours) and step != -1:
             moved = manager.rewind(found)
-            _guest.log(
-                _guest.WARNING,
+            log(
+                WARNING,
                 f"moved the steps after {found} of {self._root} into the branch {moved.branch}",
             )
         return True

@@ -34,7 +34,8 @@ from ..errors import CorruptCheckpoint, MisuseError, StepNotFound, StepwellError
 from ..events import OnEvent
 from ..formats.files import corrupt, read_whole
 from ..torch import TrainState
-from . import _guest
+from . import _guest, _placing
+from ._log import INFO, log
 from ._prover import Prover
 from ._random_numbers import on_other_devices, random_numbers
 from ._terms import in_terms
@@ -126,7 +127,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             # The weights and the trainer's state are files beside ours.
             path = os.path.dirname(self._stepwell_pending.path)
             surplus = self._stepwell_surplus(trial, str(Path(path)))
-            _guest.remove_after(partial(_guest.durable, self._stepwell_pending, path), surplus)
+            _placing.remove_after(partial(_placing.durable, self._stepwell_pending, path), surplus)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Everything is saved by :meth:`_save_rng_state`, which is the last one."""
@@ -192,7 +193,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
         if self._stepwell_prover is not None:
             self._stepwell_prover.close()
         self._stepwell_settle()
-        _guest.wait_removed()
+        _placing.wait_removed()
         return super()._finalize_training(trial, *args, **kwargs)
 
     # ---- loads
@@ -241,8 +242,8 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             return
         root = os.path.join(checkpoint, GUEST)
         if metadata(root).custom_metadata != {"world_size": self.args.world_size}:
-            _guest.log(
-                _guest.INFO,
+            log(
+                INFO,
                 f"{checkpoint} was saved by another number of ranks: random numbers begin with the seed",
             )
             return
