@@ -67,7 +67,11 @@ fn computations(stored: &Stored) -> Computations {
 }
 
 fn evaluate(stored: &Stored, computations: &Computations, region: Region) -> Vec<u8> {
-    let mut assembly = computations.assembly(0, region).unwrap();
+    evaluate_leaf(stored, computations, 0, region)
+}
+
+fn evaluate_leaf(stored: &Stored, computations: &Computations, leaf: u32, region: Region) -> Vec<u8> {
+    let mut assembly = computations.assembly(leaf, region).unwrap();
     assembly.for_each_read(&mut |reads, target| {
         let mut into = vec![target.clone()];
         execute(stored, &copies(&computations.index, reads).unwrap(), &mut into);
@@ -111,6 +115,105 @@ proptest! {
     }
 }
 
+/// A tensor of boxes: elements of a doubled weight, `steps` apart from `first` on, perhaps with the
+/// axes the other way round, and below them two rows of a constant. Before it, the doubled weight.
+fn strided(stored: &Stored, first: [u64; 2], steps: [u64; 2], extent: [u64; 2], turned: bool) -> Computations {
+    let tensor = |operation, operands| ComputedTensor {
+        dtype: Dtype::Float32,
+        shape: smallvec![10, 12],
+        operation,
+        operands,
+    };
+    let computed = [
+        tensor(Operation::Scale(2.0), vec![whole(MappedSource::Stored(0), &[10, 12], false)]),
+        tensor(Operation::Fill(3.0), Vec::new()),
+    ];
+    let mut axes = [0, 1].map(|axis| MappedAxis { stored: Some(axis), step: steps[axis as usize] });
+    if turned {
+        axes.reverse();
+    }
+    let constant = [0, 1].map(|axis| MappedAxis { stored: Some(axis), step: 1 });
+    let piece = |from, rows, number, first: [u64; 2], axes: [MappedAxis; 2]| MappedPiece {
+        region: Region { offset: smallvec![from, 0], extent: smallvec![rows, extent[1]] },
+        source: MappedSource::Computed(number),
+        first: first.as_slice().into(),
+        axes: axes.into_iter().collect(),
+    };
+    let pieces = vec![piece(0, extent[0], 0, first, axes), piece(extent[0], 2, 1, [0, 0], constant)];
+    let boxes = MappedTensor { shape: smallvec![extent[0] + 2, extent[1]], pieces };
+    let mut tree = Tree::new();
+    tree.push_container(None, None, ContainerKind::Dict);
+    for name in ["all", "boxes"] {
+        tree.push_leaf(Some(0), Some(Component::Key(name.into())));
+    }
+    let all = whole(MappedSource::Computed(0), &[10, 12], false);
+    mapped(&stored.index, tree, &[MappedLeaf::Tensor(all), MappedLeaf::Tensor(boxes)], &computed)
+        .unwrap()
+        .1
+        .unwrap()
+}
+
+proptest! {
+    #[test]
+    fn boxes_have_the_elements_that_they_name(
+        first in [0_u64..10, 0_u64..12],
+        steps in [1_u64..5, 1_u64..5],
+        wanted in [1_u64..=10, 1_u64..=10],
+        turned: bool,
+        cut in [0_u64..12, 0_u64..10],
+    ) {
+        let stored = stored(&SHAPES);
+        let axis = |d: usize| if turned { 1 - d } else { d };
+        let fitting = |d: usize| (([10, 12][axis(d)] - 1 - first[axis(d)]) / steps[axis(d)] + 1).min(wanted[d]);
+        let extent = [fitting(0), fitting(1)];
+        let computations = strided(&stored, first, steps, extent, turned);
+        let all = evaluate(&stored, &computations, Region::whole(&[10, 12]));
+        let offset = [cut[0].min(extent[0] + 1), cut[1].min(extent[1] - 1)];
+        let region = Region {
+            offset: offset.as_slice().into(),
+            extent: smallvec![extent[0] + 2 - offset[0], extent[1] - offset[1]],
+        };
+        let bytes = evaluate_leaf(&stored, &computations, 1, region.clone());
+        for (number, found) in bytes.as_chunks::<4>().0.iter().enumerate() {
+            let row = offset[0] + number as u64 / region.extent[1];
+            let at = [row, offset[1] + number as u64 % region.extent[1]];
+            let mut source = first;
+            for d in 0..2 {
+                source[axis(d)] += at[d] * steps[axis(d)];
+            }
+            let element = (source[0] * 12 + source[1]) as usize;
+            let value = if row < extent[0] { all.as_chunks::<4>().0[element] } else { 3_f32.to_le_bytes() };
+            prop_assert_eq!(*found, value, "{:?}", at);
+        }
+    }
+}
+
+#[test]
+fn memory_counts_operands_and_wide_scales() {
+    let stored = stored(&SHAPES);
+    let doubled = strided(&stored, [0, 0], [1, 1], [10, 12], false);
+    let needed = |computations: &Computations, leaf, region| {
+        computations.assembly(leaf, region).unwrap().bytes_needed()
+    };
+    // The leaf and the product are float32, the weight has one byte per element.
+    assert_eq!(needed(&doubled, 0, Region::whole(&[10, 12])), 120 * (4 + 4 + 1));
+    assert_eq!(needed(&doubled, 1, Region::whole(&[12, 12])), 144 * 4 + 120 * (4 + 1) + 24 * 4);
+    // A merge of one element reads a row and a column of three, which are float64 while they are used.
+    let merged = computations(&stored);
+    let one = Region { offset: smallvec![4, 5], extent: smallvec![1, 1] };
+    let [sum, scaled, merge] = [4 + 4, 4 + 4 + 1 + 8, 4 + 4 + 1 + 6 + 6 * 8];
+    assert_eq!(needed(&merged, 0, one), sum + scaled + merge);
+}
+
+#[test]
+fn the_fingerprint_names_the_computation() {
+    let stored = stored(&SHAPES);
+    let made = |first| strided(&stored, first, [1, 2], [2, 2], false).fingerprint();
+    assert_eq!(made([0, 0]), made([0, 0]));
+    assert_ne!(made([0, 0]), made([0, 1]));
+    assert_ne!(made([0, 0]), computations(&stored).fingerprint());
+}
+
 #[test]
 fn operands_that_do_not_fit_are_refused() {
     let stored = stored(&SHAPES);
@@ -132,6 +235,13 @@ fn operands_that_do_not_fit_are_refused() {
     let later =
         refuse(Dtype::Float32, Operation::Cast, vec![whole(MappedSource::Computed(0), &[10, 12], false)]);
     assert!(later.contains("computed tensor 0 is not before it"), "{later}");
+    let filled = ComputedTensor {
+        dtype: Dtype::Int8,
+        shape: smallvec![2],
+        operation: Operation::Fill(0.0),
+        operands: Vec::new(),
+    };
+    mapped(&stored.index, Tree::new(), &[], &[filled]).expect("zeros are of any dtype");
     let unknown = refuse(Dtype::Int8, Operation::Cast, vec![leaf(0)]);
     assert!(unknown.contains("maps do not compute with int8"), "{unknown}");
     assert!(Computations::new(&Index::default()).assembly(0, Region::whole(&[])).is_none());
