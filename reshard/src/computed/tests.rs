@@ -117,7 +117,13 @@ proptest! {
 
 /// A tensor of boxes: elements of a doubled weight, `steps` apart from `first` on, perhaps with the
 /// axes the other way round, and below them two rows of a constant. Before it, the doubled weight.
-fn strided(stored: &Stored, first: [u64; 2], steps: [u64; 2], extent: [u64; 2], turned: bool) -> Computations {
+fn strided(
+    stored: &Stored,
+    first: [u64; 2],
+    steps: [u64; 2],
+    extent: [u64; 2],
+    turned: bool,
+) -> Computations {
     let tensor = |operation, operands| ComputedTensor {
         dtype: Dtype::Float32,
         shape: smallvec![10, 12],
