@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Generator
 from concurrent import futures
@@ -75,10 +74,12 @@ class Restore(futures.Future[_T]):
             self.result()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
+        try:
             failure = super().exception(0) if self._owner.is_here and not self._is_seen else None
             if failure is not None:
                 lifecycle.log(_ERROR, "stepwell", f"{self._what} failed: {type(failure).__name__}: {failure}")
+        except Exception:  # noqa: S110  # modules may be gone at the end of the interpreter
+            pass
 
     def __repr__(self) -> str:
-        return f"<Restore of {self._what}: {'done' if self.done() else 'running'}>"
+        return f"<Restore: {self._what}: {'done' if self.done() else 'running'}>"

@@ -462,7 +462,12 @@ BARE_OPTIMIZER = (
 model, optimizer = build(1, OPTIMIZERS["AdamW"])
 update(model, optimizer, 0)
 with sw.CheckpointManager(ROOT, options=sw.Options(stall_timeout=60.0)) as manager:
-    manager.save(0, {"model": model, "optimizer": optimizer}).result()
+    try:
+        manager.save(0, {"model": model, "optimizer": optimizer})
+        raise AssertionError("saved")
+    except sw.MisuseError as error:
+        assert error.leaf == "optimizer" and "TrainState" in str(error), error
+    manager.save(0, {"model": model, "optimizer": optimizer.state_dict()}).result()
     for target in (build(2, OPTIMIZERS["AdamW"]), (model, optimizer)):
         before = [one.full_tensor() for one in target[0].parameters()]
         slots = [dict(one) for one in target[1].state.values()]

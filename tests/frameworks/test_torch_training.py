@@ -671,16 +671,32 @@ def test_torch_objects_get_tensors_from_plain_dicts(root: Path, make: Any) -> No
 
 
 def test_a_raising_loader_is_named_with_what_was_filled(root: Path) -> None:
+    class Counter:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise ValueError("never")
+
+    sw.save(root, {"counter": Counter(), "model": stepped(torch.optim.AdamW).model})
+    with pytest.raises(sw.LoadFailed, match=r"`counter`.*Counter.*never") as caught:
+        sw.restore(root, into={"counter": Counter(), "model": nn.Linear(4, 4)})
+    assert caught.value.leaf == "counter"
+    assert caught.value.overwritten == ("model/weight", "model/bias", "counter")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_other_parameter_groups_are_refused_before_the_model_changes(root: Path) -> None:
     stored = stepped(torch.optim.AdamW)
     sw.save(root, {"model": stored.model, "optim": stored.optimizers[None]})
     model = nn.Linear(4, 4)
+    before = model.weight.detach().clone()
     one, two = model.parameters()
-    optimizer = torch.optim.AdamW([{"params": [one]}, {"params": [two]}])
-    with pytest.raises(sw.LoadFailed, match=r"`optim`.*AdamW.*parameter groups") as caught:
-        sw.restore(root, into={"model": model, "optim": optimizer})
-    assert caught.value.leaf == "optim"
-    assert caught.value.overwritten == ("model/weight", "model/bias", "optim")
-    assert isinstance(caught.value.__cause__, ValueError)
+    for groups in ([{"params": [one]}, {"params": [two]}], [{"params": [one]}]):
+        wanted = {"model": model, "optim": torch.optim.AdamW(groups)}
+        with pytest.raises(sw.MismatchError, match=r"`optim`.*parameter groups have \[2\].*TrainState"):
+            sw.restore(root, into=wanted)
+        assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("live", [False, True])

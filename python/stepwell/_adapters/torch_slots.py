@@ -57,7 +57,34 @@ def slots_by_name(
     }
 
 
-def numbered(state: object) -> object:
+def fitting(optimizer: torch.optim.Optimizer, state: object) -> object:
+    """Returns a stored state with its slots under the names that its groups have.
+
+    Raises:
+        ValueError: the state is that of other parameters.
+    """
+    found = _numbered(state)
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        _check_groups(optimizer, found)
+    _check_shapes(optimizer, found)
+    return found
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: object) -> None:
+    """Compares the numbers of parameters, as ``load_state_dict`` does."""
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", ())
+    if hooks or not isinstance(groups, Sequence):
+        return  # a hook may change the groups
+    stored, own = ([len(group["params"]) for group in some] for some in (groups, optimizer.param_groups))
+    if stored != own:
+        raise ValueError(
+            f"its parameter groups have {stored} parameters, and those here {own}. If the model has changed, save and restore "
+            "sw.torch.TrainState(model, optimizer), whose slots go by the names of the parameters"
+        )
+
+
+def _numbered(state: object) -> object:
     """A state of an optimizer with its slots under the names that its groups have. DCP and other
     formats store numbers as text. ``load_state_dict`` would drop slots under other names.
 
@@ -82,7 +109,7 @@ def numbered(state: object) -> object:
     return {**state, "state": slots}
 
 
-def check_shapes(optimizer: torch.optim.Optimizer, state: object) -> None:
+def _check_shapes(optimizer: torch.optim.Optimizer, state: object) -> None:
     """Compares slots by number with the parameters that they are for: ``load_state_dict`` takes
     those of any shape. An optimizer of torch has slots in the shape of the parameter, and scalars.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from .._paths import Component, extend
 from .._state import stateful
-from .._state.stateful import Protocol
+from .._state.stateful import Protocol, name_of
 from . import template
 from .report import RestoreReport
 from .structure import StatefulKind, Structure, protocol_name
@@ -95,15 +95,15 @@ class Nested:
 
 
 def try_on(report: RestoreReport, path: str, owner: object, protocol: Protocol, state: object) -> None:
-    """Raises where a state does not fit a generator, and changes nothing."""
+    """Raises where a state does not fit an object, and changes nothing."""
     if protocol.trial is None:
         return
     try:
         protocol.trial(owner, state)
     except Exception as failure:
         raise report.mismatch(
-            f"the stored state does not fit this {protocol.name} "
-            f"({type(failure).__name__}: {failure}); restore it into a generator of the kind that was saved, or leave it out",
+            f"the stored state does not fit this {name_of(owner)} "
+            f"({type(failure).__name__}: {failure}). Restore it into one like the one that was saved, or leave it out",
             path,
         ) from failure
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
-from ..errors import LoadFailed, StepwellError, at_leaf
+from ..errors import LoadFailed, MisuseError, StepwellError, at_leaf
 from .registry import type_name
 
 #: A state, of a file or of an object. Its parts have no types before the object takes it.
@@ -130,24 +130,31 @@ _MODULES = {random: _MODULE_RANDOM, np.random: _MODULE_NUMPY}
 
 def _state_dict_of(owner: _Owner) -> object:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(owner, torch.nn.Module):
+    if torch is not None and isinstance(owner, (torch.nn.Module, torch.optim.Optimizer)):
         from .._adapters import torch as adapter
 
-        return adapter.tensors_of(owner)
+        if isinstance(owner, torch.nn.Module):
+            return adapter.tensors_of(owner)
+        if (why := adapter.why_not_loaded(owner)) is not None:
+            raise MisuseError(f"cannot be saved in this way: {why}")
     return owner.state_dict()
 
 
 def _load_state_dict(owner: _Owner, state: _State) -> None:
+    owner.load_state_dict(_fitting_state_dict(owner, state))
+
+
+def _fitting_state_dict(owner: _Owner, state: _State) -> _State:
+    """Returns the state as an object takes it. Raises where it does not fit an optimizer."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(owner, torch.optim.Optimizer):
-        from .._adapters import torch_slots
+    if torch is None or not isinstance(owner, torch.optim.Optimizer):
+        return state
+    from .._adapters import torch_slots
 
-        state = torch_slots.numbered(state)
-        torch_slots.check_shapes(owner, state)
-    owner.load_state_dict(state)
+    return torch_slots.fitting(owner, state)
 
 
-_STATE_DICT = Protocol("state_dict", _state_dict_of, _load_state_dict)
+_STATE_DICT = Protocol("state_dict", _state_dict_of, _load_state_dict, trial=_fitting_state_dict)
 _GET_STATE = Protocol("get_state", lambda o: o.get_state(), lambda o, state: o.set_state(state))
 
 
