@@ -78,7 +78,7 @@ class Restore(futures.Future[_T]):
             failure = super().exception(0) if self._owner.is_here and not self._is_seen else None
             if failure is not None:
                 lifecycle.log(_ERROR, "stepwell", f"{self._what} failed: {type(failure).__name__}: {failure}")
-        except Exception:  # noqa: S110  # modules may be gone at the end of the interpreter
+        except Exception:  # modules may be gone at the end of the interpreter
             pass
 
     def __repr__(self) -> str:
