@@ -686,7 +686,7 @@ def test_a_raising_loader_is_named_with_what_was_filled(root: Path) -> None:
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_other_parameter_groups_are_refused_before_the_model_changes(root: Path) -> None:
+def test_other_parameter_groups_are_refused_before_any_change(root: Path) -> None:
     stored = stepped(torch.optim.AdamW)
     sw.save(root, {"model": stored.model, "optim": stored.optimizers[None]})
     model = nn.Linear(4, 4)
