@@ -204,7 +204,7 @@ fn memory_counts_operands_and_wide_scales() {
     // The leaf and the product are float32, the weight has one byte per element.
     assert_eq!(needed(&doubled, 0, Region::whole(&[10, 12])), 120 * (4 + 4 + 1));
     assert_eq!(needed(&doubled, 1, Region::whole(&[12, 12])), 144 * 4 + 120 * (4 + 1) + 24 * 4);
-    // A merge of one element reads a row and a column of three, which are float64 while they are used.
+    // A merge of one element reads a row and a column of three. They are float64 while used.
     let merged = computations(&stored);
     let one = Region { offset: smallvec![4, 5], extent: smallvec![1, 1] };
     let [sum, scaled, merge] = [4 + 4, 4 + 4 + 1 + 8, 4 + 4 + 1 + 6 + 6 * 8];
