@@ -47,7 +47,7 @@ fn index_of(codec: Codec, length: u64) -> Index {
     let region = ChunkRegion::Box(Region::whole(&SHAPE));
     let chunks = [ChunkRecord { region, extent, codec }].into_iter().collect();
     let (dtype, shape) = (Dtype::Float32, SHAPE.as_slice().into());
-    let tensor = TensorRecord { dtype, shape, view: None, rank_key: None, chunks };
+    let tensor = TensorRecord { dtype, shape, chunks };
     Index { tree: tree(), leaves: vec![LeafRecord::Tensor(tensor)], files: Vec::new() }
 }
 

@@ -182,8 +182,6 @@ fn written(rank: u32, plan: ItemPlan) -> Index {
         LeafPlan::Tensor { dtype, shape, chunks, .. } => LeafRecord::Tensor(TensorRecord {
             dtype,
             shape: shape.into(),
-            view: None,
-            rank_key: None,
             chunks: chunks
                 .into_iter()
                 .map(|chunk| {

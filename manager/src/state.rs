@@ -360,7 +360,7 @@ fn tensors(tree: &Tree, leaves: &[LeafPlan]) -> Index {
                 if let Some(LeafPlan::Tensor { dtype, shape, .. }) = leaves.get(*leaf as usize) {
                     index.tree.push_leaf(parent, node.component.clone());
                     let (shape, chunks) = (shape.as_slice().into(), Chunks::new());
-                    let tensor = TensorRecord { dtype: *dtype, shape, view: None, rank_key: None, chunks };
+                    let tensor = TensorRecord { dtype: *dtype, shape, chunks };
                     index.leaves.push(LeafRecord::Tensor(tensor));
                 }
             }

@@ -200,13 +200,9 @@ impl StoredIndex {
         (read, all)
     }
 
-    /// Returns the leaf that holds the bytes of a leaf. It is another one for a tie or a view.
+    /// Returns the leaf that holds the bytes of a leaf. It is another one for a tie.
     fn holder(&self, leaf: u32) -> u32 {
-        match self.outline.resolve(leaf) {
-            Some((holder, LeafRecord::Tensor(tensor))) => tensor.view.as_ref().map_or(holder, |view| view.of),
-            Some((holder, _)) => holder,
-            None => leaf,
-        }
+        self.outline.resolve(leaf).map_or(leaf, |(holder, _)| holder)
     }
 }
 
@@ -250,7 +246,7 @@ fn outlined(dir: &dyn Dir, item: &Item, outline_from: u64) -> Result<Option<Read
     let most = if outline.is_compressed() { most_decoded(stored).into() } else { stored };
     for (leaf, record) in (0_u32..).zip(&index.leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
-        if tensor.view.is_none() && claimed(tensor).is_none_or(|bytes| bytes > most) {
+        if claimed(tensor).is_none_or(|bytes| bytes > most) {
             return Err(claims_too_much(&index.tree, leaf, tensor, stored, &path));
         }
     }
@@ -338,9 +334,6 @@ fn name_files(
 fn check_claims(tree: &Tree, first: usize, leaves: &[LeafRecord], file: &Path) -> Result<()> {
     for (leaf, record) in (first as u32..).zip(leaves) {
         let LeafRecord::Tensor(tensor) = record else { continue };
-        if tensor.view.is_some() {
-            continue;
-        }
         let itemsize = tensor.dtype.size() as u64;
         // The check of the index has bounded what compressed chunks may become.
         let bytes = |chunk: &ChunkRecord| u128::from(chunk.decoded_bytes(itemsize).unwrap_or(u64::MAX));
@@ -521,7 +514,7 @@ impl Numbers {
         for file in record.extents_mut().filter_map(|extent| extent.source.file_mut()) {
             *file += self.first_file;
         }
-        if let Some(of) = record.refers_to() {
+        if let Some(of) = record.alias_of_mut() {
             *of = self.leaf(*of);
         }
     }

@@ -158,8 +158,6 @@ fn index(rank: u32, writers: &[u32], file_id: u128) -> Index {
     let tensor = TensorRecord {
         dtype: Dtype::Uint8,
         shape: [writers.len() as u64].as_slice().into(),
-        view: None,
-        rank_key: None,
         chunks: [chunk].into_iter().collect(),
     };
     let file = FileRecord {

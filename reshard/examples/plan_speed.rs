@@ -22,13 +22,7 @@ fn tensor(shape: &[u64], regions: Vec<Region>, at: &mut u64) -> LeafRecord {
         ChunkRecord { region: ChunkRegion::Box(region), extent, codec: Codec::Raw }
     });
     let chunks = chunks.collect();
-    LeafRecord::Tensor(TensorRecord {
-        dtype: Dtype::Float32,
-        shape: shape.into(),
-        view: None,
-        rank_key: None,
-        chunks,
-    })
+    LeafRecord::Tensor(TensorRecord { dtype: Dtype::Float32, shape: shape.into(), chunks })
 }
 
 /// `params/layers[i]/block/tensor{j}/weight`, a thousand layers.

@@ -155,7 +155,7 @@ impl Mapper<'_> {
         let composite = self.composite(wanted)?;
         let (dtype, shape) = (composite.dtype, composite.shape.clone());
         self.computations.leaves.insert(number, composite);
-        Ok(TensorRecord { dtype, shape, view: None, rank_key: None, chunks: Chunks::new() })
+        Ok(TensorRecord { dtype, shape, chunks: Chunks::new() })
     }
 
     fn computation(&mut self, wanted: &ComputedTensor) -> Result<(), MapFault> {
@@ -242,7 +242,7 @@ impl Mapper<'_> {
             }
         }
         let Some(dtype) = dtype else { return Err(MapFault::Piece("it has no parts".to_owned())) };
-        Ok(TensorRecord { dtype, shape: wanted.shape.clone(), view: None, rank_key: None, chunks })
+        Ok(TensorRecord { dtype, shape: wanted.shape.clone(), chunks })
     }
 }
 

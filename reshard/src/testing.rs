@@ -116,8 +116,7 @@ impl Stored {
             };
             records.push(ChunkRecord { region, extent, codec: Codec::Raw });
         }
-        let record =
-            TensorRecord { dtype, shape: shape.into(), view: None, rank_key: None, chunks: records.into() };
+        let record = TensorRecord { dtype, shape: shape.into(), chunks: records.into() };
         self.index.leaves.push(LeafRecord::Tensor(record));
         self.tensors.push(data);
         self.index.tree.push_leaf(Some(0), Some(Component::Key(format!("t{leaf}").into())))

@@ -40,7 +40,7 @@ pub(crate) enum Bounds {
         /// The offset of the footer.
         footer_offset: u64,
     },
-    /// Some pages of an item's index. Aliases and views may name leaves of other pages.
+    /// Some pages of an item's index. Aliases may name leaves of other pages.
     Part {
         /// The number of leaves of the whole item.
         leaves: u64,
@@ -256,7 +256,7 @@ fn target(index: &Index, of: u32, bounds: Bounds) -> TieTarget<'_> {
 }
 
 fn check_tensor(index: &Index, tensor: &TensorRecord, bounds: Bounds) -> Result<(), String> {
-    let TensorRecord { dtype, shape, view, rank_key, chunks } = tensor;
+    let TensorRecord { dtype, shape, chunks } = tensor;
     if shape.len() as u64 > MAX_DIMS {
         return Err(format!("it has {} dimensions, more than the limit of {MAX_DIMS}", shape.len()));
     }
@@ -264,43 +264,11 @@ fn check_tensor(index: &Index, tensor: &TensorRecord, bounds: Bounds) -> Result<
     let elements = volume(shape)
         .filter(|elements| elements.checked_mul(itemsize).is_some())
         .ok_or_else(|| format!("a tensor of shape {shape:?} does not fit 64 bits"))?;
-    if rank_key.as_ref().is_some_and(|key| key.len() as u64 > MAX_NAME_BYTES) {
-        return Err("its rank key is too long".to_owned());
-    }
-    if view.is_some() {
-        check_view(index, tensor, bounds)?;
-    }
     for (number, chunk) in chunks.iter().enumerate() {
         check_chunk(index, chunk, shape, elements, itemsize, bounds)
             .map_err(|what| format!("chunk {number} {what}"))?;
     }
     Ok(())
-}
-
-fn check_view(index: &Index, tensor: &TensorRecord, bounds: Bounds) -> Result<(), String> {
-    let Some(view) = &tensor.view else { return Ok(()) };
-    if !tensor.chunks.is_empty() {
-        return Err("it is a view and has chunks of its own".to_owned());
-    }
-    let mut order = view.permutation.clone();
-    order.sort_unstable();
-    let is_permutation = order.iter().copied().eq(0..view.region.ndim() as u32);
-    let seen = view.permutation.iter().map(|&d| view.region.extent.get(d as usize));
-    if !is_permutation || !seen.eq(tensor.shape.iter().map(Some)) {
-        return Err("it is a view whose region does not have its shape".to_owned());
-    }
-    match target(index, view.of, bounds) {
-        TieTarget::Outside => Ok(()),
-        TieTarget::Leaf(LeafRecord::Tensor(of))
-            if of.view.is_none() && of.dtype == tensor.dtype && view.region.fits(&of.shape) =>
-        {
-            Ok(())
-        }
-        TieTarget::Leaf(_) => {
-            Err(format!("it is a view of leaf {}, which is no tensor that holds its region", view.of))
-        }
-        TieTarget::None => Err(format!("it is a view of leaf {}, which is none", view.of)),
-    }
 }
 
 fn check_chunk(

@@ -44,8 +44,6 @@ fn part(rank: u64, world: u64) -> Index {
         LeafRecord::Tensor(TensorRecord {
             dtype: Dtype::Float32,
             shape: shape.into(),
-            view: None,
-            rank_key: None,
             chunks: smallvec![ChunkRecord {
                 region: ChunkRegion::Box(Region {
                     offset: offset.to_vec().into(),

@@ -78,12 +78,11 @@ impl LeafRecord {
         chunks.iter_mut().map(|chunk| &mut chunk.extent).chain(object)
     }
 
-    /// Returns the number of the leaf that it is an alias or a view of.
-    pub fn refers_to(&mut self) -> Option<&mut u32> {
+    /// Returns the number of the leaf that it is an alias of, for changes.
+    pub fn alias_of_mut(&mut self) -> Option<&mut u32> {
         match self {
             Self::Alias { of } => Some(of),
-            Self::Tensor(tensor) => tensor.view.as_mut().map(|view| &mut view.of),
-            Self::Object(_) => None,
+            Self::Tensor(_) | Self::Object(_) => None,
         }
     }
 }
@@ -95,10 +94,6 @@ pub struct TensorRecord {
     pub dtype: Dtype,
     /// Global shape: no padding, no tensor-parallel cut, no stage number.
     pub shape: Dims,
-    /// Set if it is a view of another leaf's tensor.
-    pub view: Option<Box<ViewRecord>>,
-    /// The rank that it belongs to, for values that differ on every rank.
-    pub rank_key: Option<Box<str>>,
     /// The chunks. Their regions tile `shape` exactly once.
     pub chunks: Chunks,
 }
@@ -106,18 +101,6 @@ pub struct TensorRecord {
 /// The chunks of a tensor. One is stored inline, because most tensors have only one. So an index of
 /// many leaves needs no allocation for each.
 pub type Chunks = SmallVec<[ChunkRecord; 1]>;
-
-/// A declared view of another tensor, such as a part of a fused parameter, or a transposed tie.
-/// Readers support it. No writer writes it yet.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct ViewRecord {
-    /// The viewed leaf.
-    pub of: u32,
-    /// Its region in the viewed tensor.
-    pub region: Region,
-    /// The order of its dimensions.
-    pub permutation: Vec<u32>,
-}
 
 /// The region of a chunk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -127,7 +127,7 @@ impl Default for MergeEntry {
 struct Merger {
     entries: Vec<MergeEntry>,
     by_path: HashMap<(usize, Component), usize>,
-    /// The records of leaves. Until the end, aliases and views name leaves by their position here.
+    /// The records of leaves. Until the end, aliases name leaves by their position here.
     records: Vec<LeafRecord>,
     /// For each record, the position of the first part that has it.
     part_of: Vec<usize>,
@@ -322,7 +322,7 @@ impl Merger {
             .into_iter()
             .filter_map(|record| records.get_mut(record)?.take())
             .map(|mut record| {
-                if let Some(of) = record.refers_to() {
+                if let Some(of) = record.alias_of_mut() {
                     *of = leaf_of.get(*of as usize).copied().unwrap_or(u32::MAX);
                 }
                 record
@@ -341,7 +341,7 @@ fn renumbered(
         let no_file = || Error::internal("a file of the part", format!("file {file}"));
         *file = file.checked_add(first_file).ok_or_else(no_file)?;
     }
-    if let Some(leaf) = record.refers_to() {
+    if let Some(leaf) = record.alias_of_mut() {
         *leaf = of(*leaf)?;
     }
     Ok(record)
@@ -355,9 +355,6 @@ fn unite(known: &mut LeafRecord, other: LeafRecord) -> Result<(), String> {
                     format!("{} of shape {:?}", tensor.dtype.name(), tensor.shape.as_slice())
                 };
                 return Err(format!("it is {} there, and {} here", said(known), said(&other)));
-            }
-            if known.view != other.view || known.rank_key != other.rank_key {
-                return Err("it is different views, or different ranks' values".to_owned());
             }
             known.chunks.extend(other.chunks); // `finish` drops what came twice, once for all parts
             Ok(())

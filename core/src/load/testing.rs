@@ -356,13 +356,7 @@ pub(super) fn bytes_tensor(at: Extent) -> LeafRecord {
     let shape: Dims = smallvec![at.length];
     let region = ChunkRegion::Box(Region::whole(&shape));
     let chunks = smallvec![ChunkRecord { region, extent: at, codec: Codec::Raw }];
-    LeafRecord::Tensor(TensorRecord {
-        dtype: crate::dtype::Dtype::Uint8,
-        shape,
-        view: None,
-        rank_key: None,
-        chunks,
-    })
+    LeafRecord::Tensor(TensorRecord { dtype: crate::dtype::Dtype::Uint8, shape, chunks })
 }
 
 impl TestItem {

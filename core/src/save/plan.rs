@@ -184,7 +184,7 @@ fn plan_item(
                     stored.push(ChunkRecord { region, extent: extent(0, bytes), codec: Codec::Raw });
                 }
                 let shape = shape.into();
-                LeafRecord::Tensor(TensorRecord { dtype, shape, view: None, rank_key: None, chunks: stored })
+                LeafRecord::Tensor(TensorRecord { dtype, shape, chunks: stored })
             }
             LeafPlan::Object(value) => {
                 objects.push((leaf, value));

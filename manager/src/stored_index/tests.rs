@@ -56,8 +56,6 @@ fn index(item: u32, entries: &[(&str, u64)], are_compressed: bool) -> Index {
             index.leaves.push(LeafRecord::Tensor(TensorRecord {
                 dtype: Dtype::Float32,
                 shape: smallvec![CHUNKS * 16],
-                view: None,
-                rank_key: None,
                 chunks: (0..CHUNKS).map(chunk).collect(),
             }));
         }

@@ -171,8 +171,6 @@ pub(super) fn foreign_leaf((tensor, of): ForeignLeaf) -> PyResult<LeafRecord> {
             dtype: dtype_named(&dtype)?,
             chunks: foreign_chunks(shape.len(), chunks.unwrap_or_default())?,
             shape: shape.into(),
-            view: None,
-            rank_key: None,
         }),
     })
 }

@@ -326,13 +326,7 @@ fn stored_leaves_are_those_of_the_index_in_leaf_order() {
     let list = tree.push_container(Some(root), Some(Component::Key("l".into())), ContainerKind::List);
     tree.push_leaf(Some(list), Some(Component::Index(0)));
     tree.push_leaf(Some(root), Some(Component::Key("tied".into())));
-    let record = TensorRecord {
-        dtype: F32,
-        shape: vec![2].into(),
-        view: None,
-        rank_key: None,
-        chunks: Vec::new().into(),
-    };
+    let record = TensorRecord { dtype: F32, shape: vec![2].into(), chunks: Vec::new().into() };
     let leaves = vec![LeafRecord::Tensor(record), LeafRecord::Alias { of: 0 }];
     let stored = stored_leaves(&Index { tree, leaves, files: Vec::new() });
     let alias = StoredLeaf { path: path("tied"), spec: StoredSpec::Alias { of: 0 } };

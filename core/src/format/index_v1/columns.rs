@@ -44,16 +44,6 @@ impl<'a, T: Number> Column<'a, T> {
         Ok(first.native())
     }
 
-    pub(super) fn take<'b>(&mut self, count: usize) -> ReadResult<impl Iterator<Item = T::Native> + 'b>
-    where
-        'a: 'b,
-        T: 'b,
-    {
-        let (taken, rest) = self.rest.split_at_checked(count).ok_or_else(|| short(self.name))?;
-        self.rest = rest;
-        Ok(taken.iter().map(|number| number.native()))
-    }
-
     pub(super) fn end(self) -> ReadResult<()> {
         if self.rest.is_empty() { Ok(()) } else { Err(long(self.name)) }
     }

@@ -223,8 +223,7 @@ impl<'a> Pages<'a> {
 /// The leaves of one page of an index file.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PagePart {
-    /// The number of its first leaf in the item's index. Aliases and views name leaves by these
-    /// numbers.
+    /// The number of its first leaf in the item's index. Aliases name leaves by these numbers.
     pub first_leaf: u64,
     /// The containers and leaves of this page, below the containers that lead to them.
     pub tree: Tree,

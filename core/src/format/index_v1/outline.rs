@@ -73,11 +73,8 @@ pub(super) fn is_of(outline: &Index, index: &Index) -> bool {
 fn are_of(outlined: &[LeafRecord], leaves: &[LeafRecord]) -> bool {
     let same = |(outlined, leaf): (&LeafRecord, &LeafRecord)| match (outlined, leaf) {
         (LeafRecord::Tensor(outlined), LeafRecord::Tensor(tensor)) => {
-            let TensorRecord { dtype, shape, view, rank_key, chunks: _ } = outlined;
-            *dtype == tensor.dtype
-                && *shape == tensor.shape
-                && *view == tensor.view
-                && *rank_key == tensor.rank_key
+            let TensorRecord { dtype, shape, chunks: _ } = outlined;
+            *dtype == tensor.dtype && *shape == tensor.shape
         }
         (outlined, leaf) => outlined == leaf,
     };
@@ -86,9 +83,8 @@ fn are_of(outlined: &[LeafRecord], leaves: &[LeafRecord]) -> bool {
 
 fn without_chunks(leaf: &LeafRecord) -> LeafRecord {
     match leaf {
-        LeafRecord::Tensor(TensorRecord { dtype, shape, view, rank_key, chunks: _ }) => {
-            let (shape, view, rank_key) = (shape.clone(), view.clone(), rank_key.clone());
-            LeafRecord::Tensor(TensorRecord { dtype: *dtype, shape, view, rank_key, chunks: Chunks::new() })
+        LeafRecord::Tensor(TensorRecord { dtype, shape, chunks: _ }) => {
+            LeafRecord::Tensor(TensorRecord { dtype: *dtype, shape: shape.clone(), chunks: Chunks::new() })
         }
         other => other.clone(),
     }

@@ -93,21 +93,6 @@ pub(super) struct IndexPageV1 {
     pub tensor_dims: Vec<u64>,
     /// For each tensor, the number of chunks.
     pub tensor_chunks: Vec<u32>,
-    /// 1 if it is a view.
-    pub tensor_view: Vec<u8>,
-    /// For each tensor, 0, or the length of its rank key plus 1.
-    pub tensor_rank_key: Vec<u32>,
-    /// The rank keys, one after the other.
-    pub rank_keys: String,
-
-    /// For each view, the number of its leaf in the index.
-    pub view_of: Vec<u32>,
-    /// For each view, the number of dimensions of the viewed tensor.
-    pub view_ndim: Vec<u8>,
-    /// For each view, the offsets, then the extents.
-    pub view_region: Vec<u64>,
-    /// For each view, the order of the dimensions.
-    pub view_permutation: Vec<u8>,
 
     /// For each chunk, `BOX` or `RUN`.
     pub chunk_tag: Vec<u8>,
@@ -131,5 +116,5 @@ pub(super) struct IndexPageV1 {
 }
 
 // If a change of rkyv or its features moves a byte, this must not compile.
-const _: () = assert!(size_of::<ArchivedIndexPageV1>() == 8 + 4 + 32 * 8);
+const _: () = assert!(size_of::<ArchivedIndexPageV1>() == 8 + 4 + 25 * 8);
 const _: () = assert!(align_of::<ArchivedIndexPageV1>() == 1);

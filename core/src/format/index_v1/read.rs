@@ -13,7 +13,7 @@ use super::page::{ArchivedIndexPageV1, tag};
 use crate::dtype::Dtype;
 use crate::format::check::STATEFUL_BYTES;
 use crate::format::index::{
-    ChunkRecord, ChunkRegion, Chunks, Codec, Extent, Integrity, LeafRecord, Source, TensorRecord, ViewRecord,
+    ChunkRecord, ChunkRegion, Chunks, Codec, Extent, Integrity, LeafRecord, Source, TensorRecord,
 };
 use crate::leaf_path::Component;
 use crate::limits::{MAX_DEPTH, MAX_NODES, MAX_TYPE_NAME_BYTES};
@@ -46,8 +46,6 @@ pub(super) fn leaves(page: &ArchivedIndexPageV1, out: &mut Vec<LeafRecord>) -> R
                 out.push(LeafRecord::Tensor(TensorRecord {
                     dtype: tensors.dtype()?,
                     shape: Dims::new(),
-                    view: None,
-                    rank_key: None,
                     chunks: Chunks::new(),
                 }));
                 if let Some(LeafRecord::Tensor(tensor)) = out.last_mut() {
@@ -340,13 +338,6 @@ struct Tensors<'a> {
     ndims: Column<'a, u8>,
     dims: Column<'a, ArchivedU64>,
     chunk_counts: Column<'a, ArchivedU32>,
-    views: Column<'a, u8>,
-    rank_key_lengths: Column<'a, ArchivedU32>,
-    rank_keys: Texts<'a>,
-    view_of: Column<'a, ArchivedU32>,
-    view_ndims: Column<'a, u8>,
-    view_regions: Column<'a, ArchivedU64>,
-    view_permutations: Column<'a, u8>,
     chunk_tags: Column<'a, u8>,
     chunk_regions: Column<'a, ArchivedU64>,
     chunk_codecs: Column<'a, u8>,
@@ -359,13 +350,6 @@ impl<'a> Tensors<'a> {
             ndims: Column::new(&page.tensor_ndim, "tensor_ndim"),
             dims: Column::new(&page.tensor_dims, "tensor_dims"),
             chunk_counts: Column::new(&page.tensor_chunks, "tensor_chunks"),
-            views: Column::new(&page.tensor_view, "tensor_view"),
-            rank_key_lengths: Column::new(&page.tensor_rank_key, "tensor_rank_key"),
-            rank_keys: Texts::new(page.rank_keys.as_str(), "rank_keys"),
-            view_of: Column::new(&page.view_of, "view_of"),
-            view_ndims: Column::new(&page.view_ndim, "view_ndim"),
-            view_regions: Column::new(&page.view_region, "view_region"),
-            view_permutations: Column::new(&page.view_permutation, "view_permutation"),
             chunk_tags: Column::new(&page.chunk_tag, "chunk_tag"),
             chunk_regions: Column::new(&page.chunk_region, "chunk_region"),
             chunk_codecs: Column::new(&page.chunk_codec, "chunk_codec"),
@@ -382,14 +366,6 @@ impl<'a> Tensors<'a> {
     fn fill(&mut self, tensor: &mut TensorRecord, extents: &mut Extents<'_>) -> ReadResult<()> {
         let ndim = usize::from(self.ndims.next()?);
         self.dims.dims(ndim, &mut tensor.shape)?;
-        if let Some(length) = self.rank_key_lengths.next()?.checked_sub(1) {
-            tensor.rank_key = Some(self.rank_keys.take(length as usize)?.into());
-        }
-        match self.views.next()? {
-            0 => {}
-            1 => tensor.view = Some(Box::new(self.view()?)),
-            other => return Err(format!("a tensor is a view of the unknown sort {other}")),
-        }
         let count = self.chunk_counts.next()? as usize;
         // Reserve no memory for chunks that the page does not have.
         tensor.chunks.reserve_exact(count.min(self.chunk_tags.len()));
@@ -414,27 +390,11 @@ impl<'a> Tensors<'a> {
         Ok(())
     }
 
-    fn view(&mut self) -> ReadResult<ViewRecord> {
-        let ndim = usize::from(self.view_ndims.next()?);
-        Ok(ViewRecord {
-            of: self.view_of.next()?,
-            region: region(&mut self.view_regions, ndim)?,
-            permutation: self.view_permutations.take(ndim)?.map(u32::from).collect(),
-        })
-    }
-
     fn end(self) -> ReadResult<()> {
         self.dtypes.end()?;
         self.ndims.end()?;
         self.dims.end()?;
         self.chunk_counts.end()?;
-        self.views.end()?;
-        self.rank_key_lengths.end()?;
-        self.rank_keys.end()?;
-        self.view_of.end()?;
-        self.view_ndims.end()?;
-        self.view_regions.end()?;
-        self.view_permutations.end()?;
         self.chunk_tags.end()?;
         self.chunk_regions.end()?;
         self.chunk_codecs.end()

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::format::checksum::crc32c;
 use crate::format::index::{
     ChunkRecord, ChunkRegion, Chunks, Codec, Extent, FileRecord, Index, Integrity, LeafRecord, Source,
-    TensorRecord, ViewRecord,
+    TensorRecord,
 };
 use crate::format::page::PageRef;
 use crate::leaf_path::{Component, LeafPath};
@@ -41,26 +41,10 @@ enum Shape {
 
 #[derive(Clone, Debug)]
 enum Leaf {
-    Tensor {
-        dtype: Dtype,
-        shape: Vec<u64>,
-        rows: Vec<u64>,
-        runs: bool,
-        file: Pick,
-        at: u64,
-        rank_key: Option<String>,
-    },
-    Object {
-        file: Pick,
-        at: u64,
-        length: u64,
-    },
-    Foreign {
-        source: Source,
-        integrity: Integrity,
-    },
+    Tensor { dtype: Dtype, shape: Vec<u64>, rows: Vec<u64>, runs: bool, file: Pick, at: u64 },
+    Object { file: Pick, at: u64, length: u64 },
+    Foreign { source: Source, integrity: Integrity },
     Alias(Pick),
-    View(Pick),
 }
 
 const FILE_BYTES: u64 = 1 << 30;
@@ -110,11 +94,10 @@ fn any_leaf() -> impl Strategy<Value = Leaf> {
         any::<bool>(),
         any::<Pick>(),
         4096_u64..1 << 20,
-        prop::option::of(".{0,6}"),
     );
     prop_oneof![
-        6 => tensor.prop_map(|(dtype, shape, rows, runs, file, at, rank_key)| {
-            Leaf::Tensor { dtype, shape, rows, runs, file, at, rank_key }
+        6 => tensor.prop_map(|(dtype, shape, rows, runs, file, at)| {
+            Leaf::Tensor { dtype, shape, rows, runs, file, at }
         }),
         2 => (any::<Pick>(), 4096_u64..1 << 20, 0_u64..1000)
             .prop_map(|(file, at, length)| Leaf::Object { file, at, length }),
@@ -123,7 +106,6 @@ fn any_leaf() -> impl Strategy<Value = Leaf> {
             Leaf::Foreign { source, integrity }
         }),
         1 => any::<Pick>().prop_map(Leaf::Alias),
-        1 => any::<Pick>().prop_map(Leaf::View),
     ]
 }
 
@@ -158,27 +140,11 @@ pub(crate) fn any_index() -> impl Strategy<Value = Index> {
         let tensors: Vec<u32> = (0..index.leaves.len() as u32)
             .filter(|&leaf| matches!(index.leaves[leaf as usize], LeafRecord::Tensor(_)))
             .collect();
-        for (leaf, pick, is_view) in later {
-            let Some(&of) = (!tensors.is_empty()).then(|| pick.get(&tensors)) else {
-                index.leaves[leaf as usize] = LeafRecord::Object(own(0, 4096, 3));
-                continue;
-            };
-            let LeafRecord::Tensor(target) = index.leaves[of as usize].clone() else { unreachable!() };
-            index.leaves[leaf as usize] = if is_view {
-                let permutation: Vec<u32> = (0..target.shape.len() as u32).rev().collect();
-                LeafRecord::Tensor(TensorRecord {
-                    dtype: target.dtype,
-                    shape: target.shape.iter().rev().copied().collect(),
-                    view: Some(Box::new(ViewRecord {
-                        of,
-                        region: Region::whole(&target.shape),
-                        permutation,
-                    })),
-                    rank_key: None,
-                    chunks: Chunks::new(),
-                })
+        for (leaf, pick) in later {
+            index.leaves[leaf as usize] = if tensors.is_empty() {
+                LeafRecord::Object(own(0, 4096, 3))
             } else {
-                LeafRecord::Alias { of }
+                LeafRecord::Alias { of: *pick.get(&tensors) }
             };
         }
         index
@@ -190,7 +156,7 @@ fn push(
     parent: Option<u32>,
     component: Option<Component>,
     shape: Shape,
-    later: &mut Vec<(u32, Pick, bool)>,
+    later: &mut Vec<(u32, Pick)>,
 ) {
     match shape {
         Shape::Container(kind, children) => {
@@ -202,23 +168,19 @@ fn push(
         Shape::Leaf(leaf) => {
             let number = index.tree.push_leaf(parent, component);
             index.leaves.push(match leaf {
-                Leaf::Tensor { dtype, shape, rows, runs, file, at, rank_key } => {
-                    LeafRecord::Tensor(TensorRecord {
-                        chunks: chunks(&shape, dtype, &rows, runs, file.index(3) as u32, at),
-                        rank_key: rank_key.map(Into::into),
-                        view: None,
-                        dtype,
-                        shape: shape.into(),
-                    })
-                }
+                Leaf::Tensor { dtype, shape, rows, runs, file, at } => LeafRecord::Tensor(TensorRecord {
+                    chunks: chunks(&shape, dtype, &rows, runs, file.index(3) as u32, at),
+                    dtype,
+                    shape: shape.into(),
+                }),
                 Leaf::Object { file, at, length } => {
                     LeafRecord::Object(own(file.index(3) as u32, at, length))
                 }
                 Leaf::Foreign { source, integrity } => {
                     LeafRecord::Object(Extent { source, offset: 1, length: 5, integrity })
                 }
-                Leaf::Alias(pick) | Leaf::View(pick) => {
-                    later.push((number, pick, matches!(leaf, Leaf::View(_))));
+                Leaf::Alias(pick) => {
+                    later.push((number, pick));
                     LeafRecord::Alias { of: u32::MAX }
                 }
             });
@@ -399,8 +361,6 @@ pub(crate) fn sample() -> Index {
     let tensor = TensorRecord {
         dtype: Dtype::Float32,
         shape: smallvec![4, 3],
-        view: None,
-        rank_key: Some("dp=1".into()),
         chunks: smallvec![
             ChunkRecord { region: ChunkRegion::Box(box_), extent: own(0, 4096, 24), codec: Codec::Raw },
             ChunkRecord {
@@ -537,31 +497,9 @@ fn chunks_stay_inside_their_tensor_and_sizes_do_not_overflow() {
 }
 
 #[test]
-fn ties_and_views_name_leaves_that_hold_bytes() {
+fn ties_name_leaves_that_hold_bytes() {
     refused(|index| index.leaves[1] = LeafRecord::Alias { of: 1 }, "itself a tie");
     refused(|index| index.leaves[1] = LeafRecord::Alias { of: 3 }, "which is none");
-    let view = |of, region: Region, permutation: &[u32], shape: &[u64]| {
-        let view = ViewRecord { of, region, permutation: permutation.to_vec() };
-        let record = TensorRecord {
-            dtype: Dtype::Float32,
-            shape: shape.into(),
-            view: Some(Box::new(view)),
-            rank_key: None,
-            chunks: Chunks::new(),
-        };
-        move |index: &mut Index| index.leaves[1] = LeafRecord::Tensor(record.clone())
-    };
-    let whole = Region::whole(&[4, 3]);
-    let mut good = sample();
-    view(0, whole.clone(), &[1, 0], &[3, 4])(&mut good);
-    assert_eq!(read(&encode(&good).unwrap().bytes).unwrap(), good);
-    refused(view(0, whole.clone(), &[1, 0], &[4, 3]), "does not have its shape");
-    refused(view(0, whole.clone(), &[1, 1], &[3, 3]), "does not have its shape");
-    refused(view(0, whole.clone(), &[1, 2], &[3, 3]), "does not have its shape");
-    refused(view(1, whole.clone(), &[0, 1], &[4, 3]), "view of leaf 1");
-    refused(view(2, whole.clone(), &[0, 1], &[4, 3]), "view of leaf 2");
-    refused(view(9, whole, &[0, 1], &[4, 3]), "view of leaf 9");
-    refused(view(0, Region::whole(&[5, 3]), &[0, 1], &[5, 3]), "view of leaf 0");
 }
 
 #[test]
@@ -724,8 +662,6 @@ pub(crate) fn large(leaves: u32) -> Index {
         index.leaves.push(LeafRecord::Tensor(TensorRecord {
             dtype: Dtype::Bfloat16,
             shape: smallvec![8, 16],
-            view: None,
-            rank_key: None,
             chunks: chunks(&[8, 16], Dtype::Bfloat16, &[4], false, leaf % 3, 4096 + 256 * u64::from(leaf)),
         }));
     }

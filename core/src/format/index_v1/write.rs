@@ -157,19 +157,7 @@ impl<'a> PageWriter<'a> {
         columns.tensor_ndim.push(tensor.shape.len() as u8);
         columns.tensor_dims.extend_from_slice(&tensor.shape);
         columns.tensor_chunks.push(tensor.chunks.len() as u32);
-        columns.tensor_view.push(u8::from(tensor.view.is_some()));
-        columns.tensor_rank_key.push(tensor.rank_key.as_ref().map_or(0, |key| key.len() as u32 + 1));
-        columns.rank_keys.push_str(tensor.rank_key.as_deref().unwrap_or_default());
-        self.bytes +=
-            11 + 8 * tensor.shape.len() as u64 + tensor.rank_key.as_ref().map_or(0, |key| key.len() as u64);
-        if let Some(view) = &tensor.view {
-            columns.view_of.push(view.of);
-            columns.view_ndim.push(view.region.ndim() as u8);
-            columns.view_region.extend_from_slice(&view.region.offset);
-            columns.view_region.extend_from_slice(&view.region.extent);
-            columns.view_permutation.extend(view.permutation.iter().map(|&d| d as u8));
-            self.bytes += 5 + 17 * view.region.ndim() as u64;
-        }
+        self.bytes += 6 + 8 * tensor.shape.len() as u64;
         for chunk in &tensor.chunks {
             let columns = &mut self.columns;
             let numbers = columns.chunk_region.len();
