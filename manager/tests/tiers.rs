@@ -188,6 +188,87 @@ fn a_damaged_block_is_read_from_the_next_tier() {
 }
 
 #[test]
+fn a_damaged_header_or_footer_is_read_from_the_next_tier() {
+    for compress in [&[][..], &["**"]] {
+        let worlds = Worlds::compressing(compress);
+        let manager = worlds.open(quick(), EACH);
+        commit(&manager, 1);
+        carried(&manager);
+        let file = &manager.manifest(Some(1)).unwrap().files[0];
+        let path = manager.step_path(1).join(&file.path);
+        let flip = |at: u64| {
+            assert!(worlds.near.disk.corrupt(path.to_str().unwrap(), |bytes| bytes[at as usize] ^= 16));
+        };
+        let footer = file.length - 4 * 4096..file.length;
+        for at in [0, 20, 4095].into_iter().chain(footer.step_by(1000)).chain([file.length - 4090]) {
+            flip(at);
+            assert_restores(&manager, 1);
+            let step = manager.checkpoint(Some(1)).unwrap();
+            let stats = read_stats(&step).unwrap();
+            let report = step.verify(&LoadOptions::default(), &mut |_| true).unwrap();
+            assert!(!report.damages.is_empty(), "byte {at}: a verification says what is damaged here");
+            let is_header = at < 4096 || at + 4096 > file.length;
+            assert!(!is_header || stats.pieces_mended > 0, "byte {at}: {stats:?}");
+            drop(step);
+            flip(at);
+        }
+    }
+}
+
+#[test]
+fn a_header_that_is_damaged_in_every_tier_is_an_error() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), TierRule { every: 2, all: true });
+    commit(&manager, 1);
+    let file = manager.step_path(1).join(&manager.manifest(Some(1)).unwrap().files[0].path);
+    assert!(worlds.near.disk.corrupt(file.to_str().unwrap(), |bytes| bytes[20] ^= 1));
+    let error = read_stats(&manager.checkpoint(Some(1)).unwrap()).unwrap_err();
+    assert!(error.contains("header"), "{error}");
+}
+
+/// Removes a data file of a step of the near tier.
+fn lose_a_file(worlds: &Worlds, manager: &Manager, step: u64) {
+    let file = manager.manifest(Some(step)).unwrap().files[0].path.clone();
+    let dir = worlds.near_environment(&worlds.near.disk).disk.open_dir(&manager.step_path(step)).unwrap();
+    dir.remove_file(&file).unwrap();
+}
+
+#[test]
+fn an_earlier_save_does_not_stand_in_for_a_damaged_step() {
+    let (worlds, silent, manager) = open_silenced(quick(), EACH);
+    commit(&manager, 2);
+    commit(&manager, 3);
+    carried(&manager);
+    silent.store(true, Ordering::SeqCst);
+    let again = SaveRequest { exists: Exists::Replace, ..SaveRequest::new(3, state(77)) };
+    committed(&manager.save(again).unwrap());
+    assert_value(&manager, 3, 77);
+    lose_a_file(&worlds, &manager, 3);
+    assert_eq!(manager.latest_step().unwrap(), Some(2));
+    assert_eq!(manager.checkpoint(None).unwrap().step(), 2);
+    assert_eq!(manager.manifest(None).unwrap().step, 2);
+    let error = read_stats(&manager.checkpoint(Some(3)).unwrap()).unwrap_err();
+    assert!(error.contains("00000.data"), "{error}");
+    assert_restores(&manager, 2);
+    silent.store(false, Ordering::SeqCst);
+}
+
+#[test]
+fn a_step_that_is_whole_near_needs_no_answer_of_home() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    commit(&manager, 1);
+    carried(&manager);
+    let before = store.requests().len();
+    assert_restores(&manager, 1);
+    drop(manager.hold(1).unwrap());
+    assert_eq!((manager.latest_step().unwrap(), manager.choose(None).unwrap()), (Some(1), 1));
+    let asked: Vec<_> = store.requests().into_iter().skip(before).collect();
+    assert!(asked.is_empty(), "{asked:?}");
+}
+
+#[test]
 fn a_block_that_is_damaged_in_every_tier_is_an_error() {
     let worlds = Worlds::new();
     let manager = worlds.open(quick(), TierRule { every: 2, all: true });
@@ -203,9 +284,7 @@ fn a_step_that_has_lost_a_file_is_read_from_the_next_tier() {
     let manager = worlds.open(quick(), EACH);
     commit(&manager, 1);
     carried(&manager);
-    let file = manager.manifest(Some(1)).unwrap().files[0].path.clone();
-    let dir = worlds.near_environment(&worlds.near.disk).disk.open_dir(&manager.step_path(1)).unwrap();
-    dir.remove_file(&file).unwrap();
+    lose_a_file(&worlds, &manager, 1);
     assert_eq!(manager.latest_step().unwrap(), Some(1));
     assert_restores(&manager, 1);
 }

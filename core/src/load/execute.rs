@@ -357,7 +357,11 @@ impl Scatterer {
     /// copy of it is right.
     fn mend(&self, number: usize, from_here: bool) -> Result<bool> {
         let Some((cell, info)) = self.cell_of(number) else { return Ok(false) };
-        let is_right = |bytes: &[u8]| self.bad_block(number, cell, info, bytes).is_none();
+        // Other copies have checked their bytes. This file may have lost the checksums of its own.
+        let is_right = |bytes: &[u8], is_here: bool| match self.bad_block(number, cell, info, bytes) {
+            Some(bad) => !is_here && !info.knows_checksum_of(bad.block),
+            None => true,
+        };
         let read = |mender: &Mender| mender.read(cell.file, &cell.bytes, from_here, is_right);
         let mended = self.mender.as_ref().and_then(read);
         let Some(bytes) = mended else { return Ok(false) };

@@ -211,8 +211,31 @@ impl FileSet {
         let known = self.lock().known.get(&file).cloned();
         match known {
             Some(info) => Ok(info),
-            None => self.open(file).map(|(info, _)| info),
+            None => self.open(file).map(|(info, _)| info).or_else(|error| self.lost(file, error)),
         }
+    }
+
+    /// Returns the facts about a file that cannot be opened, if another copy has its bytes.
+    fn lost(&self, file: u32, error: Error) -> Result<Arc<FileInfo>> {
+        let record = self.records.get(file as usize).filter(|_| self.is_own());
+        let others = self.other_copies().filter(|others| others.any());
+        let (Some(record), Some(_)) = (record, others) else { return Err(error) };
+        let path = self.path(file);
+        let damage = match error {
+            Error::Corrupt { what, .. } | Error::Format { what, .. } => what,
+            other => other.to_string(),
+        };
+        tracing::warn!(
+            file = %path.display(), %damage,
+            "a file cannot be opened, so its bytes are read from another tier. Verify the step"
+        );
+        let lost = Arc::new(FileInfo::lost(path, record, damage));
+        Ok(Arc::clone(self.lock().known.entry(file).or_insert(lost)))
+    }
+
+    /// Returns the same files without other copies.
+    pub(super) fn alone(&self) -> Option<Self> {
+        self.other_copies().map(|_| Self::of(Arc::clone(&self.dir), &self.records, self.origin))
     }
 
     /// Returns the machine that the bytes of a file come from, if the file was opened before.
@@ -224,8 +247,10 @@ impl FileSet {
     /// stream, this is the file around it.
     pub(super) fn ready(&self, file: u32, bytes: &Range<u64>) -> Result<Arc<dyn File>> {
         let state = self.lock();
-        let at_hand = state.known.get(&file).cloned().zip(state.open.get(&file).cloned());
+        let known = state.known.get(&file).cloned();
+        let at_hand = known.clone().zip(state.open.get(&file).cloned());
         drop(state);
+        known.map_or(Ok(()), |info| info.check_own())?;
         let (info, handle) = match at_hand {
             Some(at_hand) => at_hand,
             None => self.open(file)?,

@@ -234,7 +234,8 @@ impl<S: Sink> Reader<'_, S> {
                         None => break,
                     };
                 }
-                let Some(planned) = next.take() else { continue };
+                // Without a file, the sink has read the bytes elsewhere, which takes long.
+                let Some(planned) = next.take() else { break };
                 if let Some(blocked) = self.start(planned)? {
                     next = Some(blocked);
                     break;
@@ -274,6 +275,7 @@ impl<S: Sink> Reader<'_, S> {
             Ok(file) => file,
             Err(error) => {
                 self.shared.sink.failed(read.cells.clone(), error)?;
+                self.done += read.bytes.end - read.bytes.start;
                 return Ok(None);
             }
         };

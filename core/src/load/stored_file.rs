@@ -29,7 +29,9 @@ impl StoredFile {
         let mut parts = Vec::new();
         for (number, record) in (0..).zip(files.records()) {
             if record.stored_name() == name {
-                parts.push(Part { number, start: record.stored_offset(0), info: files.info(number)? });
+                let info = files.info(number)?;
+                info.check_own()?;
+                parts.push(Part { number, start: record.stored_offset(0), info });
             }
         }
         parts.sort_unstable_by_key(|part| part.start);

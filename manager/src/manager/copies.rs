@@ -1,5 +1,6 @@
 //! The copies of a step in the tiers. A copy keeps the attempt and the values of its source, so a
-//! step may be read from any tier that has it. The nearest one is used.
+//! step may be read from any tier that has this attempt. The nearest one is used. Farther tiers are
+//! asked only if the nearer ones cannot give the step: they may be slow, or away.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -12,9 +13,28 @@ use super::Inner;
 use super::rebuilt_bytes::DamagedStep;
 use super::tiers::Tier;
 use crate::checkpoint::Checkpoint;
-use crate::discovery::Found;
+use crate::discovery::{Found, Listing};
 use crate::error::{Error, Result};
 use crate::root::{MAX_LISTINGS, Root};
+
+/// The copies of one step, nearest first.
+#[derive(Default)]
+struct Copies<'a> {
+    /// The attempt that the nearest listing names. Copies of others have other values.
+    attempt: Option<Attempt>,
+    /// Copies that lack items, which retention has thinned. Complete ones are better.
+    thinned: Vec<(&'a Root, Found)>,
+    /// The nearest copy that has lost a file.
+    damaged: Option<(&'a Root, Found)>,
+    failure: Option<Error>,
+}
+
+/// The result of a search among the copies of a step.
+struct Choice<'a, T> {
+    taken: Option<T>,
+    /// The nearest copy that has lost a file, if none was taken.
+    damaged: Option<(&'a Root, Found)>,
+}
 
 impl Inner {
     /// Returns the roots of all tiers, nearest first.
@@ -25,33 +45,52 @@ impl Inner {
     /// Returns the newest step of all tiers. A tier that this process writes is not asked.
     pub(super) fn newest_step(&self) -> Result<Option<u64>> {
         let mut newest = self.root.newest_step()?;
+        if self.tiers.is_empty() {
+            return Ok(newest);
+        }
+        let near = self.root.list_changes()?;
         for tier in &self.tiers {
-            let known = tier.known_steps().map(|steps| steps.last().copied());
-            newest = newest.max(known.map_or_else(|| tier.root().newest_step(), Ok)?);
+            newest = newest.max(newest_in(tier, &near)?);
         }
         Ok(newest)
     }
 
-    /// Returns the whole copies of a step, with their roots: the complete ones before those that
-    /// retention has thinned, the nearest first. A tier that fails is passed over, unless all do.
-    fn copies_of(&self, step: u64) -> Result<Vec<(&Root, Found)>> {
-        let mut copies = Vec::new();
-        let mut failure = None;
-        for root in self.roots() {
-            match whole(root, step) {
-                Ok(found) => copies.extend(found.map(|found| (root, found))),
-                Err(error) => {
-                    tracing::warn!(step, root = %root.path.display(), %error, "a tier does not answer");
-                    failure = Some(error);
-                }
+    /// Passes the whole copies of a step to `take`, until it takes one: complete ones before those
+    /// that retention has thinned, the nearest first. Asks no tier behind the one that is taken.
+    /// Returns what was taken, or else the nearest copy that has lost a file.
+    fn among_copies<'a, T>(
+        &'a self,
+        step: u64,
+        mut take: impl FnMut(&'a Root, &Found) -> Result<Option<T>>,
+    ) -> Result<Choice<'a, T>> {
+        let mut copies = Copies::default();
+        let tiers = self.tiers.iter().map(|tier| (Some(tier), tier.root()));
+        for (tier, root) in std::iter::once((None, &self.root)).chain(tiers) {
+            if tier.is_some_and(|tier| tier.is_known_to_lack(step, copies.attempt.as_ref())) {
+                continue;
+            }
+            match copies.find(root, step) {
+                Ok(Some(found)) if found.manifest.dropped.is_empty() => match take(root, &found) {
+                    Ok(Some(taken)) => return Ok(Choice { taken: Some(taken), damaged: None }),
+                    Ok(None) => {}
+                    Err(error) => copies.fails(root, step, error),
+                },
+                Ok(Some(found)) => copies.thinned.push((root, found)),
+                Ok(None) => {}
+                Err(error) => copies.fails(root, step, error),
             }
         }
-        match failure {
-            Some(error) if copies.is_empty() => Err(error),
-            _ => {
-                copies.sort_by_key(|(_, found)| found.manifest.dropped.len());
-                Ok(copies)
+        copies.thinned.sort_by_key(|(_, found)| found.manifest.dropped.len());
+        for (root, found) in std::mem::take(&mut copies.thinned) {
+            match take(root, &found) {
+                Ok(Some(taken)) => return Ok(Choice { taken: Some(taken), damaged: None }),
+                Ok(None) => {}
+                Err(error) => copies.fails(root, step, error),
             }
+        }
+        match copies.failure {
+            Some(error) => Err(error),
+            None => Ok(Choice { taken: None, damaged: copies.damaged }),
         }
     }
 
@@ -60,16 +99,25 @@ impl Inner {
         if self.tiers.is_empty() {
             return Ok((&self.root, self.root.find(step)?));
         }
-        let candidates = step.map_or_else(|| self.all_steps(), |step| Ok([step].into()))?;
-        for &candidate in candidates.iter().rev() {
-            if let Some(copy) = self.copies_of(candidate)?.into_iter().next() {
-                return Ok(copy);
+        let mut nearest_damaged = None;
+        for candidate in self.candidates(step)? {
+            let Choice { taken, damaged } =
+                self.among_copies(candidate, |root, found| Ok(Some((root, found.clone()))))?;
+            if let Some(found) = taken {
+                return Ok(found);
             }
+            nearest_damaged = nearest_damaged.or(damaged);
         }
-        // Perhaps it is damaged everywhere. Then a read says where.
-        let elsewhere = || self.roots().find_map(|root| Some((root, root.find(step).ok()?)));
-        let found = self.root.find(step).map(|found| (&self.root, found));
-        found.or_else(|error| elsewhere().ok_or_else(|| self.in_all_tiers(error)))
+        // A read says what is damaged.
+        nearest_damaged.ok_or_else(|| self.in_all_tiers(self.root.not_found(step)))
+    }
+
+    /// Returns a step, or all steps of all tiers, newest first.
+    fn candidates(&self, step: Option<u64>) -> Result<Vec<u64>> {
+        match step {
+            Some(step) => Ok(vec![step]),
+            None => Ok(self.all_steps()?.into_iter().rev().collect()),
+        }
     }
 
     /// Completes the error that the near tier lacks a step: other tiers may have newer ones.
@@ -85,36 +133,56 @@ impl Inner {
 
     /// Opens and leases a step (`None`: the newest) in the nearest tier that has it whole.
     pub(super) fn lease(&self, step: Option<u64>) -> Result<Checkpoint> {
-        let shares = self.team.shared_node().is_some();
-        let timeout = self.options.stall_timeout;
         if self.tiers.is_empty() {
+            let shares = self.team.shared_node().is_some();
             let load = self.options.load_options(&*self.environment.disk, shares);
-            return self.root.lease(step, timeout, &load);
+            return self.root.lease(step, self.options.stall_timeout, &load);
         }
         for _ in 0..MAX_LISTINGS {
-            let chosen = self.find(step)?.1.manifest.step;
-            let mut failure = None;
-            for (root, found) in self.copies_of(chosen)? {
-                let load = self.options.load_options(root.disk(), shares);
-                match root.lease_found(&found, timeout, load) {
-                    Ok(Some(leased)) => {
-                        let farther = FartherCopies::of(self.tiers_behind(root), &leased);
-                        leased.files().mend_from(Arc::new(farther));
-                        return Ok(leased);
-                    }
-                    // It was retired meanwhile. Perhaps another tier has it.
-                    Ok(None) | Err(Error::StepGone { .. }) => root.discovery.forget(),
-                    Err(error) => {
-                        tracing::warn!(step = chosen, root = %root.path.display(), %error, "a copy cannot be opened");
-                        failure = Some(error);
-                    }
+            let (mut nearest_damaged, mut is_gone) = (None, false);
+            for candidate in self.candidates(step)? {
+                let Choice { taken, damaged } = self.among_copies(candidate, |root, found| {
+                    let leased = self.lease_copy(root, found)?;
+                    is_gone |= leased.is_none();
+                    Ok(leased)
+                })?;
+                if let Some(leased) = taken {
+                    return Ok(leased);
+                }
+                if is_gone {
+                    break;
+                }
+                nearest_damaged = nearest_damaged.or(damaged);
+            }
+            // A read says what is damaged.
+            if let Some((root, found)) = nearest_damaged.filter(|_| !is_gone) {
+                match self.lease_copy(root, &found)? {
+                    Some(leased) => return Ok(leased),
+                    None => is_gone = true,
                 }
             }
-            if let Some(error) = failure {
-                return Err(error);
+            if !is_gone {
+                break;
             }
         }
         Err(self.in_all_tiers(self.root.not_found(step)))
+    }
+
+    /// Opens and leases a copy of a step. `None` if it was retired meanwhile.
+    fn lease_copy(&self, root: &Root, found: &Found) -> Result<Option<Checkpoint>> {
+        let load = self.options.load_options(root.disk(), self.team.shared_node().is_some());
+        match root.lease_found(found, self.options.stall_timeout, load) {
+            Ok(Some(leased)) => {
+                let farther = FartherCopies::of(self.tiers_behind(root), &leased);
+                leased.files().mend_from(Arc::new(farther));
+                Ok(Some(leased))
+            }
+            Ok(None) | Err(Error::StepGone { .. }) => {
+                root.discovery.forget();
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Returns the tiers that are farther than one with this root.
@@ -135,10 +203,53 @@ impl Inner {
     }
 }
 
-/// Returns a step of a root, if it has all of its files.
-fn whole(root: &Root, step: u64) -> Result<Option<Found>> {
-    let Some(found) = root.committed(step)? else { return Ok(None) };
-    Ok(root.damage(&found)?.is_none().then_some(found))
+impl<'a> Copies<'a> {
+    /// Returns a step of a root, if it is of the wanted attempt and has all of its files.
+    fn find(&mut self, root: &'a Root, step: u64) -> Result<Option<Found>> {
+        let Some(found) = root.committed(step)? else { return Ok(None) };
+        let attempt = self.attempt.get_or_insert_with(|| found.manifest.attempt.clone());
+        if *attempt != found.manifest.attempt {
+            tracing::warn!(
+                step, root = %root.path.display(),
+                "a farther copy is of an earlier save of this step, so it is not used in place of the damaged one"
+            );
+            return Ok(None);
+        }
+        let Some(damage) = root.damage(&found)? else { return Ok(Some(found)) };
+        root.report_damaged(&found, &damage);
+        self.damaged.get_or_insert((root, found));
+        Ok(None)
+    }
+
+    /// Records that a tier did not answer, or that its copy cannot be opened. The next one is asked.
+    fn fails(&mut self, root: &Root, step: u64, error: Error) {
+        tracing::warn!(step, root = %root.path.display(), %error, "a tier cannot give this step");
+        // The nearest one says most.
+        self.failure.get_or_insert(error);
+    }
+}
+
+/// Returns the newest step of a tier that the near one does not have with another attempt.
+fn newest_in(tier: &Tier, near: &Listing) -> Result<Option<u64>> {
+    let is_current = |step: &u64, attempt: &Attempt| {
+        near.steps.get(step).is_none_or(|found| found.manifest.attempt == *attempt)
+    };
+    if tier.is_written_here() {
+        let state = tier.lock();
+        let mut newest_first = state.steps.iter().rev();
+        return Ok(newest_first.find(|(step, attempt)| is_current(step, attempt)).map(|(&step, _)| step));
+    }
+    let root = tier.root();
+    let Some(newest) = root.newest()? else { return Ok(None) };
+    if is_current(&newest.manifest.step, &newest.manifest.attempt) {
+        return Ok(Some(newest.manifest.step));
+    }
+    for (&step, found) in root.list_changes()?.steps.range(..newest.manifest.step).rev() {
+        if is_current(&step, &found.manifest.attempt) && root.damage(found)?.is_none() {
+            return Ok(Some(step));
+        }
+    }
+    Ok(None)
 }
 
 /// The copies of a step in farther tiers, each opened when its bytes are needed.
@@ -167,6 +278,19 @@ impl FartherCopies {
         Ok(Some(copy.stored_file(name)?.read_at(bytes.start, length)?))
     }
 
+    /// Returns the copies that can be opened, with their tiers.
+    fn opened(&self) -> impl Iterator<Item = (&Arc<Tier>, &Checkpoint)> {
+        self.copies.iter().filter_map(|(tier, copy)| {
+            let opened = copy.get_or_init(|| {
+                self.open(tier).unwrap_or_else(|error| {
+                    tracing::warn!(step = self.step, tier = %tier.name, %error, "a farther copy cannot be opened");
+                    None
+                })
+            });
+            Some((tier, opened.as_ref()?))
+        })
+    }
+
     /// Opens the copy of a tier, if it has the same attempt.
     fn open(&self, tier: &Tier) -> Result<Option<Checkpoint>> {
         let root = tier.root();
@@ -177,6 +301,10 @@ impl FartherCopies {
 }
 
 impl OtherCopies for FartherCopies {
+    fn any(&self) -> bool {
+        self.opened().next().is_some()
+    }
+
     fn read(
         &self,
         name: &str,
@@ -184,14 +312,7 @@ impl OtherCopies for FartherCopies {
         len: usize,
         is_right: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Option<Vec<u8>> {
-        for (tier, copy) in &self.copies {
-            let opened = copy.get_or_init(|| {
-                self.open(tier).unwrap_or_else(|error| {
-                    tracing::warn!(step = self.step, tier = %tier.name, %error, "a farther copy cannot be opened");
-                    None
-                })
-            });
-            let Some(copy) = opened else { continue };
+        for (tier, copy) in self.opened() {
             match self.read_from(copy, name, &(offset..offset.saturating_add(len as u64))) {
                 Ok(Some(bytes)) if is_right(&bytes) => return Some(bytes),
                 Ok(_) => {}

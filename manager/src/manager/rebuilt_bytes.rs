@@ -75,8 +75,11 @@ impl DamagedStep {
         let begin = record.stored_offset(0);
         let mut out = FilePart { bytes: bytes.start - begin..bytes.end - begin, content: Vec::new() };
         out.content.resize((bytes.end - bytes.start) as usize, 0);
-        if out.bytes.start < HEADER_BYTES {
-            out.put(0, &stored_header(&*self.dir, record)?);
+        // A damaged header is in no leaf.
+        if out.bytes.start < HEADER_BYTES
+            && let Ok(header) = stored_header(&*self.dir, record)
+        {
+            out.put(0, &header);
         }
         for (number, leaf) in (0_u32..).zip(&index.leaves) {
             let wanted = out.bytes.clone();

@@ -178,10 +178,20 @@ impl Tier {
         self.changed.notify_all();
     }
 
+    /// True if this process is the tier's only writer. Then it knows the steps without asking.
+    pub(super) fn is_written_here(&self) -> bool {
+        !self.manager.inner.options.read_only
+    }
+
     /// Returns the steps that are known of the tier, if this process is its only writer.
     pub(super) fn known_steps(&self) -> Option<BTreeSet<u64>> {
-        let is_writer = !self.manager.inner.options.read_only;
-        is_writer.then(|| self.lock().steps.keys().copied().collect())
+        self.is_written_here().then(|| self.lock().steps.keys().copied().collect())
+    }
+
+    /// True if the tier is known to lack a step, or this attempt of it.
+    pub(super) fn is_known_to_lack(&self, step: u64, attempt: Option<&Attempt>) -> bool {
+        let is_it = |theirs: &Attempt| attempt.is_none_or(|attempt| attempt == theirs);
+        self.is_written_here() && !self.lock().steps.get(&step).is_some_and(is_it)
     }
 
     pub(super) fn root(&self) -> &Root {

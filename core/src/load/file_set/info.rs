@@ -45,6 +45,9 @@ enum Checksums {
     Footer(Vec<ChecksumPage>),
     /// Those of a foreign file.
     Computed(Arc<BlockChecksums>),
+    /// The header or the footer of our own file is damaged, as described here. So its bytes are
+    /// read from other copies.
+    Lost(String),
 }
 
 /// Checksums of a range of blocks, read on first use.
@@ -174,6 +177,40 @@ impl FileInfo {
         Self { path, block_bytes, data_end, source: 0, index_pages: Vec::new(), file_id: None, checksums }
     }
 
+    /// Creates the facts about our own file whose header or footer is damaged.
+    pub(super) fn lost(path: PathBuf, record: &FileRecord, damage: String) -> Self {
+        Self {
+            path,
+            block_bytes: DEFAULT_BLOCK_BYTES,
+            // All data end before the trailer.
+            data_end: record.length.saturating_sub(PAGE),
+            source: 0,
+            index_pages: Vec::new(),
+            file_id: None,
+            checksums: Checksums::Lost(damage),
+        }
+    }
+
+    /// Fails if the file's header or footer is damaged.
+    pub(in crate::load) fn check_own(&self) -> Result<()> {
+        match &self.checksums {
+            Checksums::Lost(damage) => Err(Error::corrupt(&self.path, damage.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    /// True if the file has the checksum of a block. Its page has been read.
+    pub(in crate::load) fn knows_checksum_of(&self, block: u64) -> bool {
+        match &self.checksums {
+            Checksums::Lost(_) => false,
+            Checksums::Footer(_) => {
+                let page = self.pages_of(&(block..block + 1)).first();
+                page.is_some_and(|page| page.checksums.get().is_some())
+            }
+            Checksums::Unknown | Checksums::Computed(_) => true,
+        }
+    }
+
     /// True if the file has checksums.
     pub(in crate::load) fn is_guarded(&self) -> bool {
         !matches!(self.checksums, Checksums::Unknown)
@@ -215,7 +252,7 @@ impl FileInfo {
         match &self.checksums {
             Checksums::Unknown => return Ok(()),
             Checksums::Computed(checksums) => return checksums.check(block, bytes),
-            Checksums::Footer(_) => {}
+            Checksums::Footer(_) | Checksums::Lost(_) => {}
         }
         let found = crc32c(bytes);
         let written = self.pages_of(&(block..block + 1)).first().and_then(|part| {
