@@ -11,7 +11,7 @@ use stepwell_core::io::{Dir, Lock, LockKind, Owner};
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
 use crate::directory_layout::{
-    CONTROL, EPOCH, LOCK, MANIFEST, METRICS, ROOT_JSON, SESSIONS, SINGLE, control,
+    CONTROL, EPOCH, KNOWN_RUN, LOCK, MANIFEST, METRICS, ROOT_JSON, SINGLE, control,
 };
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -21,7 +21,7 @@ const FORMAT_VERSION: u32 = 1;
 /// `root.json` holds the user's metadata and little else.
 const MAX_ROOT_JSON_BYTES: u64 = MAX_METADATA_BYTES + (64 << 10);
 const MAX_EPOCH_BYTES: u64 = 64 << 10;
-const MAX_SESSIONS_BYTES: u64 = 16 << 20;
+const MAX_KNOWN_RUN_BYTES: u64 = 16 << 20;
 /// The tries of the lock, and the pause in between: another manager of the same process may be
 /// closing.
 const LOCK_TRIES: usize = 20;
@@ -220,22 +220,33 @@ pub fn take_epoch(root: &dyn Dir, session: &str) -> Result<()> {
     write_json(root, EPOCH, &epoch)
 }
 
-/// Returns the sessions that a root knows. `None` if it has no list.
-pub(crate) fn read_sessions(root: &dyn Dir) -> stepwell_core::Result<Option<BTreeSet<String>>> {
-    match root.read_file(&control(SESSIONS), MAX_SESSIONS_BYTES) {
-        // An invalid one was edited. Nothing is known then.
-        Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
-        Err(error) if error.is_not_found() => Ok(None),
-        Err(error) => Err(error),
-    }
+/// What a near tier knows of its run.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct KnownRun {
+    /// The sessions of the steps of this tier and of home.
+    pub sessions: BTreeSet<String>,
+    /// The rewinds of home that this tier has followed.
+    pub rewinds: BTreeSet<String>,
 }
 
-/// Records the sessions that a root knows.
-pub(crate) fn write_sessions(root: &dyn Dir, sessions: &BTreeSet<String>) -> Result<()> {
-    if read_sessions(root)?.as_ref() == Some(sessions) {
-        return Ok(());
+impl KnownRun {
+    /// Reads the record of a root. `None` if it has none.
+    pub fn read(root: &dyn Dir) -> stepwell_core::Result<Option<Self>> {
+        match root.read_file(&control(KNOWN_RUN), MAX_KNOWN_RUN_BYTES) {
+            // An invalid one was edited. Nothing is known then.
+            Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        }
     }
-    write_json(root, SESSIONS, sessions)
+
+    /// Replaces the record of a root, if it has changed.
+    pub fn write(&self, root: &dyn Dir) -> Result<()> {
+        if Self::read(root)?.as_ref() == Some(self) {
+            return Ok(());
+        }
+        write_json(root, KNOWN_RUN, self)
+    }
 }
 
 /// Describes this process, for messages.

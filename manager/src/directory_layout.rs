@@ -33,8 +33,10 @@ pub const EPOCH: &str = "epoch";
 pub const HEARTBEAT_PREFIX: &str = "beat-";
 /// The record of a rewind of several tiers, while it is carried out.
 pub const REWIND: &str = "rewind.json";
-/// The sessions that a near tier knows.
-pub const SESSIONS: &str = "sessions.json";
+/// What a near tier knows of its run.
+pub const KNOWN_RUN: &str = "known_run.json";
+/// The rewinds and deletions of a root, for tiers that are absent.
+pub const REMOVALS: &str = "removals.json";
 /// Branches of steps without which the run has gone on begin with this.
 pub const STALE: &str = "stale-";
 /// The record of a machine, in the control directory ([`crate::machines`]).

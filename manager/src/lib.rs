@@ -51,6 +51,7 @@ pub mod options;
 mod periodic;
 mod reader;
 pub mod recovery;
+mod removals;
 pub mod repair;
 pub mod retention;
 pub mod retire;

@@ -462,6 +462,108 @@ fn a_rewind_reaches_a_near_tier_that_was_absent() {
     assert_eq!(home_of(&back).steps, [1]);
 }
 
+/// Saves steps 1 to 5, of which the second ones are carried. Then the node goes away, and `remove`
+/// is done on another one. Returns the tiers with the first node.
+fn removed_while_the_node_was_absent(remove: impl FnOnce(&Worlds)) -> Worlds {
+    let worlds = Worlds::new();
+    let manager = worlds.open(quick(), EVERY_OTHER);
+    for step in 1..=5 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    manager.close(Some(LONG)).unwrap();
+    let first_disk = worlds.near.disk.clone();
+    let worlds = worlds.on_a_new_node();
+    remove(&worlds);
+    Worlds { near: World { disk: first_disk, ..worlds.near }, store: worlds.store, compress: Vec::new() }
+}
+
+#[test]
+fn a_rewind_removes_steps_that_only_an_absent_tier_has() {
+    let with_tiers = |worlds: &Worlds, step| {
+        let second = worlds.open(quick(), EACH);
+        second.rewind(step, None).unwrap();
+        second.close(Some(LONG)).unwrap();
+    };
+    // Nothing of home is moved by the second one.
+    for (step, left) in [(2, vec![1, 2]), (4, vec![1, 2, 3, 4])] {
+        for alone in [false, true] {
+            let worlds = removed_while_the_node_was_absent(|worlds| {
+                if alone {
+                    worlds.write_home().rewind(step, None).unwrap();
+                } else {
+                    with_tiers(worlds, step);
+                }
+            });
+            for _ in 0..2 {
+                let back = worlds.open(quick(), EVERY_OTHER);
+                assert_eq!(back.all_steps().unwrap(), left, "{alone}");
+                back.close(Some(LONG)).unwrap();
+            }
+            let back = worlds.open(quick(), EVERY_OTHER);
+            commit(&back, 5);
+            commit(&back, 6);
+            carried(&back);
+            back.close(Some(LONG)).unwrap();
+            let again = worlds.open(quick(), EVERY_OTHER);
+            assert_eq!(again.all_steps().unwrap(), [left.clone(), vec![5, 6]].concat(), "new steps stay");
+        }
+    }
+}
+
+#[test]
+fn deleted_steps_do_not_come_back_with_an_absent_tier() {
+    for alone in [false, true] {
+        let worlds = removed_while_the_node_was_absent(|worlds| {
+            if alone {
+                worlds.write_home().delete(4).unwrap();
+            } else {
+                let second = worlds.open(quick(), EACH);
+                second.delete(4).unwrap();
+                second.close(Some(LONG)).unwrap();
+            }
+        });
+        let back = worlds.open(quick(), EVERY_OTHER);
+        assert_eq!(back.all_steps().unwrap(), [1, 2, 3, 5]);
+        carried(&back);
+        assert_eq!(home_of(&back).steps, [2]);
+        commit(&back, 6);
+        carried(&back);
+        assert_eq!(home_of(&back).steps, [2, 6]);
+    }
+}
+
+#[test]
+fn steps_that_were_saved_after_an_interrupted_rewind_stay() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    for step in 1..=3 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    // The process ends when it has recorded the rewind.
+    let recorded = std::sync::atomic::AtomicBool::new(false);
+    store.script(move |request| {
+        if recorded.load(Ordering::SeqCst) {
+            return Fate::Dropped;
+        }
+        if request.call == "put" && request.key.contains("rewind.json") {
+            recorded.store(true, Ordering::SeqCst);
+        }
+        Fate::Served
+    });
+    manager.rewind(1, None).unwrap_err();
+    drop(manager);
+    let home = worlds.write_home();
+    assert_eq!(home.all_steps().unwrap(), [1], "the rewind is ended");
+    commit(&home, 2);
+    commit(&home, 7);
+    home.close(Some(LONG)).unwrap();
+    let back = worlds.open(quick(), EACH);
+    assert_eq!(back.all_steps().unwrap(), [1, 2, 7]);
+}
+
 #[test]
 fn a_clock_that_goes_back_loses_no_step() {
     let worlds = Worlds::new();

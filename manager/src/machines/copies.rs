@@ -37,7 +37,7 @@ use super::leftovers::MainListing;
 use super::{Lengths, Machines, WriterRuns, part_of, runs_of, sync_below, writer_of};
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
-use crate::control;
+use crate::control::{self, KnownRun};
 use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{self, ASIDE, COPY_ORDERS, COPY_REPORT, MANIFEST, OwnName, WHOLE};
 use crate::discovery::REQUESTS_AT_ONCE;
@@ -436,8 +436,8 @@ fn copy_control(local: &dyn Dir, main: &dyn Dir) -> Result<()> {
     {
         control::replace_info(local, &info)?;
     }
-    if let Some(sessions) = control::read_sessions(main)? {
-        control::write_sessions(local, &sessions)?;
+    if let Some(known) = KnownRun::read(main)? {
+        known.write(local)?;
     }
     take_sidecars_over(local, main)
 }

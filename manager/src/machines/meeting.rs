@@ -13,7 +13,7 @@ use super::dir::{NamedAttempt, named_attempts};
 use super::hand_over::{NewMain, demote};
 use super::record::{self, MachineRecord, NewestState, newest_state};
 use super::{Held, Hosting, Machines, MachinesDir, WriterRuns, copies, runs_of, writer_of};
-use crate::control::{self, RootInfo};
+use crate::control::{self, KnownRun, RootInfo};
 use crate::coordination::LEADER;
 use crate::coordination::team::Team;
 use crate::directory_layout::{self, OwnName};
@@ -50,7 +50,7 @@ pub(super) struct MachineReport {
     /// The content of `root.json`, if it was the main machine once.
     info: Option<RootInfo>,
     /// The sessions that its tiers know.
-    tier_sessions: Option<BTreeSet<String>>,
+    known_run: Option<KnownRun>,
 }
 
 /// The files of an attempt on the machine that reports.
@@ -250,8 +250,8 @@ fn report(local: &Arc<dyn Dir>, names: Option<&StepName>, face: Option<Face>) ->
         }
     }
     let record = record::read(&**local)?.unwrap_or_default();
-    let tier_sessions = control::read_sessions(&**local)?;
-    Ok(MachineReport { record, face, named, copied, files, info, tier_sessions })
+    let known_run = KnownRun::read(&**local)?;
+    Ok(MachineReport { record, face, named, copied, files, info, known_run })
 }
 
 /// Describes a root on this machine, for messages.
@@ -315,8 +315,8 @@ fn lead(
         if let (Some(root), Some(info)) = (&mut led, &from.info) {
             root.take_info_over(info, from.named.iter().map(NamedAttempt::step_name), options)?;
         }
-        if let Some(known) = &from.tier_sessions {
-            control::write_sessions(&**local, known)?;
+        if let Some(known) = &from.known_run {
+            known.write(&**local)?;
         }
     }
     if last.is_none() {

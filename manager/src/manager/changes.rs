@@ -1,9 +1,9 @@
 //! Changes of a root beside saves: rewind, delete, hold, add a step, later metrics.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
-use serde::{Deserialize, Serialize};
+use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::{Dir, EntryKind, LockKind};
 
 use super::tiers::Tier;
@@ -12,14 +12,12 @@ use super::{Inner, Manager};
 use crate::adopted_step::AdoptedStep;
 use crate::checkpoint::Checkpoint;
 use crate::commit::aside;
-use crate::control::write_json;
 use crate::coordination::LEADER;
 use crate::copy;
-use crate::delete_tree::ignore_missing;
-use crate::directory_layout::{self, CONTROL, LEASE, OwnName, REWIND, control};
-use crate::discovery::Listing;
+use crate::directory_layout::{self, LEASE, OwnName};
 use crate::error::{Error, Result};
 use crate::metrics;
+use crate::removals::{Removals, Rewound, UnfinishedRewind};
 use crate::sidecars;
 
 /// A held step: leased, and kept by retention, until this is dropped.
@@ -49,12 +47,12 @@ impl Drop for Hold {
     }
 }
 
-/// A move of the newest steps of a root into a branch. All checks have passed.
+/// A move of steps of a root into a branch. All checks have passed.
 pub(super) struct MoveAside<'a> {
     inner: &'a Inner,
-    first: u64,
     branch: String,
-    listing: Arc<Listing>,
+    /// The steps, with their names and saves.
+    steps: BTreeMap<u64, (String, Attempt)>,
     uncertain: Vec<u64>,
     _retiring: Retiring<'a>,
 }
@@ -64,9 +62,9 @@ impl MoveAside<'_> {
     pub(super) fn carry_out(self) -> Result<Vec<u64>> {
         let root = &self.inner.root;
         let mut moved = Vec::new();
-        for (number, found) in self.listing.steps.range(self.first..).rev() {
-            aside::set_aside(&*root.dir, &found.name, &self.branch)?;
-            moved.push(*number);
+        for (number, (name, _)) in self.steps.into_iter().rev() {
+            aside::set_aside(&*root.dir, &name, &self.branch)?;
+            moved.push(number);
         }
         for number in self.uncertain {
             let name = root.names.format(number);
@@ -79,43 +77,6 @@ impl MoveAside<'_> {
         Ok(moved)
     }
 }
-
-/// The record of a rewind of several tiers that is not ended.
-#[derive(Serialize, Deserialize)]
-struct UnfinishedRewind {
-    /// The first step that is set aside.
-    first: u64,
-    branch: String,
-}
-
-impl UnfinishedRewind {
-    /// Returns the record in a root.
-    fn read(root: &dyn Dir) -> Result<Option<Self>> {
-        let name = control(REWIND);
-        match root.read_file(&name, MAX_RECORD_BYTES) {
-            Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
-                let file = root.path().join(&name);
-                let what = format!("{error}. A rewind was interrupted: delete this file, and rewind again");
-                stepwell_core::Error::Format { file, what }.into()
-            }),
-            Err(error) if error.is_not_found() => Ok(None),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    fn record(&self, root: &dyn Dir) -> Result<()> {
-        write_json(root, REWIND, self)
-    }
-
-    fn forget(root: &dyn Dir) -> Result<()> {
-        let control = root.open_dir(CONTROL)?;
-        ignore_missing(control.remove_file(REWIND))?;
-        Ok(control.sync()?)
-    }
-}
-
-/// Bytes of the record of a rewind.
-const MAX_RECORD_BYTES: u64 = 64 << 10;
 
 impl Inner {
     /// Refuses a branch that exists. A branch is one line of steps, and a name that is taken would
@@ -132,9 +93,9 @@ impl Inner {
         }
     }
 
-    /// Retires a step that nobody holds. A reader that comes now waits for the exclusive lease,
+    /// Retires a step that nobody holds, and records that for tiers that are absent. A reader that comes now waits for the exclusive lease,
     /// then finds the step gone.
-    fn retire_unheld(&self, step: u64, name: &str, trash: &str) -> Result<()> {
+    fn retire_unheld(&self, step: u64, name: &str, trash: &str, attempt: &Attempt) -> Result<()> {
         let retiring = self.usage.retiring([step]);
         if !retiring.may_go(step) {
             let by = "this manager holds it (hold()), or is removing it already; release the hold first"
@@ -157,6 +118,7 @@ impl Inner {
             Err(error) => return Err(error.into()),
         };
         self.root.check_writer()?;
+        Removals::add_deleted(self.home(), attempt)?;
         aside::retire(&*self.root.dir, name, trash)?;
         Ok(())
     }
@@ -371,57 +333,105 @@ impl Inner {
         let moved = self.removing(
             |other| other > step,
             || {
-                let rewind = UnfinishedRewind { first: step + 1, branch: branch.clone() };
-                let moves = self.moves_aside(&rewind, true)?;
-                let home = self.tiers.last().map(|tier| &*tier.root().dir);
+                let first = step + 1;
+                let moves = self.moves_aside(first, None, &branch, true)?;
                 self.record_that_run_goes_on()?;
-                if let Some(home) = home {
-                    rewind.record(home)?;
+                let moved = moves.iter().flat_map(|one| one.steps.values());
+                let rewind = UnfinishedRewind {
+                    rewound: Rewound {
+                        id: self.environment.hex_id(),
+                        first,
+                        session: self.team.session().to_owned(),
+                        next_save: self.saves.lock().counter,
+                    },
+                    branch: branch.clone(),
+                    moved: moved.map(|(_, attempt)| attempt.clone()).collect(),
+                };
+                if !self.tiers.is_empty() {
+                    rewind.record(self.home())?;
                 }
-                let moved = self.carry_out(moves)?;
-                home.map_or(Ok(()), UnfinishedRewind::forget)?;
-                Ok(moved)
+                self.carry_out_rewind(&rewind, moves)
             },
         )?;
         Ok((branch, moved))
     }
 
-    /// Ends a rewind that a crash has interrupted.
+    /// Ends a rewind that a crash has interrupted. Steps that were saved since stay.
     pub(super) fn finish_rewind(&self) -> Result<()> {
-        let Some(home) = self.tiers.last().map(|tier| &*tier.root().dir) else { return Ok(()) };
-        let Some(rewind) = UnfinishedRewind::read(home)? else { return Ok(()) };
-        let moved = self.carry_out(self.moves_aside(&rewind, false)?)?;
+        let Some(rewind) = UnfinishedRewind::read(self.home())? else { return Ok(()) };
+        let moves = self.moves_aside(rewind.rewound.first, Some(&rewind.moved), &rewind.branch, false)?;
+        let moved = self.carry_out_rewind(&rewind, moves)?;
         tracing::warn!(?moved, branch = %rewind.branch, "an interrupted rewind was ended");
-        UnfinishedRewind::forget(home)
+        UnfinishedRewind::forget(self.home())
+    }
+
+    /// Records a rewind for the tiers that are absent, and moves the steps of the others.
+    fn carry_out_rewind(&self, rewind: &UnfinishedRewind, moves: Vec<MoveAside<'_>>) -> Result<Vec<u64>> {
+        let UnfinishedRewind { rewound, branch, .. } = rewind;
+        Removals::add_rewind(self.home(), rewound)?;
+        let moved = self.carry_out(moves)?;
+        self.move_incomplete(branch, &|step, attempt| rewound.removes(step, attempt))?;
+        if !self.tiers.is_empty() {
+            if let Err(error) = self.know_rewind(&rewound.id) {
+                // Steps that this session saves later are not removed by it.
+                tracing::warn!(%error, "recording a rewind failed. The next manager looks at it again");
+            }
+            UnfinishedRewind::forget(self.home())?;
+        }
+        Ok(moved)
+    }
+
+    /// The directory of the last tier, which has the records of the run.
+    fn home(&self) -> &dyn Dir {
+        self.tiers.last().map_or(&*self.root.dir, |tier| &*tier.root().dir)
     }
 
     /// Returns the moves of a rewind, of the last tier first.
-    fn moves_aside(&self, rewind: &UnfinishedRewind, is_new: bool) -> Result<Vec<MoveAside<'_>>> {
+    fn moves_aside(
+        &self,
+        first: u64,
+        only: Option<&HashSet<Attempt>>,
+        branch: &str,
+        is_new: bool,
+    ) -> Result<Vec<MoveAside<'_>>> {
         let farther = self.tiers.iter().rev().map(|tier| &*tier.manager.inner);
-        farther.chain([self]).map(|inner| inner.move_aside(rewind.first, &rewind.branch, is_new)).collect()
+        farther.chain([self]).map(|inner| inner.move_aside(first, only, branch, is_new)).collect()
     }
 
     /// Moves steps into a branch, newest first. Returns them.
     fn carry_out(&self, moves: Vec<MoveAside<'_>>) -> Result<Vec<u64>> {
         let mut all = BTreeSet::new();
         for (number, one) in moves.into_iter().enumerate() {
-            let first = one.first;
-            all.extend(one.carry_out()?);
+            let moved = one.carry_out()?;
             if let Some(tier) = self.tiers.iter().rev().nth(number) {
-                tier.lock().steps.retain(|&step, _| step < first);
+                tier.lock().steps.retain(|step, _| !moved.contains(step));
             }
+            all.extend(moved);
         }
         Ok(all.into_iter().rev().collect())
     }
 
-    /// Prepares the move of the steps from this one on into a branch: a new one, if `is_new`.
-    pub(super) fn move_aside(&self, first: u64, branch: &str, is_new: bool) -> Result<MoveAside<'_>> {
+    /// Prepares the move of the steps from this one on into a branch: a new one, if `is_new`. With
+    /// `only`, only these saves are moved.
+    pub(super) fn move_aside(
+        &self,
+        first: u64,
+        only: Option<&HashSet<Attempt>>,
+        branch: &str,
+        is_new: bool,
+    ) -> Result<MoveAside<'_>> {
         let root = &self.root;
         let listing = root.list()?;
+        let is_moved = |attempt: &Attempt| only.is_none_or(|only| only.contains(attempt));
+        let steps: BTreeMap<u64, (String, Attempt)> = listing
+            .steps
+            .range(first..)
+            .map(|(&step, found)| (step, (found.name.clone(), found.manifest.attempt.clone())))
+            .filter(|(_, (_, attempt))| is_moved(attempt))
+            .collect();
         // Those that may not be durable go too, so that the one below becomes the latest.
-        let uncertain = root.uncertain_from(first);
-        let newer: BTreeSet<u64> =
-            listing.steps.range(first..).map(|(&newer, _)| newer).chain(uncertain.iter().copied()).collect();
+        let uncertain = if only.is_none() { root.uncertain_from(first) } else { Vec::new() };
+        let newer: BTreeSet<u64> = steps.keys().chain(&uncertain).copied().collect();
         // A new hold waits until all are moved.
         let retiring = self.usage.retiring(newer.iter().copied());
         if let Some(&held) = newer.iter().find(|&&newer| !retiring.may_go(newer)) {
@@ -432,14 +442,7 @@ impl Inner {
             self.check_branch_is_new(branch)?;
         }
         root.check_writer()?;
-        Ok(MoveAside {
-            inner: self,
-            first,
-            branch: branch.to_owned(),
-            listing,
-            uncertain,
-            _retiring: retiring,
-        })
+        Ok(MoveAside { inner: self, branch: branch.to_owned(), steps, uncertain, _retiring: retiring })
     }
 
     fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
@@ -512,7 +515,7 @@ impl Inner {
         let found = root.find(Some(step))?;
         let trash = root.trash(step);
         self.record_that_run_goes_on()?;
-        self.retire_unheld(step, &found.name, &trash)?;
+        self.retire_unheld(step, &found.name, &trash, &found.manifest.attempt)?;
         self.went(step);
         sidecars::remove(&*root.dir, std::slice::from_ref(&found.manifest.attempt));
         root.deleter.enqueue([trash]);

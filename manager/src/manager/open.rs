@@ -41,6 +41,22 @@ impl Manager {
         environment: Environment,
         places: &[TierPlace],
     ) -> Result<Self> {
+        let manager = Self::open_tier(path, options, environment, places)?;
+        let inner = &manager.inner;
+        if places.is_empty() && !inner.options.read_only && inner.team.is_alone() {
+            // The tiers of its run are absent.
+            inner.finish_rewind()?;
+        }
+        Ok(manager)
+    }
+
+    /// Opens a root, which may be the further tier of another manager.
+    pub(super) fn open_tier(
+        path: &Path,
+        options: Options,
+        environment: Environment,
+        places: &[TierPlace],
+    ) -> Result<Self> {
         options.check()?;
         let is_spread = options.per_machine && !options.read_only;
         let environment = if is_spread { parts::with_served_files(&environment) } else { environment };

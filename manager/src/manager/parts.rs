@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::StallTimer;
-use stepwell_core::format::manifest::Attempt;
+use stepwell_core::format::manifest::{Attempt, Manifest};
 use stepwell_core::served::ServedDisk;
 
 use super::{Inner, Manager};
@@ -42,6 +42,7 @@ struct IncompleteStep {
     /// Its own name.
     step_name: String,
     step: u64,
+    attempt: Attempt,
     /// True if it lacks nothing any more.
     is_whole: bool,
 }
@@ -223,10 +224,31 @@ impl Inner {
             if is_ours(&branch) {
                 let manifest = read_manifest(&*root.dir, &entry.name)?;
                 let is_whole = damage(&*root.dir, &entry.name, &manifest)?.is_none();
-                found.push(IncompleteStep { name: entry.name, step_name, step: manifest.step, is_whole });
+                let Manifest { step, attempt, .. } = manifest;
+                found.push(IncompleteStep { name: entry.name, step_name, step, attempt, is_whole });
             }
         }
         Ok(found)
+    }
+
+    /// Moves steps that lack files of a machine into another branch. Returns them.
+    pub(super) fn move_incomplete(
+        &self,
+        branch: &str,
+        is_moved: &dyn Fn(u64, &Attempt) -> bool,
+    ) -> Result<Vec<u64>> {
+        let mut moved = Vec::new();
+        if self.machines.is_none() {
+            return Ok(moved);
+        }
+        let mut found = self.incomplete_steps()?;
+        found.retain(|step| is_moved(step.step, &step.attempt));
+        for IncompleteStep { name, step_name, step, .. } in found {
+            self.root.check_writer()?;
+            aside::name_part(&*self.root.dir, &name, &directory_layout::branch(branch, &step_name))?;
+            moved.push(step);
+        }
+        Ok(moved)
     }
 
     /// Gives steps their names back whose machine is here again, unless the run has gone on.

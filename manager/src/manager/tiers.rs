@@ -296,7 +296,7 @@ pub(super) fn open(places: &[TierPlace], team: &Team, options: &Options) -> Resu
 fn open_one(number: usize, place: &TierPlace, read_only: bool) -> Result<Arc<Tier>> {
     compressed_copy::chosen(&place.compress)?;
     let options = Options { read_only, ..place.options.clone() };
-    let manager = Manager::open(&place.path, options, place.environment.clone())?;
+    let manager = Manager::open_tier(&place.path, options, place.environment.clone(), &[])?;
     Tier::new(number, place, manager).map(Arc::new)
 }
 

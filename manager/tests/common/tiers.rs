@@ -93,6 +93,11 @@ impl Worlds {
         Manager::open(Path::new(HOME), options, self.home_environment(&self.store.process())).unwrap()
     }
 
+    /// Opens the far tier alone.
+    pub fn write_home(&self) -> Manager {
+        Manager::open(Path::new(HOME), quick(), self.home_environment(&self.store.process())).unwrap()
+    }
+
     /// The same run on a node whose disk is new.
     pub fn on_a_new_node(self) -> Self {
         let near = World { disk: SimDisk::new(), ..self.near };
@@ -113,6 +118,7 @@ pub fn carried(manager: &Manager) {
 }
 
 pub const EACH: TierRule = TierRule { every: 1, all: true };
+pub const EVERY_OTHER: TierRule = TierRule { every: 2, all: true };
 pub const LATEST: TierRule = TierRule { every: 1, all: false };
 
 /// A store that answers no upload while `silent` is set.

@@ -113,6 +113,20 @@ impl Nodes {
         self.try_run(nodes, options, home, |number, manager| closed(number, manager, &rank))
     }
 
+    /// With a further tier that takes these steps.
+    fn run_with_rule(
+        &self,
+        nodes: &[&str],
+        options: &Options,
+        rule: TierRule,
+        rank: impl Fn(u32, &Manager) + Sync,
+    ) {
+        let ruled = |environment: &Environment| -> Vec<TierPlace> {
+            home(environment).into_iter().map(|place| TierPlace { rule, ..place }).collect()
+        };
+        self.try_run(nodes, options, ruled, |number, manager| closed(number, manager, &rank));
+    }
+
     /// Saves these steps, as ranks of these machines.
     pub(crate) fn save(&self, nodes: &[&str], options: &Options, steps: &[u64]) {
         let ranks = nodes.len() as u32 * self.per_node;
@@ -405,6 +419,32 @@ fn a_save_that_fails_on_one_machine_leaves_nothing() {
     nodes.run(&["a", "b", "c"], &options(), |_, manager| assert_model(manager, 3, 3, 3));
     for node in ["b", "c"] {
         assert_eq!(nodes.names(node), ["part 1", "part 3"], "{node}");
+    }
+}
+
+#[test]
+fn a_rewind_removes_steps_that_wait_for_a_machine() {
+    for removed_at_home in [false, true] {
+        let nodes = Nodes::new(1);
+        let second = TierRule { every: 2, all: true };
+        nodes.run_with_rule(&["a", "b"], &options(), second, |rank, manager| {
+            save(manager, rank, 2, &[1, 2, 3, 5]);
+            if rank == 0 {
+                manager.wait_until_carried(Some(LONG)).unwrap();
+            }
+        });
+        if !removed_at_home {
+            nodes.run_with_rule(&["a", "c"], &options(), second, |_, manager| {
+                assert_eq!(manager.all_steps().unwrap(), [2]);
+                manager.rewind(2, None).unwrap();
+            });
+        } else {
+            nodes.run_with_rule(&["a", "c"], &options(), second, |_, _| ());
+            Manager::open(Path::new(HOME), options(), nodes.environment()).unwrap().rewind(2, None).unwrap();
+        }
+        nodes.run_with_rule(&["a", "b"], &options(), second, |_, manager| {
+            assert_eq!(manager.latest_step().unwrap(), Some(2), "{removed_at_home}");
+        });
     }
 }
 
