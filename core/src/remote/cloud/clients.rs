@@ -11,6 +11,7 @@ use object_store::{ClientOptions, ObjectStore, RetryConfig, StaticCredentialProv
 use serde::Deserialize;
 
 use super::credentials::{CredentialSource, Forget, Renewed};
+use super::sendable::{self, Sent};
 use super::{RETRY_TIMEOUT, without_secrets};
 use crate::{Error, Result};
 
@@ -69,6 +70,18 @@ impl Clients {
         let Some((scheme, name)) = url.split_once("://").filter(|(_, name)| is_bucket(name)) else {
             return Err(Error::Misuse(format!("{url} is not the URL of a bucket, as s3://bucket is")));
         };
+        sendable::check_bucket(url, name)?;
+        if let Some(region) = &settings.region {
+            sendable::check(url, "the region", region, Sent::InHost)?;
+        }
+        let is_given = settings.anonymous || source.is_some();
+        let (credentials, variables) = match scheme {
+            "s3" => (&sendable::AWS_CREDENTIALS[..], &sendable::AWS_SETTINGS[..]),
+            "gs" => (&sendable::GOOGLE_CREDENTIALS[..], &[][..]),
+            _ => (&sendable::AZURE_CREDENTIALS[..], &sendable::AZURE_SETTINGS[..]),
+        };
+        sendable::check_variables(url, if is_given { &[] } else { credentials })?;
+        sendable::check_variables(url, variables)?;
         // Fails if a provider is installed already, which serves as well.
         let _ = rustls::crypto::ring::default_provider().install_default();
         match scheme {
@@ -87,10 +100,10 @@ impl Clients {
         build: impl Fn(ClientOptions, RetryConfig) -> object_store::Result<T>,
     ) -> Result<Self> {
         let is_http = endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"));
-        if let Some(endpoint) = endpoint.filter(|endpoint| !is_http && !endpoint.starts_with("https://")) {
-            return Err(Error::Misuse(format!(
-                "{url}: the endpoint {endpoint:?} is no URL, as https://host is"
-            )));
+        if let Some(endpoint) = endpoint {
+            // The clients take an empty one.
+            let shown = if endpoint.is_empty() { "no host" } else { endpoint };
+            sendable::check(url, "the endpoint of the store", shown, Sent::AsUrl)?;
         }
         if is_http {
             tracing::warn!(url, "the endpoint of this store is not encrypted (http://)");

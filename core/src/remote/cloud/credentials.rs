@@ -11,6 +11,8 @@ use object_store::aws::AwsCredential;
 use object_store::azure::{AzureAccessKey, AzureCredential};
 use object_store::gcp::GcpCredential;
 
+use super::sendable::{Sent, flaw};
+
 /// Credentials are renewed so long before they expire.
 const RENEWED_BEFORE: Duration = Duration::from_secs(300);
 /// Credentials without an end are asked for again after this time.
@@ -100,10 +102,21 @@ fn renewed<T: OfParts>(source: &dyn CredentialSource, held: &Held<T>) -> Result<
 
 /// The part with a name. The error names parts, never their values.
 fn part(parts: &BTreeMap<String, String>, name: &str, wanted: &str) -> Result<String, String> {
-    parts.get(name).cloned().ok_or_else(|| {
+    optional_part(parts, name)?.ok_or_else(|| {
+        if parts.is_empty() {
+            return format!("they are empty. Return {wanted}");
+        }
         let names: Vec<&str> = parts.keys().map(String::as_str).collect();
-        format!("it has {}, and this store needs {wanted}", names.join(", "))
+        format!("they have {}, and this store needs {wanted}. Return that", names.join(", "))
     })
+}
+
+/// The part with a name, if there is one. It must be one that can be sent.
+fn optional_part(parts: &BTreeMap<String, String>, name: &str) -> Result<Option<String>, String> {
+    let Some(value) = parts.get(name) else { return Ok(None) };
+    let sent = if matches!(name, "secret_access_key" | "account_key") { Sent::Never } else { Sent::InHeader };
+    let flaw = if value.is_empty() { Some("is empty") } else { flaw(value, sent) };
+    flaw.map_or_else(|| Ok(Some(value.clone())), |flaw| Err(format!("{name} {flaw}. Return it without that")))
 }
 
 impl OfParts for AwsCredential {
@@ -113,7 +126,7 @@ impl OfParts for AwsCredential {
         Ok(Self {
             key_id: one("access_key_id")?,
             secret_key: one("secret_access_key")?,
-            token: parts.get("token").cloned(),
+            token: optional_part(parts, "token")?,
         })
     }
 }
@@ -126,8 +139,8 @@ impl OfParts for GcpCredential {
 
 impl OfParts for AzureCredential {
     fn of_parts(parts: &BTreeMap<String, String>) -> Result<Self, String> {
-        if let Some(key) = parts.get("account_key") {
-            let key = AzureAccessKey::try_new(key).map_err(|_| "account_key is not base64".to_owned())?;
+        if let Some(key) = optional_part(parts, "account_key")? {
+            let key = AzureAccessKey::try_new(&key).map_err(|_| "account_key is not base64".to_owned())?;
             return Ok(Self::AccessKey(key));
         }
         Ok(Self::BearerToken(part(parts, "token", "account_key or token")?))
@@ -170,7 +183,22 @@ mod tests {
     fn errors_name_the_parts_and_hide_their_values() {
         let parts = BTreeMap::from([("token".to_owned(), "hidden".to_owned())]);
         let error = AwsCredential::of_parts(&parts).unwrap_err();
-        assert!(error.contains("it has token") && !error.contains("hidden"), "{error}");
+        assert!(error.contains("they have token") && !error.contains("hidden"), "{error}");
         AzureCredential::of_parts(&BTreeMap::new()).unwrap_err();
+    }
+
+    #[test]
+    fn parts_that_cannot_be_sent_are_errors() {
+        for (name, value) in [("access_key_id", "a\n"), ("secret_access_key", "hid\nden"), ("token", "tök")]
+        {
+            let mut parts: BTreeMap<String, String> = [("access_key_id", "a"), ("secret_access_key", "b")]
+                .map(|(k, v)| (k.into(), v.into()))
+                .into();
+            parts.insert(name.to_owned(), value.to_owned());
+            let error = AwsCredential::of_parts(&parts).unwrap_err();
+            assert!(error.starts_with(name) && !error.contains(value), "{error}");
+        }
+        let empty = AwsCredential::of_parts(&BTreeMap::new()).unwrap_err();
+        assert!(empty.contains("they are empty"), "{empty}");
     }
 }

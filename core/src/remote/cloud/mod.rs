@@ -10,6 +10,7 @@
 
 mod clients;
 mod credentials;
+mod sendable;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -133,10 +134,10 @@ fn runtime() -> Result<&'static Runtime> {
     }
 }
 
-/// The message of an error, without the body of the answer: it may name keys and signatures. Its
-/// code stays.
+/// The message of an error, without the queries of URLs and the body of the answer: they may have
+/// keys and signatures. The code of the answer stays.
 fn without_secrets(error: &object_store::Error) -> String {
-    let message = error.to_string();
+    let message = without_queries(&error.to_string());
     if message.contains("redirect without LOCATION") {
         return "the bucket is in another region. Set the variable AWS_REGION".to_owned();
     }
@@ -144,6 +145,19 @@ fn without_secrets(error: &object_store::Error) -> String {
     let code = body.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
     let code = code.map_or_else(String::new, |(code, _)| format!(" ({code})"));
     format!("{}{code}", before.trim_end_matches([' ', ':', '\n']))
+}
+
+/// A text without the queries of its URLs.
+fn without_queries(text: &str) -> String {
+    let word = |word: &str| {
+        let query = word.find("://").and_then(|_| word.find('?'));
+        let end = query.map(|at| word[at..].find([')', '"', '\'']).map_or(word.len(), |end| at + end));
+        match (query, end) {
+            (Some(at), Some(end)) => format!("{}{}", &word[..at], &word[end..]),
+            _ => word.to_owned(),
+        }
+    };
+    text.split(' ').map(word).collect::<Vec<String>>().join(" ")
 }
 
 fn of_store(op: &'static str, path: PathBuf, error: &object_store::Error) -> Error {
@@ -362,5 +376,16 @@ impl Store for CloudStore {
     fn abort_upload(&self, key: &str, upload: &UploadId) -> Result<()> {
         let at = self.key(key)?;
         self.wait("abort", key, 0, self.clients.data.abort_multipart(&at, &upload.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::without_queries;
+
+    #[test]
+    fn queries_of_urls_are_not_shown() {
+        let text = "error of GET https://a.b/c?sig=wonderful&x=1 in 1ms (https://d?e=wonderful): why?";
+        assert_eq!(without_queries(text), "error of GET https://a.b/c in 1ms (https://d): why?");
     }
 }
