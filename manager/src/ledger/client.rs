@@ -167,17 +167,60 @@ impl Ledger {
     }
 
     /// Fails if the store creates an object that exists: two writers would overwrite the entries of
-    /// each other. A new root asks once.
+    /// each other. A new root asks once. A lost answer proves nothing, so it is asked again.
     pub(super) fn check_conditions(&self) -> Result<()> {
-        let key = format!("{}.probe-{:032x}", self.prefix, self.rng.next_u128());
-        self.store.create(&key, b"first")?;
-        let second = self.store.create(&key, b"second")?;
-        self.store.delete(std::slice::from_ref(&key))?;
-        if second != CreateOutcome::Stored {
-            return Ok(());
+        let begun = Instant::now();
+        let mut pause = self.patience.pause / 64;
+        loop {
+            let key = format!("{}.probe-{:032x}", self.prefix, self.rng.next_u128());
+            let found = self.refuses_second(&key);
+            // It may also land later. No reader looks at its name.
+            if let Err(error) = self.store.delete(std::slice::from_ref(&key)) {
+                tracing::debug!(key, %error, "deleting an object that tried the store failed");
+            }
+            let what = match found? {
+                Some(true) => return Ok(()),
+                Some(false) => {
+                    let what = "this store creates an object that exists, so it must not have a root. Use another store";
+                    std::io::Error::new(std::io::ErrorKind::Unsupported, what)
+                }
+                None if begun.elapsed() < self.patience.full => {
+                    std::thread::sleep(self.jittered(pause));
+                    pause = (pause * 2).min(self.patience.pause);
+                    continue;
+                }
+                None => {
+                    let what = "the store did not answer, so it is unknown whether it refuses to create an object that exists. Try again later";
+                    std::io::Error::new(std::io::ErrorKind::TimedOut, what)
+                }
+            };
+            return Err(Error::io("create", self.path(), what));
         }
-        let what = "this store creates an object that exists, so it must not have a root";
-        Err(Error::io("create", self.path(), std::io::Error::new(std::io::ErrorKind::Unsupported, what)))
+    }
+
+    /// Creates an object twice: true if the store has refused the second one. `None` if the answers
+    /// do not say so.
+    fn refuses_second(&self, key: &str) -> Result<Option<bool>> {
+        const FIRST: &[u8] = b"first";
+        const SECOND: &[u8] = b"second";
+        let stored = || match self.store.get(key, 64) {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.is_not_found() => Ok(None),
+            Err(error) => Err(error),
+        };
+        // Whatever the answer was, the object must be there before the second create.
+        if self.store.create(key, FIRST)? != CreateOutcome::Stored && stored()?.as_deref() != Some(FIRST) {
+            return Ok(None);
+        }
+        let second = self.store.create(key, SECOND)?;
+        let bytes = stored()?;
+        Ok(match second {
+            CreateOutcome::Stored => Some(false),
+            _ if bytes.as_deref() == Some(SECOND) => Some(false),
+            CreateOutcome::Exists if bytes.as_deref() == Some(FIRST) => Some(true),
+            // The second one may never have arrived.
+            _ => None,
+        })
     }
 
     fn uncertain(&self, number: u64) -> Error {
@@ -363,5 +406,35 @@ mod tests {
         store.land_late();
         ledger.settle().unwrap();
         assert!(ledger.highest().unwrap().unwrap().names.contains_key("step_1"));
+    }
+
+    #[test]
+    fn a_lost_answer_says_nothing_about_conditions() {
+        let milliseconds = Duration::from_millis;
+        let patience =
+            LedgerPatience { full: milliseconds(500), ending: milliseconds(5), pause: milliseconds(1) };
+        let rng: Arc<dyn Rng> = Arc::new(SystemRng);
+        // The fates of the first creates; of all others; whether the store is fit.
+        let lost = [Fate::AnswerLost, Fate::Dropped, Fate::Late, Fate::SaidToExist];
+        let alone = lost.iter().flat_map(|&fate| [vec![fate], vec![Fate::Served, fate], vec![fate, fate]]);
+        let fit = alone.map(|fates| (fates, Fate::Served, Ok(())));
+        let unfit = [vec![], vec![Fate::AnswerLost], vec![Fate::Served, Fate::Dropped]]
+            .map(|fates| (fates, Fate::Overwritten, Err("must not have a root")));
+        let silent = [Fate::Dropped, Fate::Late].map(|fate| (vec![], fate, Err("did not answer")));
+        for (fates, others, expected) in fit.chain(unfit).chain(silent) {
+            let store = SimStore::new("s3://bucket");
+            let ledger = Ledger::new(&(Arc::clone(&store) as _), "run/", patience, &rng);
+            let mut next = fates.clone().into_iter();
+            store.script(move |request| match request.call {
+                "create" => next.next().unwrap_or(others),
+                _ => Fate::Served,
+            });
+            let found = ledger.check_conditions().map_err(|error| error.to_string());
+            match expected {
+                Ok(()) => assert_eq!(found, Ok(()), "{fates:?}, {others:?}"),
+                Err(text) => assert!(found.unwrap_err().contains(text), "{fates:?}, {others:?}"),
+            }
+            assert_eq!(store.keys(), [""; 0], "{fates:?}, {others:?}");
+        }
     }
 }
