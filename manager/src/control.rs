@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::Others;
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::{Dir, Lock, LockKind, Owner};
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
@@ -98,13 +99,15 @@ pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
         Err(error) => return Err(error.into()),
     };
     let file = root.path().join(name);
-    let info: RootInfo = serde_json::from_slice(&bytes)
-        .map_err(|error| {
-            let what = format!(
-                "{error}. The steps do not need it: where they have the default names (step_00000001), delete this file; else delete it and pass the pattern of the names when you open the root"
-            );
-            stepwell_core::Error::Format { file: file.clone(), what }
-        })?;
+    // A changed pattern would hide every step, and the run would begin again.
+    let parsed = sealed_text::unseal(&bytes)
+        .and_then(|body| serde_json::from_slice::<RootInfo>(body).map_err(|error| error.to_string()));
+    let info = parsed.map_err(|error| {
+        let what = format!(
+            "{error}. The steps do not need it: where they have the default names (step_00000001), delete this file; else delete it and pass the pattern of the names when you open the root"
+        );
+        stepwell_core::Error::Format { file: file.clone(), what }
+    })?;
     if info.format_version != FORMAT_VERSION {
         let what = format!("root format {}; this version reads {FORMAT_VERSION}", info.format_version);
         return Err(stepwell_core::Error::Format { file, what }.into());
@@ -137,14 +140,16 @@ pub fn make_info(
         },
     };
     if found.as_ref() != Some(&info) {
-        write_json(root, ROOT_JSON, &info)?;
+        replace_info(root, &info)?;
     }
     Ok(info)
 }
 
 /// Replaces `root.json`, under the lock.
 pub(crate) fn replace_info(root: &dyn Dir, info: &RootInfo) -> Result<()> {
-    write_json(root, ROOT_JSON, info)
+    let mut bytes = pretty(info)?;
+    sealed_text::seal(&mut bytes);
+    Ok(replace(root, ROOT_JSON, &bytes)?)
 }
 
 /// Creates the root's own directory, durably.
@@ -260,11 +265,19 @@ pub(crate) fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> 
 
 /// Replaces a small file of the root's own directory, durably.
 pub(crate) fn replace_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> stepwell_core::Result<()> {
-    let mut bytes = serde_json::to_vec_pretty(value)
-        .map_err(|error| stepwell_core::Error::internal("a value that JSON can hold", error.to_string()))?;
+    let mut bytes = pretty(value)?;
     bytes.push(b'\n');
+    replace(root, name, &bytes)
+}
+
+fn pretty(value: &impl Serialize) -> stepwell_core::Result<Vec<u8>> {
+    serde_json::to_vec_pretty(value)
+        .map_err(|error| stepwell_core::Error::internal("a value that JSON can hold", error.to_string()))
+}
+
+fn replace(root: &dyn Dir, name: &str, bytes: &[u8]) -> stepwell_core::Result<()> {
     let control = root.open_dir(CONTROL)?;
-    control.replace_file(name, &format!(".{name}.new"), &bytes)
+    control.replace_file(name, &format!(".{name}.new"), bytes)
 }
 
 /// Opens a root. With `create`, creates a missing one durably.

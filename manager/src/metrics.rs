@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::{Attempt, MetricNumber};
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::Dir;
 use stepwell_core::limits::{MAX_METADATA_BYTES, MAX_METRICS, MAX_NAME_BYTES};
 
@@ -39,7 +40,8 @@ pub fn add(
         unix_ns: environment.clock.unix_ns(),
         metrics: metrics.iter().map(|(name, &value)| (name.clone(), value.into())).collect(),
     };
-    let bytes = serde_json::to_vec(&sidecar).map_err(|error| crate::error::unencodable(&error))?;
+    let mut bytes = serde_json::to_vec(&sidecar).map_err(|error| crate::error::unencodable(&error))?;
+    sealed_text::seal(&mut bytes);
     limit("the size of the metrics of one call in bytes", bytes.len() as u64, MAX_METADATA_BYTES)?;
     crate::control::make_control(root)?;
     sidecars::write(&*root.open_dir(&control(METRICS))?, attempt, &bytes, environment)
@@ -134,6 +136,7 @@ fn merged(sidecars: &[(i64, String, Sidecar)]) -> BTreeMap<String, f64> {
 fn parse(dir: &dyn Dir, name: &str) -> stepwell_core::Result<Sidecar> {
     let bytes = dir.read_file(name, MAX_METADATA_BYTES)?;
     let file = dir.path().join(name);
-    serde_json::from_slice(&bytes)
-        .map_err(|error| stepwell_core::Error::Format { file, what: error.to_string() })
+    sealed_text::unseal(&bytes)
+        .and_then(|body| serde_json::from_slice(body).map_err(|error| error.to_string()))
+        .map_err(|what| stepwell_core::Error::Format { file, what })
 }

@@ -9,6 +9,7 @@ use std::collections::HashSet;
 
 use serde::Deserialize;
 use stepwell_core::format::manifest::Attempt;
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::Dir;
 use stepwell_core::limits::MAX_METADATA_BYTES;
 
@@ -160,5 +161,7 @@ fn step_of(dir: &dyn Dir, name: &str) -> Option<u64> {
         step: u64,
     }
     let bytes = dir.read_file(name, MAX_METADATA_BYTES).ok()?;
-    serde_json::from_slice::<OfStep>(&bytes).ok().map(|found| found.step)
+    // One that was not finished has no checksum.
+    let body = sealed_text::unseal(&bytes).unwrap_or(&bytes);
+    serde_json::from_slice::<OfStep>(body).ok().map(|found| found.step)
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use common::*;
 use stepwell_core::format::manifest::{Manifest, Others};
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, ImageNode, OperationKind};
 use stepwell_core::load::LoadOptions;
@@ -208,12 +209,15 @@ fn notes_of_a_later_version_survive_thinning() {
         *bytes = manifest.encode().unwrap();
     });
     let root_json = || -> serde_json::Map<String, serde_json::Value> {
-        serde_json::from_slice(&world.disk.bytes("/run/.stepwell/root.json").unwrap()).unwrap()
+        let bytes = world.disk.bytes("/run/.stepwell/root.json").unwrap();
+        serde_json::from_slice(sealed_text::unseal(&bytes).unwrap()).unwrap()
     };
     world.disk.corrupt("/run/.stepwell/root.json", |bytes| {
-        let mut root: serde_json::Map<String, serde_json::Value> = serde_json::from_slice(bytes).unwrap();
+        let mut root: serde_json::Map<String, serde_json::Value> =
+            serde_json::from_slice(sealed_text::unseal(bytes).unwrap()).unwrap();
         root.extend([noted()]);
         *bytes = serde_json::to_vec(&root).unwrap();
+        sealed_text::seal(bytes);
     });
     let retention = Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"]);
     // The root's metadata changes too, so that its file is rewritten.
@@ -681,6 +685,44 @@ fn a_root_json_that_is_damaged_is_named_with_what_to_do() {
     let process = world.disk.process();
     process.open_dir(Path::new("/run/.stepwell")).unwrap().remove_file("root.json").unwrap();
     assert_eq!(world.open(options()).all_steps().unwrap(), [1]);
+}
+
+#[test]
+fn every_flipped_byte_of_root_json_is_an_error() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.close(Some(LONG)).unwrap();
+    let length = world.disk.bytes("/run/.stepwell/root.json").unwrap().len();
+    for at in 0..length {
+        let flip = |bytes: &mut Vec<u8>| bytes[at] ^= 1;
+        assert!(world.disk.corrupt("/run/.stepwell/root.json", flip));
+        for read_only in [true, false] {
+            let error = world.try_open(Options { read_only, ..options() }).err();
+            assert_eq!(error.map(|error| error.kind()), Some("format"), "byte {at}");
+        }
+        assert!(world.disk.corrupt("/run/.stepwell/root.json", flip));
+    }
+    assert_eq!(world.open(options()).all_steps().unwrap(), [1]);
+}
+
+#[test]
+fn a_flipped_byte_of_later_metrics_is_not_believed() {
+    let world = World::default();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    manager.add_metrics(1, &BTreeMap::from([("loss".to_owned(), 1.5)])).unwrap();
+    let dir = world.disk.process().open_dir(Path::new("/run/.stepwell/metrics")).unwrap();
+    let file = format!("/run/.stepwell/metrics/{}", dir.unsorted_entries().unwrap()[0].name);
+    manager.close(Some(LONG)).unwrap();
+    let found = || world.open(Options { read_only: true, ..options() }).metrics(1).unwrap();
+    assert_eq!(found(), BTreeMap::from([("loss".to_owned(), 1.5)]));
+    let change = |bytes: &mut Vec<u8>| {
+        let at = bytes.windows(3).position(|three| three == b"1.5").unwrap();
+        bytes[at] = b'9';
+    };
+    assert!(world.disk.corrupt(&file, change));
+    assert_eq!(found(), BTreeMap::new());
 }
 
 #[test]

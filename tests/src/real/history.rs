@@ -11,6 +11,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::simulated::mix;
 use stepwell_core::io::{Disk, Engine, open_disk};
 use stepwell_manager::{Environment, Error, Exists, Manager, Options, Outcome, Retention, Save, SaveRequest};
@@ -58,7 +59,8 @@ pub fn environment(root: &Path, forgets: Option<Forgets>) -> Result<Environment,
 /// The id of a root and the epoch of its last writer, from the disk.
 pub fn opened(root: &Path) -> Option<(String, u64)> {
     let read = |name: &str| -> Option<serde_json::Value> {
-        serde_json::from_slice(&std::fs::read(root.join(".stepwell").join(name)).ok()?).ok()
+        let bytes = std::fs::read(root.join(".stepwell").join(name)).ok()?;
+        serde_json::from_slice(sealed_text::unseal(&bytes).unwrap_or(&bytes)).ok()
     };
     let id = read("root.json")?.get("root_id")?.as_str()?.to_owned();
     Some((id, read("epoch")?.get("epoch")?.as_u64()?))

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::simulated::{ImageNode, SimDisk};
 use stepwell_core::staging::StagingPool;
 use stepwell_manager::{Environment, Exists, Manager, Options, Outcome, SaveRequest, StateSource};
@@ -244,7 +245,8 @@ impl Run {
 /// The root's id and its epoch, from the disk.
 pub fn opened(disk: &SimDisk) -> Option<(String, u64)> {
     let read = |name: &str| -> Option<serde_json::Value> {
-        serde_json::from_slice(&disk.bytes(&format!("{ROOT}/.stepwell/{name}"))?).ok()
+        let bytes = disk.bytes(&format!("{ROOT}/.stepwell/{name}"))?;
+        serde_json::from_slice(sealed_text::unseal(&bytes).unwrap_or(&bytes)).ok()
     };
     let id = read("root.json")?.get("root_id")?.as_str()?.to_owned();
     Some((id, read("epoch")?.get("epoch")?.as_u64()?))
