@@ -46,6 +46,23 @@ pub(crate) const MAX_LISTINGS: usize = 64;
 /// The longest delay until a file system shows one machine the changes of another.
 pub(crate) const VISIBLE_WITHIN: Duration = Duration::from_secs(30);
 
+/// Refuses a URL in a root: a root there would hide what is committed.
+fn check_not_inside(path: &Path, environment: &Environment) -> Result<()> {
+    if !path.to_str().is_some_and(|path| path.contains("://")) {
+        return Ok(());
+    }
+    // A client without rights there cannot know.
+    let above = path.parent().and_then(|above| environment.disk.open_dir(above).ok());
+    match above.filter(|above| above.fence().is_some()) {
+        Some(above) => Err(Error::Invalid(format!(
+            "{} is in a root or a checkpoint. Pass {}, or another URL",
+            path.display(),
+            above.path().display()
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// A directory of steps.
 pub struct Root {
     pub(crate) path: PathBuf,
@@ -117,6 +134,9 @@ impl Root {
         let mut root = Self::new(path, session, options, environment, (dir, local));
         root.info = read_info(&*root.dir)?;
         root.names = names(options, root.info.as_ref());
+        if root.info.is_none() {
+            check_not_inside(path, environment)?;
+        }
         if !options.per_machine && machines::is_spread(&*root.dir)? {
             tracing::warn!(
                 root = %path.display(),
@@ -185,6 +205,9 @@ impl Root {
                 "{} is no root but a single checkpoint: pass another URL",
                 self.path.display()
             )));
+        }
+        if root.fence().is_some() && read_info(&**root)?.is_none() {
+            check_not_inside(&self.path, environment)?;
         }
         make_control(&**root)?;
         let lock = lock(&**root, options.take_over)?;

@@ -281,3 +281,20 @@ fn a_store_that_ignores_conditions_gets_no_root() {
     assert!(error.to_string().contains("must not have a root"), "{error}");
     assert!(world.store.keys().iter().all(|key| !key.contains("probe") && !key.contains("ledger/0")));
 }
+
+#[test]
+fn no_root_is_opened_inside_another_one() {
+    let world = StoreWorld::new();
+    let manager = world.open(options());
+    commit(&manager, 1);
+    let before = world.store.keys();
+    for read_only in [true, false] {
+        let environment = world.environment(&world.store.process());
+        let path = Path::new(URL).join("step_00000001");
+        let opened = Manager::open(&path, Options { read_only, ..options() }, environment);
+        let error = opened.map(drop).unwrap_err();
+        assert!(error.to_string().contains("is in a root or a checkpoint. Pass s3://"), "{error}");
+    }
+    assert_eq!(world.store.keys(), before);
+    assert_eq!(manager.all_steps().unwrap(), [1]);
+}
