@@ -13,14 +13,14 @@ from typing import final
 from . import _core
 from ._checks import flag, listed, whole
 from ._failure_model import best_interval, daly_interval, lost_share, young_interval
-from ._locations import Path, absolute
+from ._locations import Path, is_store, location
 from ._opening import metadata
 from ._public import public
 from ._retention import Retention, as_retention
 from ._run_measurements import EventMeasurements, Events, RunMeasurements, typical_interval
 from ._steps import StepInfo, inspect
 from ._timeouts import finite_seconds, positive_seconds
-from .errors import StepNotFound, from_system
+from .errors import MisuseError, StepNotFound, from_system
 
 
 @final
@@ -156,7 +156,12 @@ def advise(
     rule = as_retention(retention)
     wanted = [whole(one, "a number of ranks", 1) for one in listed(ranks, "ranks is a list of numbers")]
     disks, local = whole(disks, "disks", 1), flag(local_disks, "local_disks")
-    path = absolute(root, "the root")
+    path = location(root, "the root")
+    if is_store(path):
+        raise MisuseError(
+            f"{path} is in an object store, and advise() forecasts the space of a disk. "
+            "Pass the root of a tier on a disk, if the run has one"
+        )
     steps = [
         row for row in inspect(path) if row.damage is None and row.adopted is None and row.step is not None
     ]

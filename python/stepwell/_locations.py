@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from . import _core
 from ._checks import shown
-from ._store import SCHEMES, Store, StoreUrl, is_store_url, url_of
+from ._store import SCHEMES, Store, StoreUrl, is_store_url, shown_url, url_of
 from .errors import FormatError, MisuseError, NotAStep, StepNotFound, StorageError, from_system
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -122,14 +122,14 @@ def _from_url(url: str, scheme: str, what: str) -> str:
             else "A path is wanted here. Roots and checkpoints may also be in object stores, "
             f"at {', '.join(f'{one}://' for one in SCHEMES)}"
         )
-        raise MisuseError(f"{what} is a URL ({url!r:.120}). {advice}")
+        raise MisuseError(f"{what} is a URL ({shown_url(url)}). {advice}")
     parts = urlsplit(url)
     if not parts.path.startswith("/"):
         raise MisuseError(
-            f"{what} is a file: URL without an absolute path ({url!r:.120}); pass the path itself, or file:///…"
+            f"{what} is a file: URL without an absolute path ({shown_url(url)}); pass the path itself, or file:///…"
         )
     if parts.netloc not in ("", "localhost"):
-        raise MisuseError(f"{what} names another host ({url!r:.120}); pass a path of this machine")
+        raise MisuseError(f"{what} names another host ({shown_url(url)}); pass a path of this machine")
     return unquote(parts.path)
 
 
@@ -163,8 +163,13 @@ def check_root(root: str) -> None:
 
 
 def check_destination(path: str) -> None:
-    """Refuses to save a single checkpoint where something else is. The engine checks a store."""
+    """Refuses to save a single checkpoint where something else is. The engine checks a store for
+    roots and checkpoints."""
     if is_store(path):
+        if _core.path_kind(path) == "directory":
+            raise MisuseError(
+                f"{path} has objects that are no checkpoint, and they would stay beside it; pass a URL that is free"
+            )
         return
     if os.path.islink(path):
         raise MisuseError(

@@ -14,7 +14,7 @@ from . import _core
 from . import _lifecycle as lifecycle
 from ._checkpoint import VerifyReport
 from ._checks import flag, step_number
-from ._locations import MANIFEST, Path, explaining, is_directory, readable
+from ._locations import MANIFEST, Path, explaining, is_directory, is_store, readable
 from ._opening import open as opened
 from ._public import public
 from ._steps import inspect
@@ -82,6 +82,11 @@ def repair(
     beside the new one (``.index.damaged``) until the whole step has verified. Without its manifest
     a step cannot be repaired."""
     where, only_look = readable(path), flag(dry_run, "dry_run")
+    if is_store(where):
+        raise MisuseError(
+            f"{where} is in an object store, and repair is for disks. "
+            "Restore an older step, or this one from another tier; `stepwell verify` names the damage"
+        )
     with explaining(where):
         directory, passed_over = _directory(where, None if step is None else step_number(step))
         for name, reason in passed_over:

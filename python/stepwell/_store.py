@@ -8,12 +8,13 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TypeAlias, TypeGuard, final
+from typing import Any, TypeAlias, TypeGuard, final
 
-from ._checks import flag, shown, text, whole
+from ._checks import flag, text, whole
 from ._public import public
 from .errors import MisuseError
 
@@ -28,6 +29,20 @@ _LEAST_PART = 5 << 20
 _LONGEST_PART = 1 << 30
 #: The names of the parts of credentials.
 _PARTS = ("access_key_id", "secret_access_key", "token", "account_key")
+#: Settings of a profile of AWS that give credentials.
+_OF_CREDENTIALS = frozenset(
+    [
+        "aws_access_key_id",
+        "credential_process",
+        "credential_source",
+        "login_session",
+        "role_arn",
+        "source_profile",
+        "sso_session",
+        "sso_start_url",
+        "web_identity_token_file",
+    ]
+)
 #: Variables by which AWS gives credentials without a profile.
 _WITHOUT_PROFILE = (
     "AWS_ACCESS_KEY_ID",
@@ -75,11 +90,20 @@ class Store:
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", _checked_url(self.url, "the URL of a Store"))
         for name in ("endpoint", "region", "profile"):
-            if getattr(self, name) is not None:
-                text(getattr(self, name), f"{name}= of a Store")
+            value = getattr(self, name)
+            # A wrong one may hold keys, so that no message shows it.
+            if value is not None and not isinstance(value, str):
+                raise MisuseError(f"{name}= of a Store is a str, not {_kind(value)}")
+            if value is not None:
+                text(value, f"{name}= of a Store")
+        if self.endpoint is not None and re.search("[@?#]", self.endpoint):
+            raise MisuseError(
+                "endpoint= of a Store has a user, a password or a query: pass https://host, and credentials="
+            )
         if self.credentials is not None and not callable(self.credentials):
             raise MisuseError(
-                f"credentials= of a Store is a function that returns them, not {shown(self.credentials)}"
+                f"credentials= of a Store is a function that returns them, not {_kind(self.credentials)}: "
+                "pass a function, as credentials=lambda: {…}"
             )
         for name in ("anonymous", "virtual_hosted", "checksum"):
             flag(getattr(self, name), name)
@@ -119,6 +143,20 @@ def is_store_url(given: object) -> TypeGuard[str]:
     return bool(found) and scheme.lower() in SCHEMES
 
 
+def _kind(value: object) -> str:
+    """The type of a value that may be secret."""
+    return f"a value of type {type(value).__qualname__}"
+
+
+def shown_url(url: str) -> str:
+    """A URL in a message. Left out: its query, and what is before an ``@``, which may be secret."""
+    found = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/*", url)
+    scheme = found[0] if found else ""
+    rest = re.split("[?#]", url[len(scheme) :], maxsplit=1)[0]
+    shown = scheme + rest.rpartition("@")[2]
+    return f"{shown!r:.120}"
+
+
 def url_of(given: str | Store, what: str) -> StoreUrl:
     """Returns the location of a URL or of a :class:`Store`."""
     store = given if isinstance(given, Store) else Store(_checked_url(given, what))
@@ -151,24 +189,32 @@ def url_of(given: str | Store, what: str) -> StoreUrl:
 def _checked_url(url: object, what: str) -> str:
     """Returns a URL with the usual scheme and without a slash at its end."""
     if not is_store_url(url):
+        given = f"str {shown_url(url)}" if isinstance(url, str) else _kind(url)
         raise MisuseError(
-            f"{what} is {shown(url)}: pass a URL of an object store, as s3://bucket/run "
+            f"{what} is {given}: pass a URL of an object store, as s3://bucket/run "
             f"({', '.join(f'{scheme}://' for scheme in SCHEMES)})"
         )
-    assert isinstance(url, str)
     scheme, _, rest = url.partition("://")
     parts = rest.rstrip("/").split("/")
+    user, at, _ = parts[0].rpartition("@")
+    is_container = at and ":" not in user and SCHEMES[scheme.lower()].startswith("abfs")
+    if (at and not is_container) or any("@" in part for part in parts[1:]):
+        raise MisuseError(
+            f"{what} has an @, and what is before it may be a password: leave it out, and pass credentials= to sw.Store"
+        )
+    if strange := [sign for sign in rest if sign in "?#%*\\" or ord(sign) < 32 or sign == "\x7f"]:
+        raise MisuseError(
+            f"{what} is {shown_url(url)}. Names in a store must not contain {strange[0]!r} here: rename it"
+        )
     if len(parts) < 2 or not all(parts) or any(part in (".", "..") for part in parts):
         raise MisuseError(
             f"{what} is {url!r:.120}; pass a bucket and a name in it, as {scheme.lower()}://bucket/run"
         )
-    if strange := [sign for sign in "?#%*\\" if sign in rest]:
+    if ".stepwell" in parts:
+        above = "/".join(parts[: parts.index(".stepwell")])
         raise MisuseError(
-            f"{what} is {url!r:.120}. Names in a store must not contain {strange[0]} here: rename it"
+            f"{what} is in the control directory of a root: pass the root, {scheme.lower()}://{above}"
         )
-    user, at, _ = parts[0].rpartition("@")
-    if at and (":" in user or not SCHEMES[scheme.lower()].startswith("abfs")):
-        raise MisuseError(f"{what} has a user or a password before its @: pass credentials= to sw.Store")
     return f"{SCHEMES[scheme.lower()]}://{'/'.join(parts)}"
 
 
@@ -185,7 +231,7 @@ def _default_profile() -> str | None:
         return named
     if _any_variable(_WITHOUT_PROFILE):
         return None
-    return "default" if _profile_values("default").keys() - {"region", "output"} else None
+    return "default" if _profile_values("default").keys() & _OF_CREDENTIALS else None
 
 
 def _profile_values(profile: str) -> dict[str, str]:
@@ -224,15 +270,15 @@ def _of_profile(profile: str) -> CredentialFunction:
 
     if importlib.util.find_spec("boto3") is None:
         return keys
-    import boto3  # type: ignore[import-untyped, unused-ignore]
-
-    # It renews credentials by itself.
-    session = boto3.Session(profile_name=profile)
+    _session(profile)  # an unknown profile is refused at once
 
     def by_boto3() -> CredentialValues:
-        given = session.get_credentials()
+        # A session keeps the keys that it has read, and they may have been replaced since.
+        given = _session(profile).get_credentials()
         if given is None:
-            raise MisuseError(f"the profile {profile!r} of AWS has no credentials")
+            raise MisuseError(
+                f"the profile {profile!r} of AWS has no credentials: log in, or name another profile"
+            )
         frozen = given.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
@@ -241,6 +287,20 @@ def _of_profile(profile: str) -> CredentialFunction:
         }
 
     return by_boto3
+
+
+def _session(profile: str) -> Any:
+    """A session of boto3."""
+    import boto3  # type: ignore[import-untyped, unused-ignore]
+    from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped, unused-ignore]
+
+    try:
+        return boto3.Session(profile_name=profile)
+    except BotoCoreError as error:
+        raise MisuseError(
+            f"the profile {profile!r} of AWS cannot be used ({type(error).__name__}): "
+            "name one of `aws configure list-profiles`"
+        ) from None
 
 
 class _ByIdentity:

@@ -16,6 +16,7 @@ import stepwell as sw
 from ..errors import MisuseError, StepNotFound, StepwellError, from_system
 from .advise import RunOptions, mtbf_option, run_options
 from .command import command
+from .locations import location
 from .output import FINE, PROBLEMS, Output, safe, size
 from .report_data import of_advice, of_checkpoint, of_root
 from .report_page import MAX_HEAD_BYTES, is_page, page
@@ -55,7 +56,7 @@ def report(
     """
     _check_output(output)
     retention = retention_of(options)
-    root = None if root_of(path.path) is None else os.path.abspath(path.path)
+    root = None if root_of(path.path) is None else location(path.path)
     if retention is not None and root is None:
         raise click.UsageError("--keep-… options need a root, and PATH is none")
     run: RunOptions = {"events": events, "restart": restart, "cost": cost, "step_seconds": step_seconds}
