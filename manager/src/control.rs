@@ -147,9 +147,7 @@ pub fn make_info(
 
 /// Replaces `root.json`, under the lock.
 pub(crate) fn replace_info(root: &dyn Dir, info: &RootInfo) -> Result<()> {
-    let mut bytes = pretty(info)?;
-    sealed_text::seal(&mut bytes);
-    Ok(replace(root, ROOT_JSON, &bytes)?)
+    write_sealed(root, ROOT_JSON, info)
 }
 
 /// Creates the root's own directory, durably.
@@ -257,6 +255,13 @@ impl KnownRun {
 /// Describes this process, for messages.
 pub(crate) fn owner() -> String {
     format!("process {} on {}", std::process::id(), stepwell_core::sys::host_name())
+}
+
+/// Replaces a small file of the root's own directory, durably. It ends in a checksum.
+pub(crate) fn write_sealed(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {
+    let mut bytes = pretty(value)?;
+    sealed_text::seal(&mut bytes);
+    Ok(replace(root, name, &bytes)?)
 }
 
 pub(crate) fn write_json(root: &dyn Dir, name: &str, value: &impl Serialize) -> Result<()> {

@@ -5,9 +5,10 @@ use std::collections::{BTreeSet, HashSet};
 
 use serde::{Deserialize, Serialize};
 use stepwell_core::format::manifest::Attempt;
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::Dir;
 
-use crate::control::write_json;
+use crate::control::write_sealed;
 use crate::delete_tree::ignore_missing;
 use crate::directory_layout::{CONTROL, REMOVALS, REWIND, control};
 use crate::error::Result;
@@ -73,7 +74,7 @@ impl Removals {
         }
         all.rewinds.retain(|one| one.first < rewound.first);
         all.rewinds.push(rewound.clone());
-        write_json(root, REMOVALS, &all)
+        write_sealed(root, REMOVALS, &all)
     }
 
     /// Records a deleted step.
@@ -85,7 +86,7 @@ impl Removals {
         all.deleted.push(attempt.clone());
         let surplus = all.deleted.len().saturating_sub(MAX_DELETED);
         all.deleted.drain(..surplus);
-        write_json(root, REMOVALS, &all)
+        write_sealed(root, REMOVALS, &all)
     }
 }
 
@@ -106,7 +107,7 @@ impl UnfinishedRewind {
 
     /// Writes the record.
     pub fn record(&self, root: &dyn Dir) -> Result<()> {
-        write_json(root, REWIND, self)
+        write_sealed(root, REWIND, self)
     }
 
     /// Deletes the record.
@@ -120,10 +121,14 @@ impl UnfinishedRewind {
 fn read_record<T: for<'de> Deserialize<'de>>(root: &dyn Dir, name: &str, advice: &str) -> Result<Option<T>> {
     let name = control(name);
     match root.read_file(&name, MAX_RECORD_BYTES) {
-        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
-            let file = root.path().join(&name);
-            stepwell_core::Error::Format { file, what: format!("{error}. {advice}") }.into()
-        }),
+        Ok(bytes) => {
+            let parsed = sealed_text::unseal(&bytes)
+                .and_then(|body| serde_json::from_slice(body).map_err(|error| error.to_string()));
+            parsed.map(Some).map_err(|error| {
+                let file = root.path().join(&name);
+                stepwell_core::Error::Format { file, what: format!("{error}. {advice}") }.into()
+            })
+        }
         Err(error) if error.is_not_found() => Ok(None),
         Err(error) => Err(error.into()),
     }

@@ -335,17 +335,19 @@ fn a_read_only_manager_writes_nothing() {
     let world = World::default();
     let writer = world.open(options());
     commit(&writer, 1);
+    let before = world.disk.image();
     let reader = world.open(Options { read_only: true, ..options() });
+    assert_eq!(world.disk.image().hash(), before.hash());
+    commit(&writer, 2);
+    assert_eq!(reader.all_steps().unwrap(), [1, 2]);
+    writer.delete(2).unwrap();
+    assert!(writer.wait_for_deletions(LONG).unwrap());
     let before = world.disk.image();
     assert_eq!(reader.save(request(2)).unwrap().refusal(), Some(Refusal::ReadOnly));
     assert_restores(&reader, 1);
     assert_eq!(reader.delete(1).unwrap_err().kind(), "read_only");
     assert_eq!(reader.rewind(1, None).unwrap_err().kind(), "read_only");
     assert_eq!(reader.add_metrics(1, &BTreeMap::new()).unwrap_err().kind(), "read_only");
-    commit(&writer, 2);
-    assert_eq!(reader.all_steps().unwrap(), [1, 2]);
-    writer.delete(2).unwrap();
-    assert!(writer.wait_for_deletions(LONG).unwrap());
     reader.close(Some(LONG)).unwrap();
     assert_eq!(world.disk.image().hash(), before.hash());
 }
