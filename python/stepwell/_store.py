@@ -12,11 +12,14 @@ import re
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias, TypeGuard, final
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, final
 
 from ._checks import flag, text, whole
 from ._public import public
 from .errors import MisuseError
+
+if TYPE_CHECKING:
+    import boto3  # type: ignore[import-untyped, unused-ignore]
 
 #: Credentials by the names of their parts, and ``expires_at``.
 CredentialValues: TypeAlias = Mapping[str, str | datetime.datetime | None]
@@ -289,9 +292,9 @@ def _of_profile(profile: str) -> CredentialFunction:
     return by_boto3
 
 
-def _session(profile: str) -> Any:
+def _session(profile: str) -> boto3.Session:
     """A session of boto3."""
-    import boto3  # type: ignore[import-untyped, unused-ignore]
+    import boto3
     from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped, unused-ignore]
 
     try:

@@ -93,8 +93,8 @@ impl Inner {
         }
     }
 
-    /// Retires a step that nobody holds, and records that for tiers that are absent. A reader that comes now waits for the exclusive lease,
-    /// then finds the step gone.
+    /// Retires a step that nobody holds, and records that for tiers that are absent. A reader that
+    /// comes now waits for the exclusive lease, then finds the step gone.
     fn retire_unheld(&self, step: u64, name: &str, trash: &str, attempt: &Attempt) -> Result<()> {
         let retiring = self.usage.retiring([step]);
         if !retiring.may_go(step) {

@@ -221,7 +221,7 @@ impl<'a> Copies<'a> {
         Ok(None)
     }
 
-    /// Records that a tier did not answer, or that its copy cannot be opened. The next one is asked.
+    /// Records that a tier did not answer or cannot open its copy. The next one is asked.
     fn fails(&mut self, root: &Root, step: u64, error: Error) {
         tracing::warn!(step, root = %root.path.display(), %error, "a tier cannot give this step");
         // The nearest one says most.
