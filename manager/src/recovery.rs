@@ -15,7 +15,8 @@ use std::time::Duration;
 use stepwell_core::io::{Dir, EntryKind, LockKind};
 
 use crate::commit::aside;
-use crate::directory_layout::{self, LEASE, MANIFEST_NEW, OwnName};
+use crate::delete_tree::ignore_missing;
+use crate::directory_layout::{self, CONTROL, KNOWN_RUN, LEASE, MANIFEST_NEW, OwnName, REMOVALS, REWIND};
 use crate::discovery::Listing;
 use crate::environment::Environment;
 use crate::error::Result;
@@ -66,6 +67,21 @@ pub fn sweep(root: &dyn Dir, session: &str, environment: &Environment) -> Result
         recovered.trash.push(trash);
     }
     Ok(recovered)
+}
+
+/// Deletes records of the root that a killed writer has not finished.
+pub(crate) fn remove_unfinished_records(root: &dyn Dir) {
+    if root.fence().is_some() {
+        return; // records in a store appear whole
+    }
+    let removed = root.open_dir(CONTROL).and_then(|control| {
+        [KNOWN_RUN, REMOVALS, REWIND]
+            .into_iter()
+            .try_for_each(|name| ignore_missing(control.remove_file(&format!(".{name}.new"))))
+    });
+    if let Err(error) = removed {
+        tracing::warn!(root = %root.path().display(), %error, "deleting unfinished records failed");
+    }
 }
 
 /// Returns the temporaries of a session, and its marks of saves that were given up.

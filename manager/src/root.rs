@@ -251,6 +251,7 @@ impl Root {
         }
         writer_heartbeat::forget_others(&**root, session)?;
         self.info = Some(make_info(&**root, environment, names, &options.root_metadata)?);
+        recovery::remove_unfinished_records(&**root);
         let recovered = recovery::sweep(&**root, session, environment)?;
         let listing = self.discovery.list(&**root, names)?;
         self.findings.get_mut().unwrap_or_else(PoisonError::into_inner).populated = !listing.steps.is_empty();

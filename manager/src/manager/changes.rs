@@ -78,6 +78,10 @@ impl MoveAside<'_> {
     }
 }
 
+fn is_full(error: &Error) -> bool {
+    matches!(error, Error::Core(error) if error.is_full())
+}
+
 impl Inner {
     /// Refuses a branch that exists. A branch is one line of steps, and a name that is taken would
     /// stop a rewind halfway.
@@ -118,7 +122,12 @@ impl Inner {
             Err(error) => return Err(error.into()),
         };
         self.root.check_writer()?;
-        Removals::add_deleted(self.home(), attempt)?;
+        if let Err(error) = Removals::add_deleted(self.home(), attempt) {
+            if !is_full(&error) {
+                return Err(error);
+            }
+            tracing::warn!(step, %error, "the deletion is not recorded: the step may come back with a tier that is absent");
+        }
         aside::retire(&*self.root.dir, name, trash)?;
         Ok(())
     }
@@ -368,7 +377,12 @@ impl Inner {
     /// Records a rewind for the tiers that are absent, and moves the steps of the others.
     fn carry_out_rewind(&self, rewind: &UnfinishedRewind, moves: Vec<MoveAside<'_>>) -> Result<Vec<u64>> {
         let UnfinishedRewind { rewound, branch, .. } = rewind;
-        Removals::add_rewind(self.home(), rewound)?;
+        if let Err(error) = Removals::add_rewind(self.home(), rewound) {
+            if !is_full(&error) {
+                return Err(error);
+            }
+            tracing::warn!(%error, "the rewind is not recorded: its steps may come back with a tier that is absent");
+        }
         let moved = self.carry_out(moves)?;
         self.move_incomplete(branch, &|step, attempt| rewound.removes(step, attempt))?;
         if !self.tiers.is_empty() {

@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::time::Duration;
 
+use stepwell_core::format::sealed_text;
 use stepwell_core::io::simulated::{Image, ImageNode, SimDisk, content_hash, mix};
 use stepwell_manager::{Checkpoint, Manager, Options};
 
@@ -121,6 +122,7 @@ impl Checker {
             seen.insert(step);
         }
         promises.nothing_is_lost(&seen)?;
+        are_recorded(&image, &promises.removed(&seen))?;
         if let Some((id, epoch)) = &promises.opened {
             let found = opened(disk);
             if !found.as_ref().is_some_and(|(found, now)| found == id && now >= epoch) {
@@ -172,6 +174,22 @@ fn seed_for(image: &Image) -> u64 {
     let root = image.get(ROOT).and_then(|root| root.entries()).unwrap_or_default();
     let leftovers = root.iter().map(|(name, _)| name).filter(|name| name.starts_with(".t"));
     leftovers.fold(1, |seed, name| mix(seed, content_hash(name.as_bytes()))) | 1 << 40
+}
+
+/// Checks that the record of removals, which absent tiers follow, is whole and covers these steps.
+fn are_recorded(image: &Image, removed: &BTreeSet<u64>) -> Result<(), String> {
+    let file = image.get(&format!("{ROOT}/.stepwell/removals.json"));
+    let Some(bytes) = file.as_ref().and_then(|file| file.bytes()) else {
+        return if removed.is_empty() { Ok(()) } else { Err(format!("I17: {removed:?} are not recorded")) };
+    };
+    let record: serde_json::Value = sealed_text::unseal(bytes)
+        .and_then(|body| serde_json::from_slice(body).map_err(|error| error.to_string()))
+        .map_err(|error| format!("I17: the record of removals is damaged: {error}"))?;
+    let firsts: Vec<u64> =
+        record["rewinds"].as_array().into_iter().flatten().filter_map(|one| one["first"].as_u64()).collect();
+    let deleted = record["deleted"].as_array().map_or(0, Vec::len);
+    let others = removed.iter().filter(|&step| !firsts.iter().any(|first| first <= step)).count();
+    if others <= deleted { Ok(()) } else { Err(format!("I17: of {removed:?}, some are not in {record}")) }
 }
 
 /// Checks that an invalid directory with a step's name still exists, under that name or as

@@ -5,7 +5,7 @@
 //! `committed 3 a`, `may go 1 once 3`, …: see [`promises`]). [`check::Checker`] gets a crash state
 //! with the marks before the cut, opens the root as a reader and as a writer, and holds what it
 //! finds against the invariants: I1 to I6, I8 to I10 and I16 of the design, as far as one disk can
-//! show them.
+//! show them, and I17: what a user has removed is recorded.
 
 pub mod check;
 pub mod promises;

@@ -12,6 +12,7 @@
 //! | `may go N once M` | starts a save of M, after which retention takes N away |
 //! | `may go N after M` | asks for something that takes M away, and then N |
 //! | `gone N` | was told that N is away: it never comes back |
+//! | `unrecorded N` | takes N away on a full disk, where that may not be recorded |
 //! | `may thin N once M` | starts a save of M, after which retention thins N to `params` |
 //! | `thinned N` | was told that N is thinned |
 //! | `branch B N t` | was told that N was moved to branch B |
@@ -33,6 +34,8 @@ pub struct Promise {
     pub must: bool,
     /// The operations that may have removed it.
     pub may_go: Vec<MayGo>,
+    /// The disk is full: its deletion may not be recorded.
+    pub unrecorded: bool,
     /// It may have been thinned since.
     pub may_thin: bool,
     /// It must have been thinned.
@@ -42,6 +45,11 @@ pub struct Promise {
 }
 
 impl Promise {
+    /// True if a deletion or a rewind, and no retention, may take it away, and records that.
+    fn is_removed_by_user(&self) -> bool {
+        !self.unrecorded && !self.may_go.is_empty() && !self.may_go.iter().any(|may_go| matches!(may_go, MayGo::Once(_)))
+    }
+
     /// Checks that the attempt under the name of `step` may be visible, complete or thinned.
     pub fn allows(&self, step: u64, tag: &str, items: &BTreeSet<String>) -> Result<(), String> {
         if !self.may.contains(tag) {
@@ -72,6 +80,8 @@ pub enum MayGo {
 pub struct Promises {
     /// By step.
     pub steps: BTreeMap<u64, Promise>,
+    /// Steps that were deleted or rewound, and are gone.
+    pub removed: BTreeSet<u64>,
     /// Branches: name, step, attempt.
     pub branches: BTreeSet<(String, u64, String)>,
     /// The root's id, and the last writer's epoch.
@@ -106,6 +116,15 @@ impl Promises {
         Ok(())
     }
 
+    /// Returns the steps that were deleted or rewound, where these are seen.
+    pub fn removed(&self, seen: &BTreeSet<u64>) -> BTreeSet<u64> {
+        let missing = self
+            .steps
+            .iter()
+            .filter(|(step, promise)| promise.must && promise.is_removed_by_user() && !seen.contains(step));
+        missing.map(|(&step, _)| step).chain(self.removed.iter().copied()).collect()
+    }
+
     fn add(&mut self, words: &[&str]) -> Option<()> {
         match *words {
             ["begin" | "replace", step, tag] => {
@@ -137,7 +156,13 @@ impl Promises {
                 self.step(step)?.may_go.push(MayGo::After(other));
             }
             ["opened", id, epoch] => self.opened = Some((id.into(), epoch.parse().ok()?)),
-            ["gone", step] => *self.step(step)? = Promise::default(),
+            ["gone", step] => {
+                let promise = std::mem::take(self.step(step)?);
+                if promise.is_removed_by_user() {
+                    self.removed.insert(step.parse().ok()?);
+                }
+            }
+            ["unrecorded", step] => self.step(step)?.unrecorded = true,
             ["may", "thin", step, "once", _] => self.step(step)?.may_thin = true,
             ["thinned", step] => {
                 let promise = self.step(step)?;

@@ -239,6 +239,7 @@ fn a_full_disk_gets_room_from_the_trash_and_loses_no_step() {
     run.disk.set_capacity(Some(0));
     run.save(&manager, 3, "a").unwrap_err();
     assert_eq!(manager.all_steps().unwrap(), [1, 2]);
+    run.mark("unrecorded 1");
     run.delete(&manager, 1).unwrap();
     run.disk.set_capacity(None);
     run.save(&manager, 3, "b").unwrap();
