@@ -47,7 +47,9 @@ pub struct Promise {
 impl Promise {
     /// True if a deletion or a rewind, and no retention, may take it away, and records that.
     fn is_removed_by_user(&self) -> bool {
-        !self.unrecorded && !self.may_go.is_empty() && !self.may_go.iter().any(|may_go| matches!(may_go, MayGo::Once(_)))
+        !self.unrecorded
+            && !self.may_go.is_empty()
+            && !self.may_go.iter().any(|may_go| matches!(may_go, MayGo::Once(_)))
     }
 
     /// Checks that the attempt under the name of `step` may be visible, complete or thinned.
