@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -206,7 +207,8 @@ if WORLD > 1:
 def test_two_processes_save_together_and_one_resumes(tmp_path: Path) -> None:
     def kill(place: Path) -> None:
         for code, _, err in start(tmp_path, PROCESSES, 2, place, free_port(), 7, 4).finish():
-            assert code == -9, err
+            # JAX aborts a process that finds the other one dead.
+            assert code in (-signal.SIGKILL, -signal.SIGABRT), err
 
     root = killed_in_a_save(tmp_path, kill, lambda at: (at / "stepwell" / "step_00000004").exists())
     assert run(tmp_path, PROCESSES, 2, root, free_port(), 7) == ["2 [4, 6]\n"] * 2
