@@ -34,8 +34,6 @@ pub struct Promise {
     pub must: bool,
     /// The operations that may have removed it.
     pub may_go: Vec<MayGo>,
-    /// The disk is full: its deletion may not be recorded.
-    pub unrecorded: bool,
     /// It may have been thinned since.
     pub may_thin: bool,
     /// It must have been thinned.
@@ -47,9 +45,8 @@ pub struct Promise {
 impl Promise {
     /// True if a deletion or a rewind, and no retention, may take it away, and records that.
     fn is_removed_by_user(&self) -> bool {
-        !self.unrecorded
-            && !self.may_go.is_empty()
-            && !self.may_go.iter().any(|may_go| matches!(may_go, MayGo::Once(_)))
+        let is_unrecorded = |may_go: &MayGo| matches!(may_go, MayGo::Once(_) | MayGo::Unrecorded);
+        !self.may_go.is_empty() && !self.may_go.iter().any(is_unrecorded)
     }
 
     /// Checks that the attempt under the name of `step` may be visible, complete or thinned.
@@ -71,6 +68,8 @@ impl Promise {
 pub enum MayGo {
     /// At any time.
     Now,
+    /// At any time, on a full disk, where that may not be recorded.
+    Unrecorded,
     /// Once another step is there.
     Once(u64),
     /// Once another step is away.
@@ -107,7 +106,7 @@ impl Promises {
     pub fn nothing_is_lost(&self, seen: &BTreeSet<u64>) -> Result<(), String> {
         for (step, promise) in self.steps.iter().filter(|(_, promise)| promise.must) {
             let taken = promise.may_go.iter().any(|may_go| match may_go {
-                MayGo::Now => true,
+                MayGo::Now | MayGo::Unrecorded => true,
                 MayGo::Once(other) => seen.contains(other),
                 MayGo::After(other) => !seen.contains(other),
             });
@@ -164,7 +163,7 @@ impl Promises {
                     self.removed.insert(step.parse().ok()?);
                 }
             }
-            ["unrecorded", step] => self.step(step)?.unrecorded = true,
+            ["unrecorded", step] => self.step(step)?.may_go.push(MayGo::Unrecorded),
             ["may", "thin", step, "once", _] => self.step(step)?.may_thin = true,
             ["thinned", step] => {
                 let promise = self.step(step)?;
