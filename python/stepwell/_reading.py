@@ -183,11 +183,13 @@ class Reading:
             state = cast(_T, restored.state)
             if fallback and not self._read_only:
                 self._set_newer_aside(self.next_step() - 1)
-        elif start is not None:
-            one = Start.of(start)
-            given = {**given, **one.options}
-            state = cast(_T, self._restore_one(self._open(), None, given, one.open)[0].state)
-        return state, self.next_step()
+            return state, self.next_step()
+        if start is None:
+            return state, 0
+        one = Start.of(start)
+        given = {**given, **one.options}
+        restored, number = self._restore_one(self._open(), None, given, one.open)
+        return cast(_T, restored.state), number + 1
 
     def _set_newer_aside(self, restored: int) -> None:
         """Moves the steps that a fallback passed over into a branch. All ranks make this call."""
@@ -445,7 +447,7 @@ class Reading:
         options: RestoreKeywords,
         start: Callable[[], Checkpoint] | None = None,
     ) -> tuple[Restored, int]:
-        """Restores one step, and returns its number too. ``start`` opens what is restored in its
+        """Restores one step, and returns its number too (-1 without one). ``start`` opens what is restored in its
         place."""
         alone = core.ranks()[1] == 1
         with telling_restore(self._on_event, self._root, number) as told:
@@ -468,9 +470,10 @@ class Reading:
                         restored = checkpoint._restored(checked)
                     else:
                         restored = self._restored_by_all(core, checkpoint, checked, together)
-                    if checkpoint._number is not None:
-                        core.restored(checkpoint.step)
-                        self._was_restored(checkpoint.step)
+                    if checkpoint._number is None:
+                        return restored, -1
+                    core.restored(checkpoint.step)
+                    self._was_restored(checkpoint.step)
                     return restored, checkpoint.step
             except BaseException as failure:
                 if isinstance(failure, StepwellError) and failure.step is None:

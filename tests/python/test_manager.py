@@ -62,6 +62,20 @@ def test_resume_gives_the_state_and_the_next_step(root: Path) -> None:
             manager.resume(state(0), mising="keep")  # type: ignore[call-arg]
 
 
+def test_a_run_whose_steps_are_all_deleted_begins_with_step_0(root: Path) -> None:
+    with sw.CheckpointManager(root) as manager:
+        for step in range(2):
+            manager.save(step, state(step)).result()
+        for step in range(2):
+            manager.delete(step)
+        mine = state(-1)
+        resumed, first = manager.resume(mine)
+        assert first == 0
+        assert resumed is mine
+        manager.save(first, state(first)).result()
+        assert manager.resume(state(-1))[1] == 1
+
+
 def test_numbers_are_a_policy_and_a_retention(root: Path) -> None:
     with sw.CheckpointManager(root, save_policy=10, retention=3) as manager:
         for step in range(51):

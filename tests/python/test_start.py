@@ -64,6 +64,14 @@ def test_a_start_without_a_number_begins_with_step_0(old: Path, root: Path) -> N
         assert (found["w"] == 500).all()
 
 
+def test_a_start_without_a_number_is_step_0_after_deletions(old: Path, root: Path) -> None:
+    file = old / "checkpoint-500" / "model.safetensors"
+    with sw.CheckpointManager(root) as manager:
+        manager.save(4, {"w": np.ones(4)}).result()
+        manager.delete(4)
+        assert manager.resume({"w": np.zeros(4, np.float32), "head": np.zeros(2)}, start=file)[1] == 0
+
+
 def test_a_start_may_be_a_root_of_stepwell(tmp_path: Path, root: Path) -> None:
     with sw.CheckpointManager(tmp_path / "first") as manager:
         manager.save(3, {"w": np.ones(4)})
