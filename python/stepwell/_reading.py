@@ -126,7 +126,8 @@ class Reading:
 
         Args:
             step: its number; ``None``: the newest committed one.
-            best: the best step by a metric and a mode, such as ``("loss", "min")``.
+            best: the best step by a metric and a mode, such as ``("loss", "min")``. NaN never is
+                the best.
             fallback: pass over a damaged newest step, and restore the newest step that can be
                 restored. A warning and ``report.passed_over`` say which steps were passed over and
                 why. Only the bytes that this restore reads are checked. To save newer steps
@@ -329,10 +330,12 @@ class Reading:
 
     def best_step(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """Returns the best committed step by a metric (default: the one that retention ranks by).
-        ``None`` without a step, or if no step has the metric of retention yet.
+        A step whose value is NaN never is the best. ``None`` without a step, or if no step has a
+        number for the metric of retention yet.
 
         Raises:
-            MisuseError: no step has the given metric. The error lists the metrics of the steps.
+            MisuseError: no step has a number for the given metric. The error lists the metrics of
+                the steps.
         """
         if (metric is None) is not (mode is None):
             raise MisuseError(
@@ -447,8 +450,8 @@ class Reading:
         options: RestoreKeywords,
         start: Callable[[], Checkpoint] | None = None,
     ) -> tuple[Restored, int]:
-        """Restores one step, and returns its number too (-1 without one). ``start`` opens what is restored in its
-        place."""
+        """Restores one step, and returns its number too (-1 without one). ``start`` opens what is
+        restored in its place."""
         alone = core.ranks()[1] == 1
         with telling_restore(self._on_event, self._root, number) as told:
             together = None if alone else Together(core)

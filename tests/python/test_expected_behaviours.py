@@ -198,6 +198,22 @@ def test_the_best_step_is_one_of_those_that_have_the_metric(root: Path) -> None:
             manager.best_step("los", "min")
 
 
+def test_nan_never_is_the_best(root: Path) -> None:
+    nan = float("nan")
+    with sw.CheckpointManager(root, retention=sw.keep_best(9, "loss", "min")) as manager:
+        for step, metrics in enumerate([{"loss": nan}, {"loss": nan, "other": 1.0}, None]):
+            manager.save(step, state(step), metrics=metrics)
+        manager.wait_until_finished()
+        assert manager.best_step() is None
+        with pytest.raises(sw.MisuseError, match=r"metric `loss`: it is NaN .* another metric, or a step"):
+            manager.best_step("loss", "max")
+        with pytest.raises(sw.MisuseError, match=r"metric `loss`: it is NaN"):
+            manager.restore(best=("loss", "min"))
+        manager.add_metrics(0, {"loss": 7.0})
+        assert manager.best_step() == 0
+        assert manager.best_step("loss", "max") == 0
+
+
 def test_two_branches_of_one_number_both_stay(root: Path) -> None:
     with sw.CheckpointManager(root) as manager:
         manager.save(0, state(0)).result()

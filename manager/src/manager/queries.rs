@@ -123,8 +123,9 @@ impl Manager {
     }
 
     /// Returns the best step by a metric: the given one, or else the one that retention names.
-    /// Steps without the metric do not count. `None` if the root has no steps, or if no step has
-    /// the metric of retention yet. [`Error::Invalid`] if no step has the given metric.
+    /// Steps without the metric, and those with NaN, do not count. `None` if the root has no steps,
+    /// or if none has a number for the metric of retention yet. [`Error::Invalid`] if no step has a
+    /// number for the given metric.
     pub fn best_step(&self, metric: Option<(&str, Mode)>) -> Result<Option<u64>> {
         self.inner.check_usable()?;
         let asked = metric.is_some();
@@ -146,6 +147,11 @@ impl Manager {
             }
             let best = retention::best(found.iter().map(|(&step, &value)| (step, value)), mode);
             if best.is_none() && asked && !found.is_empty() {
+                if found.values().any(Option::is_some) {
+                    return Err(Error::Invalid(format!(
+                        "no step is the best by the metric `{metric}`: it is NaN in every step that has it. Choose another metric, or a step by its number"
+                    )));
+                }
                 let later = inner.root.sidecars.all(&*inner.root.dir)?;
                 return Err(Error::Invalid(no_such_metric(metric, &*inner.root.list()?, &later)));
             }

@@ -45,9 +45,10 @@ pub(super) fn ranked(
     ranked.into_iter().map(|(at, (_, value))| (at, value)).collect()
 }
 
-/// Returns the best of some steps, given as (number, value). `None` if no step has a value.
+/// Returns the best of some steps, given as (number, value). NaN never is the best. `None` if no
+/// step has a real value.
 pub fn best(steps: impl IntoIterator<Item = (u64, Option<f64>)>, mode: Mode) -> Option<u64> {
-    let known = steps.into_iter().filter(|(_, value)| value.is_some());
+    let known = steps.into_iter().filter(|(_, value)| value.is_some_and(|value| !value.is_nan()));
     known.min_by(|a, b| compare(a.1, b.1, mode).then_with(|| b.0.cmp(&a.0))).map(|(step, _)| step)
 }
 

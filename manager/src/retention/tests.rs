@@ -65,6 +65,7 @@ fn nan_is_worst_and_never_evicts_a_real_best() {
     }
     let steps = scored(&[(1, f64::NAN), (2, f64::INFINITY)]);
     assert_eq!(best(losses(&steps), Mode::Min).unwrap(), 2);
+    assert!(best(losses(&scored(&[(1, f64::NAN), (2, f64::NAN)])), Mode::Max).is_none());
 }
 
 #[test]
