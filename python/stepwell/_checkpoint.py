@@ -9,6 +9,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from . import _core, coordinators
 from . import _lifecycle as lifecycle
-from ._checks import flag, meant, progress_callback
+from ._checks import flag, listed, meant, progress_callback, shown
 from ._choice import choice_of, copied_part
 from ._contents import StoredNode, nodes
 from ._locations import Location, Path, check_destination, location
@@ -307,6 +308,26 @@ def _is_basic(part: object) -> bool:
     return True
 
 
+def _pairs(wanted: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
+    """Checks the argument of :meth:`Checkpoint.read`."""
+    advice = "read() takes pairs of a leaf's path and an index, such as [(\"params/w\", ...)] for a whole leaf"
+    if isinstance(wanted, Mapping):
+        raise MisuseError(f"{advice}, not a {type(wanted).__qualname__}: pass its items()")
+    pairs = listed(wanted, advice)
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise MisuseError(f"{advice}, not {shown(pair)}")
+    return pairs
+
+
+def _number_of(path: str, numbers: Mapping[str, int]) -> int:
+    """Returns the number of the leaf with that path."""
+    if path not in numbers:
+        near = meant(path, islice(numbers, _COMPARED))
+        raise KeyError(f"no leaf has the path {path!r}{near}; paths() lists them")
+    return numbers[path]
+
+
 @public
 @final
 class Checkpoint(Mapping[Key, Any]):  # as it is stored
@@ -499,10 +520,11 @@ class Checkpoint(Mapping[Key, Any]):  # as it is stored
 
         Raises:
             KeyError: there is no leaf with that path.
+            MisuseError: ``wanted`` has something else than pairs.
         """
         core, rows = self._open(), self._open().leaves()
         numbers = {path: leaf for leaf, path in enumerate(self.paths())}
-        pairs = [(numbers[path], path, index) for path, index in wanted]
+        pairs = [(_number_of(path, numbers), path, index) for path, index in _pairs(wanted)]
         objects = {leaf: None for leaf, _, _ in pairs if rows[leaf][1] is None}
         values = dict(zip(objects, core.objects(list(objects), Reviver()), strict=True))
         found: list[object] = [values.get(leaf) for leaf, _, _ in pairs]

@@ -70,13 +70,31 @@ def test_slices_of_several_leaves_are_read_in_one_go(path: Path) -> None:
             ("n", ()),
         ]
         found = checkpoint.read(wanted)
-        with pytest.raises(KeyError, match="params/v"):
+        with pytest.raises(KeyError, match="no leaf has the path 'params/v'; did you mean 'params/w'"):
             checkpoint.read([("params/v", ...)])
     assert np.array_equal(found[0], ARRAY[1:3, -1])
     assert found[1] == "y"
     assert found[2] == 1
     assert np.array_equal(found[3], ARRAY[0])
     assert found[4] == 3
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (["w"], "not str 'w'"),
+        ("params/w", "not str 'params/w'"),
+        ({"params/w": ...}, r"not a dict: pass its items\(\)"),
+        ([("params/w",)], "not tuple"),
+        ([(0, ...)], "not tuple"),
+        (5, "not int 5"),
+    ],
+)
+def test_a_read_of_no_pairs_says_what_to_pass(path: Path, wanted: Any, message: str) -> None:
+    with sw.open(path) as checkpoint:
+        with pytest.raises(sw.MisuseError, match=f"such as .* for a whole leaf, {message}"):
+            checkpoint.read(wanted)
+        assert same(checkpoint.read({"params/w": ...}.items())[0], ARRAY)
 
 
 def test_contents_name_the_place_of_every_byte(tmp_path: Path) -> None:
