@@ -311,8 +311,13 @@ def metadata(path: Location, step: int | None = None) -> Metadata:
 def verify(
     path: Location, step: int | None = None, *, progress: Callable[[int, int], object] | None = None
 ) -> VerifyReport:
-    """Reads the whole checkpoint at ``path`` and compares every checksum. In a root, it reads the
-    newest step (or ``step``), even if it is damaged. The report names the step."""
+    """Reads the whole checkpoint at ``path`` and compares every checksum.
+
+    Args:
+        path: a checkpoint, a step's directory, a root, or files of another library.
+        step: the step of a root. ``None``: the newest, even if it is damaged. The report names it.
+        progress: called now and then with the bytes done and in all.
+    """
     return verifying.verify(readable(path), None if step is None else step_number(step), open, progress)
 
 
@@ -325,15 +330,22 @@ def watch(
     which: Literal["latest", "all"] = "latest",
     interval: float = 0.5,
 ) -> Iterator[Checkpoint]:
-    """Yields new committed steps above ``after``, leased, for an evaluator. ``which="latest"``
-    skips to the newest one, ``"all"`` yields each that still exists. Ends after ``timeout`` seconds
-    without a new step. A step is closed when the next one is requested.
+    """Yields new committed steps of a root, leased, for an evaluator. A step is closed when the
+    next one is requested.
 
     It yields only complete steps. A step with missing files (for example in an unfinished copy) is
     skipped with a warning and tried again later, so ``"all"`` may yield it after a newer one.
     ``"latest"`` yields the newest complete step, and never an older one than before. It also yields
     a step that was saved again after a rewind, or that replaces the last one, but not the step that
-    a rewind leaves as the newest."""
+    a rewind leaves as the newest.
+
+    Args:
+        root: the directory of the run.
+        after: yield only steps above this one. ``None``: all.
+        timeout: end after so many seconds without a new step. ``None``: never.
+        which: ``"latest"`` skips to the newest step, ``"all"`` yields each that still exists.
+        interval: seconds between two looks at the root.
+    """
     one_of(which, "which", ("latest", "all"))
     limit, pause = seconds(timeout), seconds(interval, "interval")
     where = location(root, "the root")

@@ -73,14 +73,20 @@ def repair(
     path: Path, step: int | None = None, *, dry_run: bool = False, progress: Progress | None = None
 ) -> RepairReport:
     """Rebuilds lost or damaged indexes of the checkpoint at ``path`` from the footers of its data
-    files, then verifies all of it. In a root it takes the newest step that has a manifest (or
-    ``step``). It logs a warning of newer steps without a valid one, and ``passed_over`` lists them.
-    ``dry_run=True`` rebuilds in memory and writes nothing.
+    files, then verifies all of it.
 
     Nothing is written before every damaged index could be rebuilt. Otherwise
     :class:`CorruptCheckpoint` names the file, and the leaf if one is known. The damaged index stays
     beside the new one (``.index.damaged``) until the whole step has verified. Without its manifest
-    a step cannot be repaired."""
+    a step cannot be repaired.
+
+    Args:
+        path: a checkpoint, a step's directory, or a root.
+        step: the step of a root. ``None``: the newest step that has a manifest. A warning names
+            newer steps without a valid one, and ``passed_over`` lists them.
+        dry_run: rebuild in memory, and write nothing.
+        progress: called with the bytes done and in all while the step is verified.
+    """
     where, only_look = readable(path), flag(dry_run, "dry_run")
     if is_store(where):
         raise MisuseError(

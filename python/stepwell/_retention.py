@@ -117,10 +117,16 @@ def keep_every(*, items: str | Iterable[str] | None = None, seconds: float) -> R
 def keep_every(
     steps: int | None = None, items: str | Iterable[str] | None = None, *, seconds: float | None = None
 ) -> Retention:
-    """Steps that are divisible by ``steps`` stay; with ``seconds`` the oldest step and each that
-    was committed at least so long after the one that was kept before it. With ``items`` only those
-    items of them: the rest is thinned away. ``items`` selects as ``include`` of a restore does, one
-    glob or several: ``"params"`` and ``"params/**"`` are the item ``params``."""
+    """Steps at an interval stay. Pass ``steps`` or ``seconds``, one of them.
+
+    Args:
+        steps: keep the steps that are divisible by this number.
+        items: keep only these items of the steps; the rest is thinned away. It selects as
+            ``include`` of a restore does, one glob or several: ``"params"`` and ``"params/**"`` are
+            the item ``params``. ``None``: keep the steps whole.
+        seconds: keep the oldest step, and each that was committed at least so long after the one
+            that was kept before it.
+    """
     if (steps is None) is (seconds is None):
         raise MisuseError("keep_every takes steps= or seconds=, one of them")
     rule: Rule

@@ -112,8 +112,18 @@ def save_async(
     state may change. Several ranks save one checkpoint together, as in :func:`save`.
 
     Args:
-        snapshot: when arrays are copied, as in :meth:`CheckpointManager.save`. The other arguments
-            are those of :func:`save`.
+        path: as of :func:`save`.
+        state: as of :func:`save`.
+        metrics: as of :func:`save`.
+        custom_metadata: as of :func:`save`.
+        include: as of :func:`save`.
+        exclude: as of :func:`save`.
+        cast: as of :func:`save`.
+        unsupported: as of :func:`save`.
+        exists: as of :func:`save`.
+        snapshot: when arrays are copied, as in :meth:`CheckpointManager.save`.
+        coordinator: as of :func:`save`.
+        options: as of :func:`save`.
     """
     board = coordinators.find(coordinator, what="saves to this path")
     one_of(exists, "exists", ("error", "replace"))

@@ -8,7 +8,7 @@ from ._checkpoint import Checkpoint
 from ._locations import Path, readable
 from ._opening import open_step
 from ._public import public
-from ._restore.options import RestoreKeywords, RestoreOptions, ResumeKeywords, spelled_out
+from ._restore.options import RestoreKeywords, RestoreOptions, ResumeKeywords, spelled_out, with_meanings
 from .errors import MisuseError
 
 
@@ -51,3 +51,7 @@ class Start:
 
     def __repr__(self) -> str:
         return f"Start({self._path!r}, {self._step!r})"
+
+
+# help() of a class shows this text, and not that of the constructor.
+Start.__doc__ = with_meanings(Start.__doc__, ResumeKeywords)

@@ -51,7 +51,6 @@ class TrainState:
 
         state = {"train": sw.torch.TrainState(model, optimizer, scheduler), "step": 0}
 
-    ``optimizers`` and ``scheduler`` are one object each, or several in a dict (by name) or a list.
     The stored entries are:
 
     * ``model/<name>``: parameters and persistent buffers;
@@ -70,12 +69,17 @@ class TrainState:
     were grouped in another way.
 
     Buffers of a model in ``DistributedDataParallel`` may differ between ranks (the statistics of
-    BatchNorm). Rank 0's are stored, as DDP itself broadcasts them. ``replicated`` names further
-    tensors of this kind by pattern: ``replicated="*.running_*"``.
+    BatchNorm). Rank 0's are stored, as DDP itself broadcasts them.
 
-    ``trainable_only=True`` (LoRA, a frozen encoder) stores only the parameters that require
-    gradients, their slots, and the buffers of modules that own such a parameter. A restore does not
-    change the rest of the model.
+    Args:
+        model: the model, also in a wrapper.
+        optimizers: an optimizer, or several in a dict (by name) or a list.
+        scheduler: a learning rate scheduler, or several in a dict (by name) or a list.
+        replicated: patterns of the names of further tensors that may differ between ranks, such as
+            ``"*.running_*"``. Rank 0's are stored.
+        trainable_only: store only the parameters that require gradients, their slots, and the
+            buffers of modules that own such a parameter (LoRA, a frozen encoder). A restore does
+            not change the rest of the model.
     """
 
     def __init__(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pages
@@ -131,3 +134,35 @@ def test_the_links_of_the_page_lead_somewhere(page: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE)
             assert anchor in map(slug, headings), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_page_of_benchmarks_is_short() -> None:
+    assert len((pages.PROJECT / "docs" / "benchmarks.md").read_text().split()) <= 2000
+
+
+def _public(name: str, module: ModuleType) -> Iterator[tuple[str, object]]:
+    """The public classes and functions of a module, and the methods of the classes."""
+    for one in module.__all__:
+        found = getattr(module, one)
+        if inspect.ismodule(found) or not callable(found):
+            continue
+        yield f"{name}.{one}", found
+        if inspect.isclass(found):
+            own = [(key, value) for key, value in vars(found).items() if not key.startswith("_")]
+            yield from ((f"{name}.{one}.{key}", value) for key, value in own if inspect.isfunction(value))
+
+
+def test_the_keywords_of_public_calls_are_described() -> None:
+    spaces = ("coordinators", "events", "maps", "providers", "sharding")
+    found = []
+    for name, module in (("sw", sw), *((name, getattr(sw, name)) for name in spaces)):
+        for call, function in _public(name, module):
+            try:
+                parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+            except ValueError:  # a class without one
+                continue
+            text = function.__doc__ or ""
+            names = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+            if len(parameters) > 2:
+                found += [f"{call}: {one}=" for one in names if not re.search(rf"^\s+{one}:", text, re.M)]
+    assert not found

@@ -150,7 +150,26 @@ def export(
     progress: Progress | None = None,
 ) -> ConversionResult:
     """Writes a checkpoint for another library and verifies the result: :func:`convert` with
-    ``verify=True``."""
+    ``verify=True``.
+
+    Args:
+        source: a checkpoint, a step's directory, a root, files of another library, or an open
+            checkpoint.
+        destination: a free path, or a free URL.
+        to: the format, as of :func:`convert`.
+        step: the step of a root; ``None``: its newest.
+        map: names and shapes of another model, as of :func:`convert`.
+        include: leaves to write, by glob over their paths; default: all.
+        exclude: leaves to leave out.
+        subtree: path of a container. Only what is below it is written.
+        cast: the dtype of floating-point tensors in the output.
+        objects: ``"error"``, or ``"skip"`` to leave out objects that the format cannot hold.
+        shard_size: the most bytes of a file in a directory, such as ``"5GB"``, the default.
+        files: files to copy into the destination, as of :func:`convert`.
+        stored_files: path of a container of files in the checkpoint, as of :func:`convert`.
+        coordinator: shares the work among the processes of a job, as of :func:`convert`.
+        progress: called now and then with the bytes done and in all.
+    """
     return convert(
         source,
         destination,

@@ -247,11 +247,16 @@ def spelled_out(function: _Function) -> _Function:
         if field.name in sources[0].__annotations__ and field.name not in names
     ]
     function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
-    meanings = [inspect.cleandoc(source.__doc__ or "").partition("Args:\n")[2] for source in sources]
-    head, raises, tail = inspect.cleandoc(function.__doc__ or "").partition("\n\nRaises:")
-    head += "" if "\nArgs:" in head else "\n\nArgs:"
-    function.__doc__ = "\n".join([head, *meanings]) + raises + tail
+    function.__doc__ = with_meanings(function.__doc__, *sources)
     return function
+
+
+def with_meanings(text: str | None, *sources: type) -> str:
+    """Returns a docstring with the meanings of further keywords."""
+    meanings = [inspect.cleandoc(source.__doc__ or "").partition("Args:\n")[2] for source in sources]
+    head, raises, tail = inspect.cleandoc(text or "").partition("\n\nRaises:")
+    head += "" if "\nArgs:" in head else "\n\nArgs:"
+    return "\n".join([head, *meanings]) + raises + tail
 
 
 def globs(value: object, name: str) -> list[str] | None:

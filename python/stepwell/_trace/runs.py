@@ -113,9 +113,12 @@ class TraceReport:
 @public
 def compare_traces(root: Location, other: Location | None = None, *, step: int | None = None) -> TraceReport:
     """Compares the traces of a root: the ranks of each run, and each run that resumed a step with
-    the first run that has traces of it. With ``other``, compares the runs of two roots at the steps
-    that both have traced. ``step`` takes only the traces of that saved step. Returns a
-    :class:`stepwell.results.TraceReport`.
+    the first run that has traces of it. Returns a :class:`stepwell.results.TraceReport`.
+
+    Args:
+        root: the root of the run.
+        other: another root. The runs of both are compared at the steps that both have traced.
+        step: a saved step; only its traces are compared. ``None``: all.
 
     Raises:
         StepNotFound: a root does not exist.
