@@ -105,7 +105,7 @@ pub type Chunks = SmallVec<[ChunkRecord; 1]>;
 /// The region of a chunk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum ChunkRegion {
-    /// A box, stored row-major.
+    /// A box. Its codec says in which order its elements are stored.
     Box(Region),
     /// A run of the row-major flattened tensor.
     Run {
