@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from .. import _adapters as adapters
 from .. import _core
@@ -128,6 +128,20 @@ class GuestSave(Future[_T]):
         else:
             self.set_result(found)
             lifecycle.forget(self)
+
+
+class Guest(Protocol):
+    """A trainer with saves in the background."""
+
+    #: The save that has begun last, until somebody has waited for it.
+    _stepwell_pending: GuestSave[None] | None
+
+
+def settle_pending(guest: Guest) -> None:
+    """Waits for the pending save."""
+    pending, guest._stepwell_pending = guest._stepwell_pending, None
+    if pending is not None:
+        pending.result()
 
 
 #: The saves that had not ended when somebody looked last.

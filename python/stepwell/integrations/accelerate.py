@@ -96,7 +96,7 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
         """See ``Accelerator.save_state``. ``safe_serialization`` has no meaning: nothing is
         pickled."""
         _refuse(others)
-        self._stepwell_settle()
+        _guest.settle_pending(self)
         configuration = self.project_configuration
         is_automatic = configuration.automatic_checkpoint_naming
         if is_automatic:
@@ -141,22 +141,16 @@ class StepwellAccelerator(accelerate.Accelerator):  # type: ignore[misc]  # acce
 
     def end_training(self) -> None:
         """See ``Accelerator.end_training``."""
-        self._stepwell_settle()
+        _guest.settle_pending(self)
         _placing.wait_removed()
         super().end_training()
-
-    def _stepwell_settle(self) -> None:
-        """Waits for the pending save."""
-        pending, self._stepwell_pending = self._stepwell_pending, None
-        if pending is not None:
-            pending.result()
 
     # ---- loads
 
     def load_state(self, input_dir: str | None = None, load_kwargs: object = None, **others: object) -> None:
         """See ``Accelerator.load_state``. ``load_kwargs`` and ``map_location`` serve checkpoints
         that accelerate has written."""
-        self._stepwell_settle()
+        _guest.settle_pending(self)
         is_automatic = self.project_configuration.automatic_checkpoint_naming
         folder = os.path.join(self.project_dir, _AUTOMATIC_FOLDER) if is_automatic else None
         if input_dir is None and folder is not None:

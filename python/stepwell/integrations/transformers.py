@@ -113,7 +113,7 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
     # ---- saves
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
-        self._stepwell_settle()
+        _guest.settle_pending(self)
         arguments = self.args
         if arguments.save_only_model:
             super()._save_checkpoint(model, trial)
@@ -183,16 +183,10 @@ class StepwellTrainer(transformers.Trainer):  # type: ignore[misc]  # transforme
             one for number, one in enumerate(found) if one in gone or (number < oldest and one not in kept)
         ]
 
-    def _stepwell_settle(self) -> None:
-        """Waits for the pending save."""
-        pending, self._stepwell_pending = self._stepwell_pending, None
-        if pending is not None:
-            pending.result()
-
     def _finalize_training(self, trial: object, *args: object, **kwargs: object) -> object:
         if self._stepwell_prover is not None:
             self._stepwell_prover.close()
-        self._stepwell_settle()
+        _guest.settle_pending(self)
         _placing.wait_removed()
         return super()._finalize_training(trial, *args, **kwargs)
 
