@@ -9,7 +9,7 @@ import re
 from itertools import product
 from math import prod
 from types import EllipsisType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import click
 import numpy as np
@@ -22,9 +22,6 @@ from .output import FINE, Output, safe, size
 from .progress import progress
 from .show import drawn, facts, small_objects
 from .targets import MAPPED, TARGET, Target
-
-if TYPE_CHECKING:
-    from numpy._core.arrayprint import _FormatDict
 
 #: Values that were read, of any dtype.
 Values: TypeAlias = np.ndarray
@@ -184,9 +181,14 @@ def _print(out: Output, array: _Sliced, everything: bool) -> None:
         values, threshold = _edges(array), 0
     out.line(out.dim(array.title + array.whole))
     # numpy prints the dtypes of ml_dtypes by their `repr`, which is longer than the number.
-    formatter: _FormatDict | None = {"all": str} if _is_of_ml_dtypes(array.dtype) else None
     out.line(
-        np.array2string(values, threshold=threshold, edgeitems=_EDGE, separator=", ", formatter=formatter)
+        np.array2string(
+            values,
+            threshold=threshold,
+            edgeitems=_EDGE,
+            separator=", ",
+            formatter={"all": str} if _is_of_ml_dtypes(array.dtype) else None,
+        )
     )
 
 

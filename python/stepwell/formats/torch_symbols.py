@@ -128,15 +128,6 @@ _OTHER_STORAGES: Mapping[str, int] = {
     "QUInt2x4Storage": 1,
     "QInt32Storage": 4,
 }
-_TENSOR_CLASSES = frozenset(
-    {
-        ("torch", "Tensor"),
-        ("torch", "nn.parameter.Parameter"),
-        ("torch._tensor", "Tensor"),
-        ("torch.nn.parameter", "Parameter"),
-        ("torch.nn.parameter", "Buffer"),
-    }
-)
 #: A tensor that repeats its elements is listed only if it is longer than that, in bytes, and than
 #: so many times its stored bytes.
 _MAX_REPEATED_BYTES, _MAX_REPEATS = 1 << 30, 4096
