@@ -208,7 +208,8 @@ fn prepare(files: &FileSet, index: &Index, copies: &[BoxCopy], limits: ReadLimit
     let mut needed = BTreeSet::new();
     for copy in copies {
         let strided = Strided::new(copy).map_err(|what| {
-            Error::Misuse(format!("the copy of leaf `{}`: {what}", index.tree.leaf_path(copy.leaf)))
+            let leaf = index.tree.leaf_path(copy.leaf);
+            Error::internal(format!("a copy of leaf `{leaf}` that can be made"), what)
         })?;
         let Some(strided) = strided else { continue };
         needed.insert(strided.file);

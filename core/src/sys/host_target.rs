@@ -89,10 +89,15 @@ impl HostTarget<'_> {
             Some(address) => address,
             // An empty array may have no memory.
             None if len == 0 => NonNull::dangling(),
-            None => return Err(Error::Misuse(format!("a target of {len} bytes has no address"))),
+            None => {
+                return Err(Error::internal(format!("an address of a target of {len} bytes"), "none"));
+            }
         };
         if isize::try_from(len).is_err() || (address.as_ptr() as usize).checked_add(len).is_none() {
-            return Err(Error::Misuse(format!("a target of {len} bytes does not fit the address space")));
+            return Err(Error::internal(
+                "a target in the address space",
+                format!("one of {len} bytes at {address:p}"),
+            ));
         }
         Ok(Self { address, len, borrowed: PhantomData })
     }

@@ -110,8 +110,8 @@ impl Drop for ScatterGuard<'_> {
 
 impl Scatter {
     /// Validates everything that [`Self::put`] relies on, and takes the targets. `windows` are in
-    /// file order and do not overlap. [`Error::Misuse`] if a copy does not fit its target: the
-    /// caller of the restore chose both.
+    /// file order and do not overlap. [`Error::Internal`] if a copy does not fit its target:
+    /// the plan of the restore chose both.
     pub(crate) fn open(
         targets: Vec<ScatterTarget<'_>>,
         copies: Vec<Strided>,
@@ -120,26 +120,29 @@ impl Scatter {
     ) -> Result<ScatterGuard<'_>> {
         for copy in &copies {
             let target = targets.get(copy.dst as usize).ok_or_else(|| {
-                Error::Misuse(format!("a copy to destination {} of {}", copy.dst, targets.len()))
+                Error::internal(
+                    format!("a copy to one of {} destinations", targets.len()),
+                    format!("one to destination {}", copy.dst),
+                )
             })?;
             let len = target.len();
             if copy.inverted != 0 && matches!(target, ScatterTarget::Elsewhere(_)) {
-                return Err(Error::Misuse(format!(
-                    "a copy inverts bits on its way to destination {}, which is no host memory",
-                    copy.dst
-                )));
+                return Err(Error::internal(
+                    "copies that invert bits only on their way to host memory",
+                    format!("one to destination {}, which is elsewhere", copy.dst),
+                ));
             }
             if copy.dst_span.end > len {
-                return Err(Error::Misuse(format!(
-                    "a copy ends at byte {} of destination {}, which has {len}",
-                    copy.dst_span.end, copy.dst
-                )));
+                return Err(Error::internal(
+                    format!("a copy inside the {len} bytes of destination {}", copy.dst),
+                    format!("one that ends at byte {}", copy.dst_span.end),
+                ));
             }
             if !copy.is_injective() {
-                return Err(Error::Misuse(format!(
-                    "destination {} overlaps itself: a copy would write some bytes twice",
-                    copy.dst
-                )));
+                return Err(Error::internal(
+                    format!("a copy that writes each byte of destination {} once", copy.dst),
+                    "a layout that overlaps itself",
+                ));
             }
         }
         let ascending = windows.windows(2).all(|pair| match pair {
