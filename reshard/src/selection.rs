@@ -145,7 +145,10 @@ fn template(to: &str, wildcards: &[Wildcard]) -> Result<Vec<Piece>, String> {
     while let Some(c) = chars.next() {
         let is_wildcard = matches!(c, '{' | '*' | '?');
         if is_wildcard && after_wildcard {
-            return Err("between two wildcards of the right side something must stand".into());
+            return Err(
+                "two wildcards of the right side follow each other directly. Put some text between them"
+                    .into(),
+            );
         }
         after_wildcard = is_wildcard;
         let wildcard = match c {

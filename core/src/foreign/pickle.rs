@@ -310,7 +310,10 @@ impl Machine<'_> {
                 items.extend(values);
             }
             (_, Some(PickleNode::Call(call))) => call.items.extend(values),
-            _ => return Err(self.fault("elements were appended to what has none".to_owned())),
+            _ => {
+                return Err(self
+                    .fault("elements are appended to a value that is not a list, set or object".to_owned()));
+            }
         }
         Ok(())
     }
@@ -324,7 +327,7 @@ impl Machine<'_> {
         match self.node_mut(target) {
             Some(PickleNode::Dict(entries)) => entries.extend(pairs),
             Some(PickleNode::Call(call)) => call.entries.extend(pairs),
-            _ => return Err(self.fault("entries were set in what has none".to_owned())),
+            _ => return Err(self.fault("entries are set in a value that is not a dict or object".to_owned())),
         }
         Ok(())
     }
@@ -336,14 +339,15 @@ impl Machine<'_> {
         self.nest(target, &[state])?;
         match self.node_mut(target) {
             Some(PickleNode::Call(call)) if call.state.is_none() => call.state = Some(state),
-            Some(PickleNode::Call(_)) => return Err(self.fault("an object got a second state".to_owned())),
-            _ => return Err(self.fault("a state was given to what is no object".to_owned())),
+            Some(PickleNode::Call(_)) => return Err(self.fault("an object gets a second state".to_owned())),
+            _ => return Err(self.fault("a state is given to a value that is not an object".to_owned())),
         }
         Ok(())
     }
 
     fn push(&mut self, node: PickleNode) -> Parsed<()> {
-        let id = NodeId::try_from(self.nodes.len()).map_err(|_| self.fault("2^32 values".to_owned()))?;
+        let id = NodeId::try_from(self.nodes.len())
+            .map_err(|_| self.fault("it has more than 2^32 values".to_owned()))?;
         self.nesting.push(0);
         match &node {
             PickleNode::List(ids) => self.nest(id, ids)?,

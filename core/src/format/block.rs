@@ -32,7 +32,7 @@ pub fn check(block: u64, bytes: &[u8], expected: u32, file: &Path) -> Result<()>
         file: file.to_owned(),
         leaf: None,
         block: Some(block),
-        what: format!("the checksum of its bytes is {found:08x}, {expected:08x} was written"),
+        what: format!("the checksum of its bytes is {found:08x}, but it was written with {expected:08x}"),
     })
 }
 
@@ -42,7 +42,7 @@ pub fn check_size(block_bytes: u64) -> std::result::Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "a block size of {block_bytes} bytes is none: it is a power of two from {} to {}",
+        "a block size of {block_bytes} bytes is not possible. It must be a power of two from {} to {}",
         BLOCK_BYTES.start(),
         BLOCK_BYTES.end()
     ))

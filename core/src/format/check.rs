@@ -101,7 +101,7 @@ pub(crate) fn check_leaves(index: &Index, numbers: Range<usize>, bounds: Bounds)
                 TieTarget::Leaf(LeafRecord::Alias { .. }) => {
                     Err(format!("it is tied to leaf {of}, itself a tie"))
                 }
-                TieTarget::None => Err(format!("it is tied to leaf {of}, which is none")),
+                TieTarget::None => Err(format!("it is tied to leaf {of}, which does not exist")),
             },
         };
         outcome.map_err(|what| at_leaf(number, what))?;
@@ -322,7 +322,10 @@ fn check_object(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), St
 fn check_extent(index: &Index, extent: &Extent, bounds: Bounds) -> Result<(), String> {
     let end = extent.offset.checked_add(extent.length).ok_or("has an offset that overflows")?;
     let file = |ordinal: u32| {
-        index.files.get(ordinal as usize).ok_or_else(|| format!("lies in file {ordinal}, which is none"))
+        index
+            .files
+            .get(ordinal as usize)
+            .ok_or_else(|| format!("lies in file {ordinal}, which does not exist"))
     };
     let (first, last) = match (extent.source, bounds) {
         (Source::Own(0), Bounds::Footer { footer_offset }) => (FIRST_BYTE, footer_offset),

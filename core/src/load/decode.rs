@@ -356,7 +356,8 @@ impl StreamReader {
         }
         match (self.stream.crc, self.crc.value()) {
             (Some(written), found) if written != found => {
-                Err(self.corrupt(&format!("its checksum is {found:08x}, what was written had {written:08x}")))
+                Err(self
+                    .corrupt(&format!("its checksum is {found:08x}, but it was written with {written:08x}")))
             }
             _ => Ok(()),
         }

@@ -29,7 +29,7 @@ impl GuardedRange {
     /// Describes the damage if its bytes have another checksum.
     pub(super) fn damage(&self, crc32: u32) -> String {
         format!(
-            "bytes {} to {} have CRC-32 {crc32:08x}, what was written had {:08x}",
+            "the CRC-32 of bytes {} to {} is {crc32:08x}, but they were written with {:08x}",
             self.offset,
             self.end(),
             self.crc32

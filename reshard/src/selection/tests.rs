@@ -73,7 +73,7 @@ fn a_rename_that_cannot_be_meant_says_why() {
         ("a/*", "b/{x}", "`{1}` stands for the first wildcard"),
         ("a/**", "b_**", "whole level"),
         ("**/x/**", "**/**", "whole level"),
-        ("*/*", "{1}{2}", "something must stand"),
+        ("*/*", "{1}{2}", "follow each other directly"),
         ("a[", "b", "without `]`"),
     ] {
         let error = Renames::new([(from, to)]).unwrap_err().to_string();

@@ -465,7 +465,7 @@ fn extents_stay_inside_their_files() {
     refused(extent(|e| e.offset = 4095), "outside");
     refused(extent(|e| e.offset = FILE_BYTES - 4096 - 23), "outside");
     refused(extent(|e| e.offset = u64::MAX), "overflows");
-    refused(extent(|e| e.source = Source::Own(2)), "file 2, which is none");
+    refused(extent(|e| e.source = Source::Own(2)), "file 2, which does not exist");
     refused(extent(|e| e.source = Source::Range(0)), "integrity");
     refused(extent(|e| e.integrity = Integrity::None), "integrity");
     refused(extent(|e| e.length = 23), "has 23 bytes");
@@ -499,7 +499,7 @@ fn chunks_stay_inside_their_tensor_and_sizes_do_not_overflow() {
 #[test]
 fn ties_name_leaves_that_hold_bytes() {
     refused(|index| index.leaves[1] = LeafRecord::Alias { of: 1 }, "itself a tie");
-    refused(|index| index.leaves[1] = LeafRecord::Alias { of: 3 }, "which is none");
+    refused(|index| index.leaves[1] = LeafRecord::Alias { of: 3 }, "which does not exist");
 }
 
 #[test]

@@ -67,7 +67,10 @@ pub(in crate::load) struct BadBlock {
 
 impl BadBlock {
     pub(in crate::load) fn what(&self) -> String {
-        format!("the block's checksum is {:08x}, what was written had {:08x}", self.found, self.written)
+        format!(
+            "the checksum of the block is {:08x}, but it was written with {:08x}",
+            self.found, self.written
+        )
     }
 
     /// Returns the error of a block of a file.

@@ -229,7 +229,7 @@ fn damaged_streams_are_found_by_reads_and_verification() {
         (flipped, None, "its compressed part at byte 1001"),
         (made(&longer).0, None, "it goes on behind its 3000001 bytes"),
         (made(shorter).0, None, "it ends after 3000000 of 3000001 bytes"),
-        (sound.clone(), Some(1), "what was written had 00000001"),
+        (sound.clone(), Some(1), "written with 00000001"),
         (sound.clone(), None, ""),
     ] {
         let mut records = records.clone();
