@@ -8,7 +8,8 @@ use pyo3::prelude::*;
 
 use stepwell_core::format::index::ChunkRegion;
 use stepwell_core::region::Region;
-use stepwell_reshard::matching::PerGlob;
+use stepwell_reshard::glob::{Glob, PathText};
+use stepwell_reshard::matching::{PerGlob, near_globs};
 use stepwell_reshard::selection::Selection;
 use stepwell_reshard::tiling;
 
@@ -121,9 +122,25 @@ pub fn flatten(state: &Bound<'_, PyAny>, choice: ChoiceArguments, is_whole: bool
     let choice = Choice::new(selection, PerGlob::new(cast, None).map_err(wrong)?, unsupported);
     let (flat, idle) = crate::flatten::flatten(state, choice)?;
     if let Some((option, glob)) = idle.first().filter(|_| is_whole) {
-        return Err(invalid(py, &format!("{option}: `{}` matches nothing of this state", glob.as_str())));
+        let near: Vec<String> = near(state, glob).iter().map(|near| format!("`{near}`")).collect();
+        let near =
+            if near.is_empty() { String::new() } else { format!("; near it is {}", near.join(" or ")) };
+        return Err(invalid(
+            py,
+            &format!("{option}: `{}` matches nothing of this state{near}", glob.as_str()),
+        ));
     }
     Ok(State { flat: Mutex::new(Some(flat)) })
+}
+
+/// Returns likely intended globs in place of one that matches nothing of a state.
+fn near(state: &Bound<'_, PyAny>, glob: &Glob) -> Vec<String> {
+    let choice = Choice::new(Selection::default(), PerGlob::default(), Some(Unsupported::Drop));
+    // Without suggestions, the error is still right.
+    let Ok((flat, _)) = crate::flatten::flatten(state, choice) else { return Vec::new() };
+    let leaves = 0..u32::try_from(flat.leaves.len()).unwrap_or(u32::MAX);
+    let paths: Vec<PathText> = leaves.map(|leaf| PathText::new(&flat.tree.leaf_path(leaf))).collect();
+    near_globs(glob, &paths)
 }
 
 /// Two arrays whose spans of memory overlap: their numbers, and the addresses of their first

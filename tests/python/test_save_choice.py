@@ -75,6 +75,29 @@ def test_a_glob_that_matches_nothing_is_refused(tmp_path: Path, choice: dict[str
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize(
+    ("glob", "near"),
+    [
+        ("parms/**", "`params`"),
+        ("params/l/0", "`params/l[0]`"),
+        ("params/l/1/w", "`params/l[1]`"),
+        ("x", None),
+    ],
+)
+def test_a_glob_that_matches_nothing_gets_near_names(tmp_path: Path, glob: str, near: str | None) -> None:
+    layers = {"params": {"l": [{"w": np.ones(3)}, {"w": np.ones(2)}]}, "n": 1}
+    message = f"`{glob}` matches nothing of this state"
+    with pytest.raises(sw.MisuseError) as refused:
+        sw.save(tmp_path / "c", layers, include=["n", glob])
+    assert message in str(refused.value)
+    assert near is None or near in str(refused.value)
+    sw.save(tmp_path / "c", layers)
+    if near is not None:
+        with pytest.raises(sw.MismatchError, match="near it is") as restored:
+            sw.restore(tmp_path / "c", include=glob)
+        assert near in str(restored.value)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "float32"])
 def test_a_cast_gives_the_values_that_numpy_gives(tmp_path: Path, dtype: str) -> None:
     given = {"params": state()["params"], "optimizer": {"count": np.float32(257)}}

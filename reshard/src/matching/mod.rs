@@ -26,7 +26,7 @@ use stepwell_core::region::{Dims, Region};
 pub use self::report::{
     Collision, Kept, Missing, MissingLeaf, Report, UnexpectedLeaf, Why, WrongDtype, WrongKind, WrongShape,
 };
-pub use self::unmatched::Unmatched;
+pub use self::unmatched::{Unmatched, near_globs};
 use crate::Result;
 use crate::glob::{GlobList, PathText};
 use crate::selection::{Renames, Selection};

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 
 use super::near::{distance, first};
 use super::{Matching, PerGlob, Spec};
-use crate::glob::{Glob, boundaries, components, is_within, render};
+use crate::glob::{Glob, PathText, boundaries, components, is_within, render};
 
 /// A pattern that applies to nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -106,6 +106,11 @@ fn unused(globs: &[Glob], texts: &[&[u8]]) -> Vec<Glob> {
 
 fn suggest(option: &'static str, glob: &Glob, texts: &[&[u8]], fails: bool) -> Unmatched {
     Unmatched { option, glob: glob.as_str().to_owned(), near: near(glob, texts), dropped: None, fails }
+}
+
+/// Returns likely intended globs in place of one that matches none of these paths.
+pub fn near_globs(glob: &Glob, paths: &[PathText]) -> Vec<String> {
+    near(glob, &paths.iter().map(PathText::as_bytes).collect::<Vec<_>>())
 }
 
 /// Likely intended globs. At the place where the glob's beginning stops to be an existing path: the
