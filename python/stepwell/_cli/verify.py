@@ -77,7 +77,7 @@ def _print(out: Output, report: sw.results.VerifyReport, seconds: float) -> None
         else:
             out.line(f"{out.good('whole')}: {name}: {read}")
         return
-    out.line(f"{out.bad('damaged')}: {name}: {count(len(report.damages), 'damage')}")
+    out.line(f"{out.bad('damaged')}: {name}: {count(len(report.damages), 'damaged part')} found")
     for damage in report.damages:
         block = "" if damage.block is None else f", block {damage.block}"
         more = f" and {len(damage.leaves) - _SHOWN} more" if len(damage.leaves) > _SHOWN else ""
