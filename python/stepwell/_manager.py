@@ -452,7 +452,15 @@ class CheckpointManager(Reading):
         unsupported: Unsupported = "refuse",
     ) -> None:
         """Raises what :meth:`save` with these keywords would raise about ``state``, without saving
-        or copying it: for the start of a run."""
+        or copying it: for the start of a run.
+
+        Args:
+            state: the state of :meth:`save`.
+            include: as of :meth:`save`.
+            exclude: as of :meth:`save`.
+            cast: as of :meth:`save`.
+            unsupported: as of :meth:`save`.
+        """
         core = self._open()
         choice = saved_choice(include, exclude, cast, unsupported)
         state = state() if is_callable_state(state) else state
@@ -572,11 +580,18 @@ class CheckpointManager(Reading):
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         """Copies an open checkpoint into this root, byte for byte, as the step that it is. The copy
-        is verified and durable before it gets its name. The keywords are those of
-        :meth:`Checkpoint.copy`.
+        is verified and durable before it gets its name.
+
+        Args:
+            checkpoint: an open checkpoint of stepwell, or a step that was adopted.
+            include: items to copy, as of :meth:`Checkpoint.copy`.
+            exclude: items to leave out.
+            metrics: metrics that were added later, as of :meth:`Checkpoint.copy`.
+            compress: tensors to compress, as of :meth:`Checkpoint.copy`.
+            progress: as of :meth:`Checkpoint.verify`.
 
         Raises:
-            StepExists: the root has that step.
+            StepExists: the root has that step. :meth:`delete` it first.
         """
         instance(checkpoint, Checkpoint, "checkpoint", "sw.open(…)")
         core = self._open()
