@@ -18,7 +18,7 @@ use crate::compressed_copy::{self, CompressedCopy};
 use crate::delete_tree::delete_tree;
 use crate::directory_layout::{self, LEASE, MANIFEST};
 use crate::environment::Environment;
-use crate::error::{Error, Result};
+use crate::error::{Advice, Error, Result};
 use crate::lease::{OwnedTemporary, own_temporary};
 use crate::{retention, singular};
 
@@ -266,7 +266,7 @@ pub(crate) fn publish(
     write: impl FnOnce(&Arc<dyn Dir>, &str) -> Result<()>,
 ) -> Result<()> {
     let CopyPlace { parent, name, label, trash } = place;
-    let taken = || Error::PathExists { path: parent.path().join(name) };
+    let taken = || Error::PathExists { path: parent.path().join(name), advice: Advice::OtherPath };
     if trash.is_none() && parent.stat(name)?.is_some() {
         return Err(taken());
     }

@@ -29,10 +29,12 @@ pub enum Error {
         rewind_to: Option<u64>,
     },
     /// A checkpoint exists already at the path.
-    #[error("{} exists already. Replace it, or pass another path", path.display())]
+    #[error("{} exists already", path.display())]
     PathExists {
         /// The path.
         path: PathBuf,
+        /// The remedy, which depends on the call.
+        advice: Advice,
     },
     /// The step does not exist, or the root has no steps.
     #[error("{}", step_not_found(*step, root, *latest))]
@@ -159,8 +161,10 @@ pub enum Error {
     Held {
         /// The step.
         step: u64,
-        /// The holder, and the remedy.
+        /// The holder.
         by: String,
+        /// The remedy, unless it is to try again.
+        advice: Option<Advice>,
     },
     /// A tier will not get a step.
     #[error("step {step} {}: {why}", not_carried(tier))]
@@ -173,7 +177,7 @@ pub enum Error {
         why: String,
     },
     /// The file system has no locks, and the caller did not ask to take the root over.
-    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one. Take the root over: this manager becomes the writer once no other one has sent a heartbeat for a while", root.display())]
+    #[error("{} lies on a file system without locks ({answer}), so a second writer cannot be kept out by one", root.display())]
     NoLocks {
         /// The root.
         root: PathBuf,
@@ -211,9 +215,7 @@ pub enum Error {
         example: String,
     },
     /// The buffer of a leaf was donated before its capture.
-    #[error(
-        "leaf `{leaf}`: its buffer was donated before it was captured. Save before the donating call, or capture eagerly"
-    )]
+    #[error("leaf `{leaf}`: its buffer was donated before it was captured")]
     DonatedBuffer {
         /// The rendered leaf path.
         leaf: String,
@@ -266,9 +268,7 @@ pub enum Error {
         source: Arc<Error>,
     },
     /// The system refused staging memory.
-    #[error(
-        "no memory for a staging ring of {wanted} bytes, of which {there} are there already ({source}). Allow less staging memory, or raise the limit of this process (`ulimit -v`)"
-    )]
+    #[error("no memory for a staging ring of {wanted} bytes, of which {there} are there already ({source})")]
     NoStagingMemory {
         /// The requested bytes, in all.
         wanted: u64,
@@ -288,9 +288,9 @@ pub enum Error {
 fn step_exists(step: u64, root: &std::path::Path, latest: Option<u64>, rewind_to: Option<u64>) -> String {
     let root = root.display();
     match latest {
-        None => format!("step {step} exists already in {root}. Replace it, or keep what is there"),
+        None => format!("step {step} exists already in {root}"),
         Some(latest) => format!(
-            "step {step} exists already in {root}, below the latest step {latest}. Keep what is there, or: {}",
+            "step {step} exists already in {root}, below the latest step {latest}; {}",
             way_back(step, rewind_to)
         ),
     }
@@ -398,7 +398,7 @@ impl Error {
         match self {
             Self::StepExists { latest: None, .. } => Some(Advice::ReplaceOrKeepStep),
             Self::StepExists { .. } => Some(Advice::KeepStep),
-            Self::PathExists { .. } => Some(Advice::ReplacePath),
+            Self::PathExists { advice, .. } => Some(*advice),
             Self::Locked { .. } => Some(Advice::OpenReadOnly),
             Self::ReadOnly { .. } => Some(Advice::OpenWritable),
             Self::NoLocks { .. } => Some(Advice::TakeOver),
@@ -406,7 +406,7 @@ impl Error {
             Self::Spread { .. } => Some(Advice::Spread),
             Self::DonatedBuffer { .. } => Some(Advice::CaptureEagerly),
             Self::NoStagingMemory { .. } => Some(Advice::LessStaging),
-            Self::Layout { advice, .. } => *advice,
+            Self::Layout { advice, .. } | Self::Held { advice, .. } => *advice,
             Self::Relayed(relayed) => relayed.advice,
             Self::Earlier { source, .. } => source.advice(),
             _ => match self.core() {
@@ -458,8 +458,12 @@ pub enum Advice {
     ReplaceOrKeepStep,
     /// Keep the step: it cannot be replaced.
     KeepStep,
-    /// Replace the checkpoint at that path.
+    /// Replace the checkpoint at that path, or pass another one.
     ReplacePath,
+    /// Pass another path: this call replaces nothing.
+    OtherPath,
+    /// Delete the step first: this call replaces nothing.
+    DeleteStep,
     /// Open the root to read only.
     OpenReadOnly,
     /// Open the root to write.
@@ -470,12 +474,16 @@ pub enum Advice {
     OtherStepName,
     /// Open it as a tier that is spread over machines.
     Spread,
-    /// Capture the state before `save` returns.
+    /// Save earlier, or capture the state before `save` returns.
     CaptureEagerly,
-    /// Limit the staging memory.
+    /// Allow less staging memory, or raise the limit of the process.
     LessStaging,
     /// Change leaves under a guard only.
     GuardUpdates,
+    /// Release the hold of this manager first.
+    ReleaseHold,
+    /// Close the reader that has it first.
+    CloseReader,
     /// Declare which copies of a part are replicas.
     NameReplicas,
     /// Declare that a leaf has a value for each rank, or that one rank's value is stored.
@@ -530,7 +538,7 @@ impl Relayed {
     pub fn of_rank(rank: u32, error: &Error, keeps_kind: bool) -> Self {
         let failed = Self::of(&Error::RankFailed { rank, cause: error.to_string() });
         let kind = if keeps_kind { error.kind().to_owned() } else { failed.kind };
-        Self { kind, ..failed }
+        Self { kind, advice: error.advice(), ..failed }
     }
 
     /// Returns its kind: see [`Error::kind`].
@@ -545,8 +553,9 @@ mod tests {
 
     #[test]
     fn an_advice_reaches_the_ranks_that_the_leader_answers() {
-        let error = Error::PathExists { path: "/x".into() };
+        let error = Error::PathExists { path: "/x".into(), advice: Advice::ReplacePath };
         assert_eq!(error.advice(), Some(Advice::ReplacePath));
+        assert_eq!(Relayed::of_rank(1, &error, false).advice, Some(Advice::ReplacePath));
         let sent = serde_json::to_vec(&Relayed::of(&error)).unwrap();
         let relayed = Error::Relayed(serde_json::from_slice(&sent).unwrap());
         assert_eq!((relayed.kind(), relayed.advice()), (error.kind(), error.advice()));

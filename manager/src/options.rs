@@ -239,7 +239,7 @@ impl Options {
         }
         if self.writers == Some(0) {
             return Err(Error::Invalid(
-                "writers=0 leaves nobody to write; pass at least 1, or None".to_owned(),
+                "the number of writers is 0, so nobody would write. It must be at least 1".to_owned(),
             ));
         }
         if self.chunk_bytes == 0 || self.queue_depth == Some(0) || self.stall_timeout.is_zero() {

@@ -129,7 +129,7 @@ fn lock(step: &dyn Dir, number: u64) -> Result<Option<Box<dyn stepwell_core::io:
         Ok(Some(lock)) => Ok(Some(lock)),
         Ok(None) => {
             let by = "somebody reads, thins or repairs it. Try again when they have ended".to_owned();
-            Err(Error::Held { step: number, by })
+            Err(Error::Held { step: number, by, advice: None })
         }
         Err(error) if error.is_without_locks() => Ok(None),
         Err(error) => Err(error.into()),

@@ -23,7 +23,7 @@ use crate::coordination::team::{RankHeartbeat, Team};
 use crate::directory_layout::{self, CONTROL, OwnName, SINGLE};
 use crate::discovery::read_manifest;
 use crate::environment::Environment;
-use crate::error::{Error, Result};
+use crate::error::{Advice, Error, Result};
 use crate::guard::guarded;
 use crate::manager::{Exists, SaveRequest, agreed};
 use crate::options::Options;
@@ -212,7 +212,7 @@ fn existing(path: &Path, parent: &dyn Dir, name: &str, exists: Exists) -> Result
         return Ok(Existing::Refuse);
     }
     if exists != Exists::Replace {
-        return Err(Error::PathExists { path: path.to_owned() });
+        return Err(Error::PathExists { path: path.to_owned(), advice: Advice::ReplacePath });
     }
     // Replace a checkpoint only, never another directory.
     match read_manifest(parent, name) {

@@ -199,7 +199,7 @@ pub(crate) fn items(
 fn check(state: &StateSource) -> Result<()> {
     if state.tree.nodes().is_empty() {
         return Err(Error::Invalid(
-            "nothing of the state is left to save: include= and exclude= select none of it".to_owned(),
+            "nothing of the state is left to save: the globs select none of its leaves".to_owned(),
         ));
     }
     if state.leaves.len() != state.tree.leaf_count() {

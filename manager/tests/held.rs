@@ -13,7 +13,7 @@ use common::*;
 use stepwell_core::io::Disk;
 use stepwell_core::io::simulated::{Action, Fault, Moment, OperationKind};
 use stepwell_manager::retire::Deleter;
-use stepwell_manager::{Checkpoint, Exists, Retention, SaveRequest};
+use stepwell_manager::{Advice, Checkpoint, Exists, Retention, SaveRequest};
 
 #[test]
 fn a_step_that_this_manager_holds_is_not_deleted() {
@@ -40,7 +40,8 @@ fn a_step_that_this_manager_holds_is_not_replaced() {
     let error = manager.save(again()).unwrap_err();
     assert_eq!(error.kind(), "locked");
     let text = error.to_string();
-    assert!(text.contains("step 1") && text.contains("hold()") && text.contains("release"), "{text}");
+    assert!(text.contains("step 1") && text.contains("this manager holds it"), "{text}");
+    assert_eq!(error.advice(), Some(Advice::ReleaseHold));
     assert_restores(&manager, 1);
     drop(hold);
     committed(&manager.save(again()).unwrap());

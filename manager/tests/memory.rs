@@ -8,7 +8,7 @@ use std::process::Command;
 
 use common::*;
 use stepwell_core::sys::total_memory;
-use stepwell_manager::{Manager, Options};
+use stepwell_manager::{Advice, Manager, Options};
 
 #[test]
 fn more_staging_memory_than_the_machine_has_is_refused() {
@@ -44,7 +44,8 @@ fn below_a_limit() {
     let error = manager.save(request(1)).unwrap_err();
     assert_eq!((error.kind(), error.errno()), ("io", Some(12)));
     let text = error.to_string();
-    assert!(text.contains("1073741824 bytes") && text.contains("staging memory"), "{text}");
+    assert!(text.contains("staging ring of 1073741824 bytes"), "{text}");
+    assert_eq!(error.advice(), Some(Advice::LessStaging));
     manager.close(Some(LONG)).unwrap();
     // Without a requested size, a smaller ring is enough.
     let manager = open(None);

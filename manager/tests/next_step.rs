@@ -216,7 +216,7 @@ fn continuing_from_an_older_step_names_the_rewind() {
     }
     // The latest itself may be replaced.
     let text = manager.save(request(50)).unwrap_err().to_string();
-    assert!(text.contains("Replace it") && !text.contains("rewind"), "{text}");
+    assert!(text.contains("exists already") && !text.contains("rewind"), "{text}");
     // Below the first one there is nothing to rewind to.
     let text = manager.save(request(0)).unwrap_err().to_string();
     assert!(text.contains("no step below 0") && !text.contains("rewind to step"), "{text}");

@@ -74,18 +74,26 @@ fn advice_text(advice: Advice) -> &'static str {
             "Pass exists=\"replace\" to write it again, or exists=\"skip\" to keep it (a manager's save)"
         }
         Advice::KeepStep => "exists=\"skip\" keeps it",
-        Advice::ReplacePath => "Pass exists=\"replace\" to write it again",
+        Advice::ReplacePath => "Pass exists=\"replace\" to write it again, or another path",
+        Advice::OtherPath => "Pass another path, or delete it",
+        Advice::DeleteStep => "To have another step under this number, delete() this one first",
         Advice::OpenReadOnly => "Close it, or pass read_only=True to only read",
         Advice::OpenWritable => "Open it without read_only=True",
-        Advice::TakeOver => "Pass Options(take_over=True)",
+        Advice::TakeOver => {
+            "Pass Options(take_over=True) to take the root over: this manager becomes the writer once no other one has sent a heartbeat for a while"
+        }
         Advice::OtherStepName => "The argument is step_name=",
         Advice::Spread => "Pass it as sw.Tier(…, per_machine=True)",
-        Advice::CaptureEagerly => "Pass snapshot=\"eager\"",
-        Advice::LessStaging => "Pass a smaller Options(staging_bytes=)",
+        Advice::CaptureEagerly => "Save it before the call that donates it, or pass snapshot=\"eager\"",
+        Advice::LessStaging => {
+            "Pass a smaller staging_bytes= to the manager, or raise the limit of this process (`ulimit -v`)"
+        }
         Advice::GuardUpdates => {
             "Change it inside update_guard() or a step of an attached optimizer, or after wait_captured(). What \
              changes elsewhere must not be attached, nor saved with snapshot=\"lazy\""
         }
+        Advice::ReleaseHold => "End its hold() first",
+        Advice::CloseReader => "Close the open checkpoint, the hold() or the watch() that has it first",
         Advice::NameReplicas => "An array says so with replica=, a Megatron tensor with replica_id",
         Advice::NamePerRank => {
             "Pass it as sw.PerRank(…) if it differs on purpose, or as sw.Replicated(…) to store the first rank's (in a sw.torch.TrainState: replicated=[…])"

@@ -9,6 +9,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import threading
@@ -74,6 +75,37 @@ def test_a_run_whose_steps_are_all_deleted_begins_with_step_0(root: Path) -> Non
         assert resumed is mine
         manager.save(first, state(first)).result()
         assert manager.resume(state(-1))[1] == 1
+
+
+def test_what_replaces_nothing_does_not_advise_to_replace(root: Path, tmp_path: Path) -> None:
+    sw.save(tmp_path / "one", state(0))
+    with sw.CheckpointManager(root) as manager, sw.open(tmp_path / "one") as one:
+        manager.add(one)
+        with pytest.raises(sw.StepExists, match=r"exists already\. .* delete\(\) this one first") as added:
+            manager.add(one)
+        with pytest.raises(sw.StepExists, match=r"exists already\. Pass another path") as copied:
+            one.copy(tmp_path / "one")
+    assert "exists=" not in f"{added.value} {copied.value}"
+
+
+def test_advice_is_given_once(root: Path, tmp_path: Path) -> None:
+    sw.save(tmp_path / "one", state(0))
+    with pytest.raises(sw.StepExists) as path:
+        sw.save(tmp_path / "one", state(0))
+    assert str(path.value).endswith(
+        'one exists already. Pass exists="replace" to write it again, or another path'
+    )
+    with sw.CheckpointManager(root) as manager:
+        manager.save(1, state(1)).result()
+        with pytest.raises(sw.StepExists) as step:
+            manager.save(1, state(1))
+        with manager.hold(1), pytest.raises(sw.LockedError) as held:
+            manager.delete(1)
+        with manager.checkpoint(1), pytest.raises(sw.LockedError) as leased:
+            manager.delete(1)
+    assert re.search(r"exists already in \S+\. Pass exists=\"replace\"", str(step.value))
+    assert re.search(r"holds it, or is removing it already\. End its hold\(\) first$", str(held.value))
+    assert re.search(r"open\)\. Close the open checkpoint, the hold\(\) or .* first$", str(leased.value))
 
 
 def test_numbers_are_a_policy_and_a_retention(root: Path) -> None:

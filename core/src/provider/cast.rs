@@ -52,7 +52,7 @@ impl CastProvider {
                 return Err(Error::Leaf {
                     leaf: self.leaf.to_string(),
                     what: format!(
-                        "a value of it is too large for {}; leave it out of cast=, or rescale it",
+                        "a value of it is too large for {}; leave it out of the cast, or rescale it",
                         self.to
                     ),
                 });

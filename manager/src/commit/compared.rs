@@ -69,9 +69,8 @@ impl ComparedClaims {
                     );
                     (what, None)
                 } else {
-                    let what = format!(
-                        "it is replicated, but its values differ between ranks {one} and {other}. Save one value per rank, or store only the first rank's"
-                    );
+                    let what =
+                        format!("it is replicated, but its values differ between ranks {one} and {other}");
                     (what, Some(Advice::NamePerRank))
                 };
                 return Err(Error::Layout { leaf: index.tree.leaf_path(leaf).to_string(), what, advice });

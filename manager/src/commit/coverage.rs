@@ -25,7 +25,7 @@ pub(super) fn check_coverage(index: &Index) -> Result<()> {
                 holders.dedup();
                 if holders.is_empty() {
                     format!(
-                        "no rank writes any part of it, of shape {shape:?}. Each rank holds no part, or declares that another rank writes its copy, or excludes the leaf (include=, exclude=)"
+                        "no rank writes any part of it, of shape {shape:?}. Each rank holds no part, or declares that another rank writes its copy, or leaves the leaf out"
                     )
                 } else {
                     format!(

@@ -149,7 +149,8 @@ impl<'a> Assembler<'a> {
             return Ok(());
         }
         let leaf = self.source.tree().leaf_path(run.leaf).to_string();
-        let what = format!("a value of it is too large for {}; leave it out of cast=, or rescale it", run.to);
+        let what =
+            format!("a value of it is too large for {}; leave it out of the cast, or rescale it", run.to);
         Err(stepwell_core::Error::Leaf { leaf, what }.into())
     }
 }

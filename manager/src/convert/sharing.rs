@@ -155,7 +155,7 @@ impl Sharing {
             match all.iter().position(|one| (one.0.as_str(), one.1) != (digest, verify)) {
                 None => Ok(()),
                 Some(rank) => Err(Error::Invalid(format!(
-                    "rank {rank} converts another source than rank 0, or with other arguments. Pass the same to all ranks, and step= for a root that is written to"
+                    "rank {rank} converts another source than rank 0, or with other arguments. Pass the same to all ranks. For a root that is written to, name the step"
                 ))),
             }
         })

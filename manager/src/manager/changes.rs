@@ -15,7 +15,7 @@ use crate::commit::aside;
 use crate::coordination::LEADER;
 use crate::copy;
 use crate::directory_layout::{self, LEASE, OwnName};
-use crate::error::{Error, Result};
+use crate::error::{Advice, Error, Result};
 use crate::metrics;
 use crate::removals::{Removals, Rewound, UnfinishedRewind};
 use crate::sidecars;
@@ -102,9 +102,8 @@ impl Inner {
     fn retire_unheld(&self, step: u64, name: &str, trash: &str, attempt: &Attempt) -> Result<()> {
         let retiring = self.usage.retiring([step]);
         if !retiring.may_go(step) {
-            let by = "this manager holds it (hold()), or is removing it already; release the hold first"
-                .to_owned();
-            return Err(Error::Held { step, by });
+            let by = "this manager holds it, or is removing it already".to_owned();
+            return Err(Error::Held { step, by, advice: Some(Advice::ReleaseHold) });
         }
         let dir = self.root.dir.open_dir(name)?;
         let _lease = match dir.try_lock(LEASE, LockKind::Exclusive, false) {
@@ -112,10 +111,10 @@ impl Inner {
             Ok(None) => {
                 let lease = dir.path().join(LEASE);
                 let by = format!(
-                    "a reader has it leased (an open checkpoint, hold() or watch(), of this process or of another: `lsof {0}` lists who has {0} open); close that first",
+                    "a reader of this process or of another has it leased (`lsof {0}` lists who has {0} open)",
                     lease.display()
                 );
-                return Err(Error::Held { step, by });
+                return Err(Error::Held { step, by, advice: Some(Advice::CloseReader) });
             }
             // Without locks nobody can hold it, and its files stay for the grace period.
             Err(error) if error.is_not_found() || error.is_without_locks() => None,
@@ -243,7 +242,7 @@ impl Manager {
         let root = &inner.root;
         let name = root.names.format(step);
         if root.list()?.steps.contains_key(&step) || inner.newest_carried(step..=step).is_some() {
-            return Err(Error::PathExists { path: root.path.join(name) });
+            return Err(Error::PathExists { path: root.path.join(name), advice: Advice::DeleteStep });
         }
         root.check_writer()?;
         Ok(name)
@@ -449,8 +448,8 @@ impl Inner {
         // A new hold waits until all are moved.
         let retiring = self.usage.retiring(newer.iter().copied());
         if let Some(&held) = newer.iter().find(|&&newer| !retiring.may_go(newer)) {
-            let by = "this manager holds it (hold()), or is removing it already, and a rewind would set it aside; release the hold first. Nothing was moved".to_owned();
-            return Err(Error::Held { step: held, by });
+            let by = "this manager holds it, or is removing it already, and a rewind would set it aside. Nothing was moved".to_owned();
+            return Err(Error::Held { step: held, by, advice: Some(Advice::ReleaseHold) });
         }
         if is_new && !newer.is_empty() {
             self.check_branch_is_new(branch)?;

@@ -407,7 +407,7 @@ impl Drop for Manager {
             return;
         }
         if let Err(error) = self.inner.close(self.inner.options.stall_timeout) {
-            tracing::error!(%error, root = %self.inner.root.path.display(), "a manager was dropped without close()");
+            tracing::error!(%error, root = %self.inner.root.path.display(), "a manager was dropped and not closed");
         }
     }
 }

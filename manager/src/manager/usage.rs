@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use stepwell_core::deadline::deadline_after;
 
-use crate::error::{Error, Result};
+use crate::error::{Advice, Error, Result};
 
 /// See the module documentation.
 #[derive(Default)]
@@ -34,9 +34,8 @@ impl Used {
         if !self.held.contains_key(&step) {
             return Ok(());
         }
-        let by = "this manager holds it (hold()), and what is held is not replaced; release the hold first"
-            .to_owned();
-        Err(Error::Held { step, by })
+        let by = "this manager holds it, and a held step is not replaced".to_owned();
+        Err(Error::Held { step, by, advice: Some(Advice::ReleaseHold) })
     }
 }
 

@@ -191,19 +191,19 @@ impl Retention {
     /// Refuses a rule that can never work.
     pub fn check(&self) -> Result<()> {
         match self {
-            Self::KeepEvery { steps: 0, .. } => {
-                Err(Error::Invalid("keep_every(steps=0) names no step; pass at least 1".to_owned()))
-            }
+            Self::KeepEvery { steps: 0, .. } => Err(Error::Invalid(
+                "an interval of 0 steps between kept steps is not possible. It must be at least 1".to_owned(),
+            )),
             Self::KeepEverySeconds { seconds, .. } if !(seconds.is_finite() && *seconds > 0.0) => {
                 Err(Error::Invalid(format!(
-                    "keep_every(seconds={seconds}) is no interval; pass a finite number of seconds, more than 0"
+                    "an interval of {seconds} s between kept steps is not possible. It must be finite, and more than 0"
                 )))
             }
             Self::KeepEvery { items: Some(globs), .. }
             | Self::KeepEverySeconds { items: Some(globs), .. } => {
                 if globs.is_empty() {
                     return Err(Error::Invalid(
-                        "keep_every(items=[]) would keep steps without anything in them; leave items out to keep them whole"
+                        "a rule that keeps some items of steps names none. Name items, or keep the steps whole"
                             .to_owned(),
                     ));
                 }
@@ -211,7 +211,7 @@ impl Retention {
             }
             Self::KeepNewerThan { seconds } if !(seconds.is_finite() && *seconds >= 0.0) => {
                 Err(Error::Invalid(format!(
-                    "keep_newer_than({seconds}) is no age; pass a finite number of seconds, at least 0"
+                    "an age of {seconds} s for kept steps is not possible. It must be finite, and at least 0"
                 )))
             }
             Self::Any { of } => of.iter().try_for_each(Self::check),

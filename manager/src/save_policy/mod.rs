@@ -97,11 +97,11 @@ impl SavePolicy {
     pub fn check(&self) -> Result<()> {
         match self {
             Self::EverySteps { n: 0, .. } => Err(Error::Invalid(
-                "every_steps(0) names no step. Pass at least 1, or open the root to read only".to_owned(),
+                "an interval of 0 steps between saves is not possible. Pass at least 1, or open the root to read only".to_owned(),
             )),
             Self::EverySeconds { seconds } if !(seconds.is_finite() && *seconds >= 0.0) => {
                 Err(Error::Invalid(format!(
-                    "every_seconds({seconds}) is no interval; pass a finite number of seconds, at least 0"
+                    "an interval of {seconds} s between saves is not possible. It must be finite, and at least 0"
                 )))
             }
             Self::Any { of } | Self::All { of } => of.iter().try_for_each(Self::check),

@@ -58,13 +58,15 @@ _ADVICE = {
     "per_rank": (r"Pass PerRank\(…, resize=fn\), where [^\n]*leave it out \(\.\.\.\)",),
     "damaged": (r"fallback=True restores the newest step that is intact",),
     "exists": (
-        r'Pass exists="replace" to write it again(?:, or exists="skip" to keep it \(a manager\'s save\))?',
+        r'Pass exists="replace" to write it again, or (?:another path|exists="skip" to keep it \(a manager\'s save\))',
         r'exists="skip" keeps it',
     ),
     "locked": (r"Close it, or pass read_only=True to only read",),
-    "lockless": (r"Pass Options\(take_over=True\)",),
-    "memory": (r"Pass a smaller Options\(staging_bytes=\)",),
-    "donated": (r'Pass snapshot="eager"',),
+    "lockless": (
+        r"Pass Options\(take_over=True\) to take the root over: this manager becomes the writer once no other one has sent a heartbeat for a while",
+    ),
+    "memory": (r"Pass a smaller staging_bytes= to the manager",),
+    "donated": (r'Save it before the call that donates it, or pass snapshot="eager"',),
     "coordinator": (r"first, pass coordinator=sw\.[^\n]*",),
 }
 _PATTERNS = {reason: re.compile("|".join(some)) for reason, some in _ADVICE.items()}
