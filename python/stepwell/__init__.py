@@ -132,9 +132,7 @@ def _advice(name: str) -> str:
     """Returns where that name is, or the nearest one."""
     import difflib
 
-    if hasattr(errors, name):
-        return f". It is sw.errors.{name}"
-    for space in ("coordinators", "events", "maps", "providers", "results", "sharding"):
+    for space in ("coordinators", "errors", "events", "maps", "providers", "results", "sharding"):
         if name in _importlib.import_module(f"stepwell.{space}").__all__:
             return f". It is sw.{space}.{name}"
     near = difflib.get_close_matches(name, __dir__(), 1)

@@ -17,6 +17,42 @@ if TYPE_CHECKING:
     from ._trace.tracer import TraceDifference
 
 
+__all__ = [
+    "Cancelled",
+    "ClosedError",
+    "CoordinationTimeout",
+    "CoordinatorError",
+    "CorruptCheckpoint",
+    "DeviceError",
+    "DonatedBuffer",
+    "DurabilityUncertain",
+    "ForkedProcess",
+    "FormatError",
+    "InternalError",
+    "LoadFailed",
+    "LockedError",
+    "MismatchError",
+    "MisuseError",
+    "NoLocks",
+    "NotAStep",
+    "NotCarried",
+    "RankFailed",
+    "ReadOnlyError",
+    "ResumeDiffers",
+    "SaveFailed",
+    "SessionLost",
+    "StalledError",
+    "StepExists",
+    "StepGone",
+    "StepNotFound",
+    "StepOrder",
+    "StepwellError",
+    "StorageError",
+    "TornSnapshot",
+    "UnsupportedLeaf",
+]
+
+
 @public
 class StepwellError(Exception):
     """Every error of this package."""

@@ -43,6 +43,35 @@ def test_every_kind_has_a_class_and_a_line_in_the_reference(kind: str) -> None:
     assert len(names & set(lines)) == 1
 
 
+def test_the_module_lists_its_classes() -> None:
+    classes = [cls for cls in errors._classes() if getattr(errors, cls.__name__, None) is cls]
+    assert errors.__all__ == sorted(cls.__name__ for cls in classes)
+
+
+#: Calls, keywords and values of Python in a message: ``hold()``, ``include=``, ``None``.
+_PYTHON = re.compile(r"\b[a-z_]+\(\)|\b[a-z_]+=(?![\d{=])|\b(?:None|True|False)\b|\bsw\.")
+#: Sources whose messages may have such words, and why.
+_EXCEPTIONS = {
+    "core/src/foreign/npy.rs",  # the header of .npy files is a literal of Python
+    "manager/src/step_name.rs",  # a pattern as the manifest has it
+    "reshard/src/matching/report.rs",  # the keywords that allow a difference
+}
+
+
+def test_messages_of_the_engine_have_no_words_of_python() -> None:
+    found = []
+    for crate in ("core", "manager", "reshard"):
+        for source in sorted((SOURCES / crate / "src").rglob("*.rs")):
+            name = str(source.relative_to(SOURCES))
+            if name in _EXCEPTIONS or re.search(r"test|simulated", name):
+                continue
+            code = source.read_text().split("#[cfg(test)]\nmod tests {")[0]
+            for line in code.splitlines():
+                texts = [] if line.strip().startswith("//") else re.findall(r'"((?:[^"\\]|\\.)*)"', line)
+                found += [(name, one) for one in texts if " " in one and _PYTHON.search(one)]
+    assert not found
+
+
 def test_every_class_but_the_base_has_a_kind_of_the_table() -> None:
     assert set(errors.BY_KIND) == KINDS | {sw.StepwellError.kind}
 
@@ -218,7 +247,7 @@ def test_an_error_of_an_object_names_its_leaf(tmp_path: Path, state: Any, path: 
 
 
 def test_a_selection_of_nothing_says_so(tmp_path: Path) -> None:
-    with pytest.raises(sw.MisuseError, match="include= and exclude= select none of it"):
+    with pytest.raises(sw.MisuseError, match="the globs select none of its leaves"):
         sw.save(tmp_path / "one", {"a": 1}, exclude="**")
 
 
