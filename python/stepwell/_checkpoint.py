@@ -310,7 +310,7 @@ def _is_basic(part: object) -> bool:
 
 def _pairs(wanted: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
     """Checks the argument of :meth:`Checkpoint.read`."""
-    advice = "read() takes pairs of a leaf's path and an index, such as [(\"params/w\", ...)] for a whole leaf"
+    advice = 'read() takes pairs of a leaf\'s path and an index, such as [("params/w", ...)] for a whole leaf'
     if isinstance(wanted, Mapping):
         raise MisuseError(f"{advice}, not a {type(wanted).__qualname__}: pass its items()")
     pairs = listed(wanted, advice)
