@@ -137,7 +137,7 @@ fn what_differs_on_one_node_is_found_whoever_writes_it() {
                     let text = error.to_string();
                     assert_eq!(error.kind(), "mismatch", "{text}");
                     let is_named = text.contains(&format!("`item{number}/n`"))
-                        && [format!("ranks {odd} and "), format!(" and {odd}. ")]
+                        && [format!("ranks {odd} and "), format!(" and {odd};")]
                             .iter()
                             .any(|rank| text.contains(rank))
                         && text.contains("values differ");
@@ -258,7 +258,7 @@ fn differing_replicas_refuse_the_commit_by_leaf() {
             committed(&manager.save(SaveRequest::new(1, state(false))).unwrap());
             let error = failure(&manager.save(SaveRequest::new(2, state(true))).unwrap());
             assert_eq!(error.kind(), "mismatch", "{number}: {error}");
-            assert!(error.to_string().contains("`w`") && error.to_string().contains(" and 2. "), "{error}");
+            assert!(error.to_string().contains("`w`") && error.to_string().contains(" and 2;"), "{error}");
             committed(&manager.save(SaveRequest::new(3, state(false))).unwrap());
             manager.close(None).unwrap();
         });
