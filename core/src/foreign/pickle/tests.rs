@@ -140,7 +140,7 @@ fn broken_streams_are_refused_by_place() {
         (b"\x80\x02}(K\x01u.", "a key has no value"),
         (b"\x80\x02NNa.", "appended to a value that is not a list"),
         (b"\x80\x02NNNs.", "set in a value that is not a dict"),
-        (b"\x80\x02N}b.", "no object"),
+        (b"\x80\x02N}b.", "not an object"),
         (b"\x80\x02cos\nx\n)R}b}b.", "a second state"),
         (b"\x80\x02(cos\nsystem\nX\x02\x00\x00\x00lso.", "opcode OBJ"),
         (b"\x80\x02(X\x02\x00\x00\x00lsios\nsystem\n.", "opcode INST"),
