@@ -151,6 +151,7 @@ fn listed(page: &Page) -> String {
 pub fn refused(refusal: Refusal) -> Answer {
     let (status, code) = match refusal {
         Refusal::BadDigest => (400, "Md5Mismatch"),
+        Refusal::Busy => (429, "TooManyRequests"),
         Refusal::Conflict => (409, "OperationConflict"),
         Refusal::Denied => (403, "AuthenticationFailed"),
         Refusal::EntityTooSmall | Refusal::Malformed => (400, "InvalidInput"),

@@ -161,6 +161,7 @@ pub struct Page {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     BadDigest,
+    Busy,
     Conflict,
     Denied,
     EntityTooSmall,

@@ -10,9 +10,13 @@
 //! * `latency`: `{"milliseconds": 30}`. Each answer waits for so long.
 //! * `page`: `{"entries": 2}`. Pages of listings have at most so many entries.
 //! * `expire`: `{"token": "old"}`. Credentials that contain this text have expired.
+//! * `halt`: `{"after": 12, "applied": true}`. The server answers 12 more requests. It applies the
+//!   next one (without `applied` it does not), and no later one. These get no answer. An empty body
+//!   ends it: their connections close, and other requests are answered.
+//! * `halted`: true if a request waits because of `halt`.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -41,6 +45,12 @@ pub enum Fault {
     Html,
     /// 500, and not applied.
     Forget,
+    /// 429, and not applied.
+    Busy,
+    /// 200 with a page of HTML, as of a proxy that wants a login, and not applied.
+    Login,
+    /// It is applied, and the answer comes after those of later requests.
+    Reorder,
 }
 
 impl Fault {
@@ -55,6 +65,9 @@ impl Fault {
             "late" => Self::Late,
             "html" => Self::Html,
             "forget" => Self::Forget,
+            "busy" => Self::Busy,
+            "login" => Self::Login,
+            "reorder" => Self::Reorder,
             _ => return None,
         })
     }
@@ -130,9 +143,33 @@ impl Faults {
     }
 }
 
+/// A stop of the server, as a client sees it that is killed meanwhile.
+#[derive(Debug)]
+struct Halt {
+    /// The requests that are answered until then.
+    left: u64,
+    /// The next request is applied.
+    is_applied: bool,
+    is_reached: bool,
+}
+
+impl Halt {
+    /// Counts a request. True for one that gets no answer, and whether it is applied.
+    fn stops(&mut self) -> Option<bool> {
+        let Some(left) = self.left.checked_sub(1) else {
+            let is_first = !std::mem::replace(&mut self.is_reached, true);
+            return Some(is_first && self.is_applied);
+        };
+        self.left = left;
+        None
+    }
+}
+
 /// The faults and delays of one request.
 #[derive(Debug)]
 pub struct Plan {
+    /// The request gets no answer, and is applied or not.
+    pub halted: Option<bool>,
     pub fault: Option<Fault>,
     /// A random number for the fault.
     pub random: u64,
@@ -156,12 +193,19 @@ struct State {
     latency: Duration,
     expired: Option<String>,
     page: Option<u64>,
+    halt: Option<Halt>,
+    /// The answers so far.
+    answered: u64,
 }
+
+/// The longest that an answer waits for later ones.
+const REORDERED: Duration = Duration::from_millis(300);
 
 /// The counts and faults of a server.
 #[derive(Default)]
 pub struct Control {
     state: Mutex<State>,
+    changed: Condvar,
 }
 
 impl Control {
@@ -179,7 +223,9 @@ impl Control {
         state.hits += u64::from(fault.is_some());
         let expired = state.expired.as_deref();
         let is_expired = expired.is_some_and(|token| credentials.iter().any(|text| text.contains(token)));
+        let halted = state.halt.as_mut().and_then(Halt::stops);
         Plan {
+            halted,
             fault,
             random,
             latency: state.latency,
@@ -189,9 +235,26 @@ impl Control {
         }
     }
 
-    /// Counts the bytes of an answer.
+    /// Counts an answer and its bytes.
     pub fn sent(&self, bytes: u64) {
-        self.state().bytes_out += bytes;
+        let mut state = self.state();
+        state.bytes_out += bytes;
+        state.answered += 1;
+        self.changed.notify_all();
+    }
+
+    /// Waits until `halt` ends.
+    pub fn wait_for_halt(&self) {
+        let is_halted = |state: &mut State| state.halt.is_some();
+        drop(self.changed.wait_while(self.state(), is_halted));
+    }
+
+    /// Waits for so many answers to other requests, for a while.
+    pub fn wait_for_answers(&self, number: u64) {
+        let state = self.state();
+        let wanted = state.answered + number;
+        let is_early = |state: &mut State| state.answered < wanted;
+        drop(self.changed.wait_timeout_while(state, REORDERED, is_early));
     }
 
     /// Answers a request of a path below `/_control/`.
@@ -232,6 +295,14 @@ impl Control {
                 let entries = |body: &Value| body.get("entries")?.as_u64().filter(|entries| *entries > 0);
                 state.page = if body.is_null() { None } else { Some(entries(body)?) };
             }
+            "halt" => {
+                let after = || body.get("after")?.as_u64();
+                let applied = || body.get("applied").map_or(Some(false), Value::as_bool);
+                let halt = || Some(Halt { left: after()?, is_applied: applied()?, is_reached: false });
+                state.halt = if body.is_null() { None } else { Some(halt()?) };
+                self.changed.notify_all();
+            }
+            "halted" => return Some(json!(state.halt.as_ref().is_some_and(|halt| halt.is_reached))),
             "expire" => state.expired = if body.is_null() { None } else { Some(text("token")?) },
             _ => return None,
         }

@@ -193,6 +193,7 @@ pub fn redirected(region: &str, bucket: &str) -> Answer {
 pub fn refused(refusal: Refusal, dialect: Dialect) -> Answer {
     let (status, code) = match refusal {
         Refusal::BadDigest => (400, "BadDigest"),
+        Refusal::Busy => (429, "TooManyRequests"),
         Refusal::Conflict => (409, "ConditionalRequestConflict"),
         Refusal::Denied => (403, "AccessDenied"),
         Refusal::EntityTooSmall => (400, "EntityTooSmall"),

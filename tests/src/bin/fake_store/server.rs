@@ -101,6 +101,13 @@ impl Server {
         let names = ["authorization", "x-amz-security-token"];
         let credentials: Vec<&str> = names.iter().filter_map(|name| request.header(name)).collect();
         let plan = self.control.begin(asked.call.kind(), request.body.len() as u64, &credentials);
+        if let Some(is_applied) = plan.halted {
+            if is_applied {
+                self.applied(&asked, request);
+            }
+            self.control.wait_for_halt();
+            return Ok(After::Close);
+        }
         if !has_credentials(request) && !asked.bucket.starts_with("public") {
             send(connection, self.refused(Refusal::Denied), None)?;
             return Ok(After::Open);
@@ -122,6 +129,7 @@ impl Server {
                 answer.body = Body::Bytes(answer.body.flipped(plan.random));
             }
             Some(Fault::Slow) => std::thread::sleep(SLOW),
+            Some(Fault::Reorder) => self.control.wait_for_answers(plan.random % 4 + 1),
             _ => {}
         }
         std::thread::sleep(plan.latency);
@@ -146,9 +154,14 @@ impl Server {
             Fault::Conflict if asked.call.kind() == "create" => Refusal::Conflict,
             Fault::Conflict | Fault::Unavailable => Refusal::SlowDown,
             Fault::Forget => Refusal::Internal,
+            Fault::Busy => Refusal::Busy,
             Fault::Html => {
                 let page = "<html><body><h1>502 Bad Gateway</h1></body></html>";
                 return Some(Answer::new(502, "text/html", page));
+            }
+            Fault::Login => {
+                let page = "<html><head><title>Log in</title></head><body><p>Log in</p></body></html>";
+                return Some(Answer::new(200, "text/html", page));
             }
             _ => return None,
         };
