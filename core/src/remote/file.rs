@@ -1,11 +1,13 @@
 //! An object as a file: one that is stored, or one that is uploaded in parts.
 //!
 //! Bytes come in any order. A write of exactly one part goes straight to the store. Other bytes
-//! (the end of the data and the footer) are copied. They wait until they fill a part, or until the
-//! file ends. So no write waits for another one.
+//! (the end of the data and the footer, and all bytes if parts have another length than writes) are
+//! copied once. They wait until they fill a part, or until the file ends. So no write waits for
+//! another one.
 
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -14,6 +16,10 @@ use super::store::{PartTag, Store, UploadId};
 use crate::io::File;
 use crate::sys::Buffer;
 use crate::{Error, Result};
+
+/// A part that begins with a shorter piece gets memory for that piece only. It may be the end of
+/// the file.
+const SMALL_PIECE: usize = 1 << 20;
 
 /// See the module documentation.
 pub(super) struct StoreFile {
@@ -38,10 +44,49 @@ struct Upload {
     id: Option<UploadId>,
     /// The stored parts, by their number from 0 on.
     parts: BTreeMap<u64, PartTag>,
-    /// Bytes that are not sent, by their offset.
-    rest: BTreeMap<u64, Vec<u8>>,
+    /// Parts that wait for bytes, by their number from 0 on.
+    filling: BTreeMap<u64, Filling>,
     /// The length, if it was set.
     len: Option<u64>,
+}
+
+/// A part that waits for bytes.
+struct Filling {
+    buffer: Buffer,
+    /// The lengths of the pieces that are there, by their offset in the part.
+    pieces: BTreeMap<usize, usize>,
+}
+
+impl Filling {
+    /// Memory for a piece that ends at `end` of a part of this length.
+    fn buffer(end: usize, len: usize, part_bytes: usize) -> Result<Buffer> {
+        Buffer::alone(if len < SMALL_PIECE { end } else { part_bytes })
+    }
+
+    /// Adds a piece.
+    fn add(&mut self, at: usize, piece: &[u8], part_bytes: usize) -> Result<()> {
+        let end = at + piece.len();
+        if self.buffer.len() < end {
+            let mut longer = Buffer::alone(part_bytes)?;
+            longer.get_mut(..self.buffer.len()).unwrap_or_default().copy_from_slice(&self.buffer);
+            self.buffer = longer;
+        }
+        self.buffer.get_mut(at..end).unwrap_or_default().copy_from_slice(piece);
+        self.pieces.insert(at, piece.len());
+        Ok(())
+    }
+
+    /// The bytes from the start of the part on that are there.
+    fn filled(&self) -> usize {
+        let mut filled = 0;
+        for (&at, &len) in &self.pieces {
+            if at > filled {
+                break;
+            }
+            filled = filled.max(at + len);
+        }
+        filled
+    }
 }
 
 impl StoreFile {
@@ -104,22 +149,14 @@ impl StoreFile {
             let part = at / self.part_bytes;
             let (begin, end) = (part * self.part_bytes, (part + 1) * self.part_bytes);
             let (piece, after) = rest.split_at_checked((end - at) as usize).unwrap_or((rest, &[]));
-            let whole = self.with(|upload| {
-                upload.rest.insert(at, piece.to_vec());
-                Ok(upload.take(begin, end))
-            })?;
+            let whole =
+                self.with(|upload| upload.add(part, (at - begin) as usize, piece, self.part_bytes))?;
             if let Some(whole) = whole {
-                self.send_copied(part, &whole)?;
+                self.send(part, whole, self.part_bytes as usize).1?;
             }
             (at, rest) = (end, after);
         }
         Ok(())
-    }
-
-    fn send_copied(&self, part: u64, bytes: &[u8]) -> Result<()> {
-        let mut buffer = Buffer::alone(bytes.len())?;
-        buffer.get_mut(..bytes.len()).unwrap_or_default().copy_from_slice(bytes);
-        self.send(part, buffer, bytes.len()).1
     }
 
     /// Sends a part.
@@ -147,30 +184,23 @@ impl StoreFile {
 
     /// Sends what is left, and makes the object.
     fn finish(&self) -> Result<u64> {
-        let (id, len, rest) = self.with(|upload| {
-            let rest = std::mem::take(&mut upload.rest);
-            let sent = upload.parts.last_key_value().map_or(0, |(part, _)| (part + 1) * self.part_bytes);
-            let end = rest.last_key_value().map_or(0, |(offset, bytes)| offset + bytes.len() as u64);
-            Ok((upload.id.clone(), upload.len.unwrap_or(sent.max(end)), rest))
+        let (id, len, mut filling) = self.with(|upload| {
+            let len = upload.len.unwrap_or_else(|| upload.end(self.part_bytes));
+            Ok((upload.id.clone(), len, std::mem::take(&mut upload.filling)))
         })?;
-        let sent = if id.is_some() { len / self.part_bytes * self.part_bytes } else { 0 };
-        let mut tail = Vec::new();
-        for (offset, bytes) in rest {
-            if offset != sent + tail.len() as u64 {
-                return Err(self.misused(format!("a hole before byte {offset}")));
-            }
-            tail.extend_from_slice(&bytes);
+        let (last, tail) = (len / self.part_bytes, (len % self.part_bytes) as usize);
+        let rest = filling.remove(&last);
+        let filled = rest.as_ref().map_or(0, Filling::filled);
+        if filled < tail || filling.keys().any(|part| *part < last) || (id.is_none() && last > 0) {
+            return Err(self.misused(format!("a hole before byte {len}")));
         }
-        if sent + (tail.len() as u64) < len {
-            return Err(self.misused(format!("no bytes after {}", sent + tail.len() as u64)));
-        }
-        tail.truncate((len - sent) as usize);
         let Some(id) = id else {
-            self.store.put(&self.key, &tail)?;
+            let bytes = rest.as_ref().and_then(|rest| rest.buffer.get(..tail));
+            self.store.put(&self.key, bytes.unwrap_or_default())?;
             return Ok(len);
         };
-        if !tail.is_empty() {
-            self.send_copied(sent / self.part_bytes, &tail)?;
+        if let Some(rest) = rest.filter(|_| tail > 0) {
+            self.send(last, rest.buffer, tail).1?;
         }
         let parts = self.with(|upload| Ok(std::mem::take(&mut upload.parts)))?;
         if parts.keys().copied().ne(0..len.div_ceil(self.part_bytes)) {
@@ -187,15 +217,31 @@ impl StoreFile {
 }
 
 impl Upload {
-    /// Takes the bytes of a part out of the rest, if all of them are there.
-    fn take(&mut self, begin: u64, end: u64) -> Option<Vec<u8>> {
-        let pieces = self.rest.range(begin..end).map(|(_, piece)| piece.len() as u64);
-        if pieces.sum::<u64>() < end - begin {
-            return None;
+    /// Adds a piece to a part. Returns the part if that is all of it.
+    fn add(&mut self, part: u64, at: usize, piece: &[u8], part_bytes: u64) -> Result<Option<Buffer>> {
+        let part_bytes = part_bytes as usize;
+        let filling = match self.filling.entry(part) {
+            Entry::Occupied(found) => found.into_mut(),
+            Entry::Vacant(free) => {
+                let buffer = Filling::buffer(at + piece.len(), piece.len(), part_bytes)?;
+                free.insert(Filling { buffer, pieces: BTreeMap::new() })
+            }
+        };
+        filling.add(at, piece, part_bytes)?;
+        if filling.filled() < part_bytes {
+            return Ok(None);
         }
-        let mut later = self.rest.split_off(&begin);
-        self.rest.append(&mut later.split_off(&end));
-        Some(later.into_values().flatten().collect())
+        Ok(self.filling.remove(&part).map(|filling| filling.buffer))
+    }
+
+    /// The end of the bytes that are there.
+    fn end(&self, part_bytes: u64) -> u64 {
+        let sent = self.parts.last_key_value().map_or(0, |(part, _)| (part + 1) * part_bytes);
+        let end = |(part, filling): (&u64, &Filling)| {
+            let (at, len) = filling.pieces.last_key_value()?;
+            Some(part * part_bytes + (at + len) as u64)
+        };
+        sent.max(self.filling.last_key_value().and_then(end).unwrap_or_default())
     }
 }
 
