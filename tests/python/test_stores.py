@@ -235,6 +235,8 @@ def _check(served: Served, name: str, outcomes: Outcomes) -> None:
         (1, ["drop", "unavailable", "conflict", "html", "forget"], 0.1),
         (2, ["drop", "late"], 0.1),
         (3, ["conflict", "slow", "late", "drop"], 0.05),
+        (4, ["busy", "reorder"], 0.3),
+        (5, ["busy", "reorder", "late", "drop", "login"], 0.1),
     ],
 )
 def test_commits_are_true_under_faults(s3: Served, seed: int, kinds: list[str], rate: float) -> None:
@@ -262,7 +264,7 @@ def test_wrong_bytes_never_reach_a_tensor(s3: Served) -> None:
         assert_is(mgr.restore(1), 1)
 
 
-@pytest.mark.parametrize("kind", ["cut", "drop", "unavailable", "html", "forget"])
+@pytest.mark.parametrize("kind", ["cut", "drop", "unavailable", "html", "forget", "busy", "reorder"])
 def test_reads_are_repeated(served: Served, kind: str) -> None:
     with sw.CheckpointManager(served.root(f"reads-{kind}")) as mgr:
         mgr.save(1, state(1)).result()

@@ -47,6 +47,8 @@ pub enum Fault {
     Forget,
     /// 429, and not applied.
     Busy,
+    /// The credentials have expired.
+    Expire,
     /// 200 with a page of HTML, as of a proxy that wants a login, and not applied.
     Login,
     /// It is applied, and the answer comes after those of later requests.
@@ -66,6 +68,7 @@ impl Fault {
             "html" => Self::Html,
             "forget" => Self::Forget,
             "busy" => Self::Busy,
+            "expire" => Self::Expire,
             "login" => Self::Login,
             "reorder" => Self::Reorder,
             _ => return None,

@@ -155,6 +155,7 @@ impl Server {
             Fault::Conflict | Fault::Unavailable => Refusal::SlowDown,
             Fault::Forget => Refusal::Internal,
             Fault::Busy => Refusal::Busy,
+            Fault::Expire => Refusal::Expired,
             Fault::Html => {
                 let page = "<html><body><h1>502 Bad Gateway</h1></body></html>";
                 return Some(Answer::new(502, "text/html", page));
