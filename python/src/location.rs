@@ -42,9 +42,9 @@ impl Location {
     }
 
     /// Tries the store of a URL that nothing else uses, and removes all objects below it. There are
-    /// no findings for a path.
-    pub fn probe(&self) -> Result<Vec<FindingRow>, Error> {
-        self.store.as_ref().map_or_else(|| Ok(Vec::new()), |store| store.probe(&self.path))
+    /// no findings for a path. Writers race for `races` keys.
+    pub fn probe(&self, races: u32) -> Result<Vec<FindingRow>, Error> {
+        self.store.as_ref().map_or_else(|| Ok(Vec::new()), |store| store.probe(&self.path, races))
     }
 
     /// Returns the objects below a URL: name (empty: the URL is its own), bytes, time, and a number
@@ -90,7 +90,7 @@ mod stores {
             match *self {}
         }
 
-        pub(super) fn probe(&self, _: &Path) -> Result<Vec<FindingRow>, Error> {
+        pub(super) fn probe(&self, _: &Path, _: u32) -> Result<Vec<FindingRow>, Error> {
             match *self {}
         }
 
@@ -152,8 +152,8 @@ mod stores {
             Ok(Environment::single_process(Arc::new(self.disk(path)?)))
         }
 
-        pub(super) fn probe(&self, path: &Path) -> Result<Vec<FindingRow>, Error> {
-            let found = self.disk(path)?.probe(path)?;
+        pub(super) fn probe(&self, path: &Path, races: u32) -> Result<Vec<FindingRow>, Error> {
+            let found = self.disk(path)?.probe(path, races)?;
             Ok(found.into_iter().map(|one| (one.name, one.holds, one.detail)).collect())
         }
 

@@ -148,10 +148,12 @@ pub fn stored_names(py: Python<'_>, root: Location) -> PyResult<Vec<(String, u64
     })
 }
 
-/// Tries the store of a URL that nothing else uses, and removes all objects below it.
+/// Tries the store of a URL that nothing else uses, and removes all objects below it. Writers race
+/// for `races` keys.
 #[pyfunction]
-pub fn probe_store(py: Python<'_>, url: Location) -> PyResult<Vec<FindingRow>> {
-    call(py, move || url.probe())
+#[pyo3(signature = (url, races=1))]
+pub fn probe_store(py: Python<'_>, url: Location, races: u32) -> PyResult<Vec<FindingRow>> {
+    call(py, move || url.probe(races))
 }
 
 /// Opens the checkpoint at the path, or the newest step (or `step`) of the root there.

@@ -55,6 +55,8 @@ _OF_STORES: dict[str, tuple[str, bool]] = {
     "create_once": ("a step is committed once, and one writer has the root", True),
     "create_race": ("the same when several writers come at once", True),
     "parts": ("large files are uploaded in parts", True),
+    "ranges": ("parts of a file are read", True),
+    "listing": ("steps and files are found", True),
     "commit": ("a save commits, and reads back bit for bit", True),
     "write_speed": ("a save of the probe, durable", False),
     "read_speed": ("its verification", False),

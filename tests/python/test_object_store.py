@@ -19,7 +19,10 @@ import stepwell as sw
 pytest.importorskip("moto")
 sys.path.append(str(Path(__file__).parent))
 from command_line import process
+from longer import longer
 from ranks import run
+from stepwell import _core
+from stepwell._store import url_of
 
 
 def state(step: int) -> dict[str, np.ndarray]:
@@ -282,6 +285,23 @@ def test_ranks_save_together_and_other_ranks_restore(url: str, tmp_path: Path) -
     rows = np.arange(64, dtype=np.float32).reshape(16, 4)
     np.testing.assert_array_equal(sw.restore(url)["w"], rows + 5)
     assert [one.step for one in sw.inspect(url)] == [4, 5]
+
+
+def test_ranks_of_a_node_write_files_of_their_own(url: str, tmp_path: Path) -> None:
+    script = SHARDED.replace("retention=2", "retention=2, options=sw.Options(files_per='node')")
+    run(tmp_path, script, 2, tmp_path, url)
+    rows = np.arange(64, dtype=np.float32).reshape(16, 4)
+    np.testing.assert_array_equal(sw.restore(url)["w"], rows + 2)
+    names = [name for name, *_ in _core.stored_objects(url_of(url, "the root"))]
+    data = [name for name in names if name.startswith("00000002.") and name.endswith(".data")]
+    assert len(data) == 2, names
+
+
+@pytest.mark.parametrize("keys", [24, pytest.param(1000, marks=longer)])
+def test_one_of_16_racing_creates_wins_for_each_key(url: str, keys: int) -> None:
+    found = {name: (holds, detail) for name, holds, detail in _core.probe_store(url_of(url, "x"), keys)}
+    assert found["create_race"] == (True, f"1 of 16 creates of one key won, for each of {keys} keys")
+    assert all(holds for holds, _ in found.values()), found
 
 
 def test_credentials_come_from_a_function(

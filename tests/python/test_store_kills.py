@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import pytest
 import stepwell as sw
 
 sys.path.append(str(Path(__file__).parent))
@@ -139,4 +138,3 @@ def test_a_kill_at_each_request_loses_no_step(store: dict[str, str], bucket: str
         except Exception as error:
             error.add_note(f"the kill was {'after' if applied else 'before'} request {after}")
             raise
-

@@ -31,9 +31,10 @@ impl LedgerDisk {
         Self { disk: StoreDisk::new(Arc::clone(&store), options), store, patience, rng }
     }
 
-    /// Tries the store below a path that nothing else uses, and removes all objects there.
-    pub fn probe(&self, path: &Path) -> Result<Vec<ProbeFinding>> {
-        probe(&*self.store, &self.disk.prefix(path)?)
+    /// Tries the store below a path that nothing else uses, and removes all objects there. Writers
+    /// race for `races` keys.
+    pub fn probe(&self, path: &Path, races: u32) -> Result<Vec<ProbeFinding>> {
+        probe(&*self.store, &self.disk.prefix(path)?, races)
     }
 
     /// Returns the objects below a path by their names there, or the object at the path by an empty
