@@ -125,11 +125,15 @@ def format_of(checkpoint: sw.Checkpoint) -> str:
 
 
 def manager_of(
-    root: str, retention: sw.Retention | None = None, *, read_only: bool = True
+    root: str,
+    retention: sw.Retention | None = None,
+    *,
+    read_only: bool = True,
+    grace: float | None = None,
 ) -> sw.CheckpointManager:
     """Opens a manager of an existing root: one that only reads, or its writer. Refuses a directory
     that is no root, because a writer would make it one."""
-    options = sw.Options(create=False)
+    options = sw.Options(create=False) if grace is None else sw.Options(create=False, grace=grace)
     manager = sw.CheckpointManager(root, read_only=True, coordinator=None, options=options)
     path = manager.root
     if not (is_root(path) or manager.all_steps()):

@@ -22,10 +22,13 @@ _STALL = 600.0
 
 
 @contextmanager
-def writer(root: str, retention: sw.Retention | None, what: str) -> Iterator[sw.CheckpointManager]:
-    """Opens the root's writer. At the end of the block it waits until the deletions are done."""
+def writer(
+    root: str, retention: sw.Retention | None, what: str, *, grace: float | None = None
+) -> Iterator[sw.CheckpointManager]:
+    """Opens the root's writer. At the end of the block it waits until the deletions are done.
+    ``grace``: seconds for which readers without locks are waited for."""
     try:
-        manager = manager_of(root, retention, read_only=False)
+        manager = manager_of(root, retention, read_only=False, grace=grace)
     except NoLocks:
         raise
     except LockedError as error:
