@@ -11,6 +11,7 @@
 mod clients;
 mod credentials;
 mod sendable;
+mod transport;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
