@@ -7,7 +7,7 @@ use object_store::aws::{AmazonS3Builder, Checksum, resolve_bucket_region};
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::{GcpCredential, GoogleCloudStorageBuilder};
 use object_store::multipart::MultipartStore;
-use object_store::{ClientOptions, ObjectStore, RetryConfig, StaticCredentialProvider};
+use object_store::{Certificate, ClientOptions, ObjectStore, RetryConfig, StaticCredentialProvider};
 use serde::Deserialize;
 
 use super::credentials::{CredentialSource, Forget, Renewed};
@@ -20,6 +20,8 @@ use crate::{Error, Result};
 pub(super) const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
 /// The repetitions of a request for data. The time ends them before (`RETRY_TIMEOUT`).
 const DATA_RETRIES: usize = 1000;
+/// A file of certificates that AWS's clients trust.
+const CA_BUNDLE: &str = "AWS_CA_BUNDLE";
 /// No repetition of a request with few bytes begins later than this after the first one.
 const SMALL_RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -93,10 +95,11 @@ impl Clients {
         }
     }
 
-    /// Makes all clients by `build`.
+    /// Makes all clients by `build`. They trust these certificates beside those of the system.
     fn all<T: Cloud>(
         url: &str,
         endpoint: Option<&str>,
+        trusted: &[Certificate],
         credentials: Option<Arc<dyn Forget>>,
         build: impl Fn(ClientOptions, RetryConfig) -> object_store::Result<T>,
     ) -> Result<Self> {
@@ -111,7 +114,7 @@ impl Clients {
         }
         let client = |timeout, max_retries, retry_timeout| -> Result<Arc<dyn Cloud>> {
             let retry = RetryConfig { max_retries, retry_timeout, ..RetryConfig::default() };
-            let built = build(options(timeout).with_allow_http(is_http), retry);
+            let built = build(trusting(options(timeout), trusted).with_allow_http(is_http), retry);
             built.map(|client| Arc::new(client) as _).map_err(|error| refused(url, &error))
         };
         Ok(Self {
@@ -129,6 +132,25 @@ fn is_bucket(name: &str) -> bool {
 
 fn options(timeout: Duration) -> ClientOptions {
     ClientOptions::new().with_timeout(timeout).with_connect_timeout(REQUEST_TIMEOUT / 3)
+}
+
+/// Adds certificates that a client trusts.
+fn trusting(options: ClientOptions, trusted: &[Certificate]) -> ClientOptions {
+    trusted.iter().fold(options, |options, one| options.with_root_certificate(one.clone()))
+}
+
+/// Returns the certificates in the file that AWS's variable names.
+fn certificates(url: &str) -> Result<Vec<Certificate>> {
+    let Some(file) = variable(&[CA_BUNDLE]).filter(|file| !file.is_empty()) else { return Ok(Vec::new()) };
+    let refuse = |what: String| Err(Error::Misuse(format!("{url}: the file {file} of {CA_BUNDLE} {what}")));
+    let bytes = match std::fs::read(&file) {
+        Ok(bytes) => bytes,
+        Err(error) => return refuse(format!("cannot be read: {error}. Name a file of certificates")),
+    };
+    match Certificate::from_pem_bundle(&bytes) {
+        Ok(found) if !found.is_empty() => Ok(found),
+        Ok(_) | Err(_) => refuse("has no certificates. Name a file of them, as PEM".to_owned()),
+    }
 }
 
 fn refused(url: &str, error: &object_store::Error) -> Error {
@@ -160,13 +182,14 @@ fn s3(
     if let Some(endpoint) = &endpoint {
         builder = builder.with_endpoint(endpoint);
     }
+    let trusted = certificates(url)?;
     let region = settings.region.clone().or_else(|| variable(&["AWS_REGION", "AWS_DEFAULT_REGION"]));
     let region = region.filter(|region| !region.is_empty());
     let region = match (region, &endpoint) {
         (Some(region), _) => Some(region),
         // Another server than AWS rarely has regions.
         (None, Some(_)) => None,
-        (None, None) => Some(region_of(url, bucket)?),
+        (None, None) => Some(region_of(url, bucket, &trusted)?),
     };
     if let Some(region) = region {
         builder = builder.with_region(region);
@@ -178,14 +201,14 @@ fn s3(
     if let Some(credentials) = &credentials {
         builder = builder.with_credentials(Arc::clone(credentials) as _);
     }
-    Clients::all(url, endpoint.as_deref(), credentials.map(|one| one as _), |options, retry| {
+    Clients::all(url, endpoint.as_deref(), &trusted, credentials.map(|one| one as _), |options, retry| {
         builder.clone().with_client_options(options).with_retry(retry).build()
     })
 }
 
 /// Asks AWS where a bucket is.
-fn region_of(url: &str, bucket: &str) -> Result<String> {
-    let options = options(REQUEST_TIMEOUT);
+fn region_of(url: &str, bucket: &str, trusted: &[Certificate]) -> Result<String> {
+    let options = trusting(options(REQUEST_TIMEOUT), trusted);
     let asked =
         async { tokio::time::timeout(REQUEST_TIMEOUT, resolve_bucket_region(bucket, &options)).await };
     let why = match super::runtime()?.block_on(asked) {
@@ -222,7 +245,7 @@ fn google(
     if let Some(credentials) = &credentials {
         builder = builder.with_credentials(Arc::clone(credentials) as _);
     }
-    Clients::all(url, endpoint.as_deref(), credentials.map(|one| one as _), |options, retry| {
+    Clients::all(url, endpoint.as_deref(), &[], credentials.map(|one| one as _), |options, retry| {
         builder.clone().with_client_options(options).with_retry(retry).build()
     })
 }
@@ -240,7 +263,7 @@ fn azure(url: &str, settings: &StoreSettings, source: Option<&Arc<dyn Credential
     if let Some(credentials) = &credentials {
         builder = builder.with_credentials(Arc::clone(credentials) as _);
     }
-    Clients::all(url, endpoint.as_deref(), credentials.map(|one| one as _), |options, retry| {
+    Clients::all(url, endpoint.as_deref(), &[], credentials.map(|one| one as _), |options, retry| {
         builder.clone().with_client_options(options).with_retry(retry).build()
     })
 }
