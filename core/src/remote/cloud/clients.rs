@@ -10,6 +10,7 @@ use object_store::multipart::MultipartStore;
 use object_store::{Certificate, ClientOptions, ObjectStore, RetryConfig, StaticCredentialProvider};
 use serde::Deserialize;
 
+use super::container::ContainerSource;
 use super::credentials::{CredentialSource, Forget, Renewed};
 use super::sendable::{self, Sent};
 use super::transport::CheckedConnector;
@@ -130,7 +131,7 @@ fn is_bucket(name: &str) -> bool {
     !name.is_empty() && !name.contains('/')
 }
 
-fn options(timeout: Duration) -> ClientOptions {
+pub(super) fn options(timeout: Duration) -> ClientOptions {
     ClientOptions::new().with_timeout(timeout).with_connect_timeout(REQUEST_TIMEOUT / 3)
 }
 
@@ -159,7 +160,7 @@ fn refused(url: &str, error: &object_store::Error) -> Error {
 
 /// The first of some variables that is set. One with an endpoint must not be empty: the clients
 /// would take it.
-fn variable(names: &[&str]) -> Option<String> {
+pub(super) fn variable(names: &[&str]) -> Option<String> {
     names.iter().find_map(|name| std::env::var(name).ok())
 }
 
@@ -197,7 +198,9 @@ fn s3(
     if settings.checksum {
         builder = builder.with_checksum_algorithm(Checksum::CRC64NVME);
     }
-    let credentials = source.map(Renewed::new);
+    let container = || Some(Arc::new(ContainerSource::of_variables()?) as Arc<dyn CredentialSource>);
+    let own = if settings.anonymous { None } else { source.cloned().or_else(container) };
+    let credentials = own.as_ref().map(Renewed::new);
     if let Some(credentials) = &credentials {
         builder = builder.with_credentials(Arc::clone(credentials) as _);
     }

@@ -9,6 +9,7 @@
 //! cannot use it.
 
 mod clients;
+mod container;
 mod credentials;
 mod sendable;
 mod transport;
