@@ -38,8 +38,15 @@ pub(super) trait OfParts: Sized + Debug + Send + Sync + 'static {
     fn of_parts(parts: &BTreeMap<String, String>) -> Result<Self, String>;
 }
 
-/// The credentials that a source gave, and their end.
-type Held<T> = Arc<Mutex<Option<(Arc<T>, Instant)>>>;
+/// The credentials that a source gave.
+#[derive(Debug)]
+struct Given<T> {
+    credentials: Arc<T>,
+    asked_at: Instant,
+    valid_until: Instant,
+}
+
+type Held<T> = Arc<Mutex<Option<Given<T>>>>;
 
 /// Asks a source, and keeps its answer for a while.
 #[derive(Debug)]
@@ -56,15 +63,16 @@ impl<T> Renewed<T> {
 
 /// Credentials that can be dropped before their end.
 pub(super) trait Forget: Send + Sync {
-    /// Drops them, because the store has refused them. The next request asks for new ones.
-    fn forget(&self);
+    /// Drops them, because the store has refused a request that began then. The next request asks
+    /// for new ones. Newer ones are kept: many requests may be refused at once.
+    fn forget(&self, began: Instant);
 }
 
 impl<T: Send + Sync> Forget for Renewed<T> {
-    fn forget(&self) {
+    fn forget(&self, began: Instant) {
         // While it is locked, new ones are on their way.
         if let Ok(mut held) = self.held.try_lock() {
-            *held = None;
+            held.take_if(|given| given.asked_at < began);
         }
     }
 }
@@ -88,16 +96,15 @@ impl<T: OfParts> CredentialProvider for Renewed<T> {
 fn renewed<T: OfParts>(source: &dyn CredentialSource, held: &Held<T>) -> Result<Arc<T>, String> {
     let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
     let now = Instant::now();
-    if let Some((valid, until)) = &*held
-        && now < *until
-    {
-        return Ok(Arc::clone(valid));
+    if let Some(given) = held.as_ref().filter(|given| now < given.valid_until) {
+        return Ok(Arc::clone(&given.credentials));
     }
     let CredentialParts { parts, valid_for } = source.fetch()?;
-    let found = Arc::new(T::of_parts(&parts)?);
+    let credentials = Arc::new(T::of_parts(&parts)?);
     let kept_for = valid_for.map_or(ASKED_AGAIN, |valid| valid.saturating_sub(RENEWED_BEFORE.min(valid / 4)));
-    *held = now.checked_add(kept_for).map(|until| (Arc::clone(&found), until));
-    Ok(found)
+    let given = |valid_until| Given { credentials: Arc::clone(&credentials), asked_at: now, valid_until };
+    *held = now.checked_add(kept_for).map(given);
+    Ok(credentials)
 }
 
 /// The part with a name. The error names parts, never their values.
@@ -177,6 +184,22 @@ mod tests {
         let short = Counted { valid_for: Some(Duration::ZERO), ..Counted::default() };
         let held = Held::default();
         assert_eq!([token(&short, &held), token(&short, &held)], ["token 1", "token 2"]);
+    }
+
+    #[test]
+    fn refused_credentials_are_replaced_once() {
+        let source: Arc<dyn CredentialSource> = Arc::new(Counted::default());
+        let renewed_by = Renewed::<GcpCredential>::new(&source);
+        let token = || renewed(&*source, &renewed_by.held).unwrap().bearer.clone();
+        let before = Instant::now();
+        assert_eq!(token(), "token 1");
+        let began = Instant::now();
+        renewed_by.forget(began);
+        assert_eq!(token(), "token 2");
+        // Another request that was refused with the first token.
+        renewed_by.forget(began);
+        renewed_by.forget(before);
+        assert_eq!(token(), "token 2");
     }
 
     #[test]

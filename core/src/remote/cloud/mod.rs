@@ -17,7 +17,7 @@ mod transport;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use crossbeam_channel::{Sender, bounded};
@@ -69,14 +69,11 @@ impl CloudStore {
         Ok(Self { url: PathBuf::from(url), clients, birth: Birth::now() })
     }
 
-    /// Drops credentials that the store has refused.
-    fn note(&self, error: &object_store::Error) {
-        use object_store::Error as E;
-        let is_refused = matches!(error, E::PermissionDenied { .. } | E::Unauthenticated { .. })
-            || error.to_string().contains("ExpiredToken");
-        if let Some(credentials) = self.clients.credentials.as_ref().filter(|_| is_refused) {
-            credentials.forget();
-        }
+    /// Drops credentials of the program that the store has refused. True if the request, which
+    /// began then, should be sent once more, with new ones. A refused request has changed nothing.
+    fn renews(&self, error: &object_store::Error, began: Instant) -> bool {
+        let credentials = self.clients.credentials.as_ref().filter(|_| is_refused(error));
+        credentials.inspect(|credentials| credentials.forget(began)).is_some()
     }
 
     /// True in the process that opened it. A forked child cannot use it.
@@ -94,27 +91,40 @@ impl CloudStore {
         if prefix.is_empty() { Ok(None) } else { self.key(prefix).map(Some) }
     }
 
-    /// Waits for requests that move so many bytes.
+    /// Waits for requests that move so many bytes. They are sent again once if the store refuses
+    /// credentials that the program can renew.
+    fn answer<T>(
+        &self,
+        op: &'static str,
+        key: &str,
+        bytes: usize,
+        mut requests: impl AsyncFnMut() -> object_store::Result<T>,
+    ) -> Result<object_store::Result<T>> {
+        if !self.birth.is_here() {
+            return Err(Error::Forked("object store"));
+        }
+        let limit = RETRY_TIMEOUT + REQUEST_TIMEOUT + Duration::from_secs(bytes as u64 / SLOWEST_RATE);
+        let began = Instant::now();
+        let answered = async {
+            match requests().await {
+                Err(error) if self.renews(&error, began) => requests().await,
+                answered => answered,
+            }
+        };
+        runtime()?.block_on(async { tokio::time::timeout(limit, answered).await }).map_err(|_| {
+            Error::io(op, self.url.join(key), std::io::Error::from_raw_os_error(libc::ETIMEDOUT))
+        })
+    }
+
+    /// As [`CloudStore::answer`], with the error of this crate.
     fn wait<T>(
         &self,
         op: &'static str,
         key: &str,
         bytes: usize,
-        requests: impl Future<Output = object_store::Result<T>>,
+        requests: impl AsyncFnMut() -> object_store::Result<T>,
     ) -> Result<T> {
-        if !self.birth.is_here() {
-            return Err(Error::Forked("object store"));
-        }
-        let limit = RETRY_TIMEOUT + REQUEST_TIMEOUT + Duration::from_secs(bytes as u64 / SLOWEST_RATE);
-        let path = || self.url.join(key);
-        match runtime()?.block_on(async { tokio::time::timeout(limit, requests).await }) {
-            Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(error)) => {
-                self.note(&error);
-                Err(of_store(op, path(), &error))
-            }
-            Err(_) => Err(Error::io(op, path(), std::io::Error::from_raw_os_error(libc::ETIMEDOUT))),
-        }
+        self.answer(op, key, bytes, requests)?.map_err(|error| of_store(op, self.url.join(key), &error))
     }
 }
 
@@ -160,6 +170,23 @@ fn without_queries(text: &str) -> String {
         }
     };
     text.split(' ').map(word).collect::<Vec<String>>().join(" ")
+}
+
+/// True if a store has refused the credentials of a request. The answer to a request for facts has
+/// no body that says so.
+fn is_refused(error: &object_store::Error) -> bool {
+    use object_store::Error as E;
+    let says = |code: &str| error.to_string().contains(code);
+    match error {
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } => true,
+        E::Generic { .. } => says("ExpiredToken") || (is_status(error, 400) && !says("<")),
+        _ => false,
+    }
+}
+
+/// True if a store has answered with a status that the library has no error for.
+fn is_status(error: &object_store::Error, status: u16) -> bool {
+    error.to_string().contains(&format!("status code: {status}"))
 }
 
 fn of_store(op: &'static str, path: PathBuf, error: &object_store::Error) -> Error {
@@ -216,11 +243,9 @@ impl Store for CloudStore {
         use object_store::Error as E;
         let (at, payload) = (self.key(key)?, PutPayload::from(bytes.to_vec()));
         let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
-        let answered = async { Ok(self.clients.entries.put_opts(&at, payload, options).await) };
-        let answered = self.wait("create", key, bytes.len(), answered);
-        if let Ok(Err(error)) = &answered {
-            self.note(error);
-        }
+        let answered = self.answer("create", key, bytes.len(), async || {
+            self.clients.entries.put_opts(&at, payload.clone(), options.clone()).await
+        });
         match answered {
             Ok(Ok(_)) => Ok(CreateOutcome::Stored),
             Ok(Err(E::AlreadyExists { .. } | E::Precondition { .. })) => Ok(CreateOutcome::Exists),
@@ -242,14 +267,16 @@ impl Store for CloudStore {
 
     fn put(&self, key: &str, bytes: &[u8]) -> Result<()> {
         let (at, payload) = (self.key(key)?, PutPayload::from(bytes.to_vec()));
-        self.wait("write", key, bytes.len(), self.clients.data.put_opts(&at, payload, PutOptions::default()))
-            .map(drop)
+        self.wait("write", key, bytes.len(), async || {
+            self.clients.data.put_opts(&at, payload.clone(), PutOptions::default()).await
+        })
+        .map(drop)
     }
 
     fn look(&self, key: &str) -> Result<Option<ObjectFacts>> {
         let at = self.key(key)?;
         let options = GetOptions { head: true, ..GetOptions::default() };
-        match self.wait("look at", key, 0, self.clients.small.get_opts(&at, options)) {
+        match self.wait("look at", key, 0, async || self.clients.small.get_opts(&at, options.clone()).await) {
             Ok(found) => Ok(Some(facts(&found.meta))),
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
@@ -263,15 +290,15 @@ impl Store for CloudStore {
         let mut tries = 0;
         let got = loop {
             tries += 1;
-            let got = async {
+            let got = self.wait("read", key, bytes, async || {
                 let found = self.clients.small.get_opts(&at, GetOptions::default()).await?;
                 let len = found.meta.size;
                 if len > limit {
                     return Ok(Err(len));
                 }
                 found.bytes().await.map(Ok)
-            };
-            match self.wait("read", key, bytes, got) {
+            });
+            match got {
                 Err(error) if tries < GET_TRIES && error.errno().is_none() => {}
                 got => break got?,
             }
@@ -289,8 +316,8 @@ impl Store for CloudStore {
         let (at, wanted) = (self.key(key)?, into.len());
         let range: Range<u64> = offset..offset + wanted as u64;
         let options = GetOptions { range: Some(GetRange::Bounded(range)), ..GetOptions::default() };
-        self.wait("read", key, wanted, async {
-            let mut pieces = self.clients.data.get_opts(&at, options).await?.into_stream();
+        let read = self.answer("read", key, wanted, async || {
+            let mut pieces = self.clients.data.get_opts(&at, options.clone()).await?.into_stream();
             let mut done = 0;
             while let Some(piece) = pieces.next().await {
                 let piece = piece?;
@@ -299,20 +326,22 @@ impl Store for CloudStore {
                 done += piece.len();
             }
             Ok(done)
-        })
+        });
+        read?.map_err(|error| of_store("read", self.url.join(key), &error))
     }
 
     fn list(&self, prefix: &str) -> Result<Vec<Listed>> {
         let at = self.prefix(prefix)?;
         let object = |meta: &ObjectMeta| Listed::Object(meta.location.to_string(), facts(meta));
-        let found = self.wait("list", prefix, 0, self.clients.small.list_with_delimiter(at.as_ref()))?;
+        let found =
+            self.wait("list", prefix, 0, async || self.clients.small.list_with_delimiter(at.as_ref()).await)?;
         let prefixes = found.common_prefixes.iter().map(|below| Listed::Prefix(format!("{below}/")));
         Ok(prefixes.chain(found.objects.iter().map(object)).collect())
     }
 
     fn list_below(&self, prefix: &str) -> Result<Vec<(String, ObjectFacts)>> {
         let at = self.prefix(prefix)?;
-        let found = async {
+        self.wait("list", prefix, 0, async || {
             let mut objects = self.clients.small.list(at.as_ref());
             let mut found = Vec::new();
             while let Some(meta) = objects.next().await {
@@ -320,14 +349,14 @@ impl Store for CloudStore {
                 found.push((meta.location.to_string(), facts(&meta)));
             }
             Ok(found)
-        };
-        self.wait("list", prefix, 0, found)
+        })
     }
 
     fn delete(&self, keys: &[String]) -> Result<()> {
         let at = keys.iter().map(|key| self.key(key)).collect::<Result<Vec<Key>>>()?;
-        let deleted = async {
-            let mut answers = self.clients.small.delete_stream(stream::iter(at.into_iter().map(Ok)).boxed());
+        self.wait("remove", keys.first().map_or("", String::as_str), 0, async || {
+            let at = stream::iter(at.clone().into_iter().map(Ok));
+            let mut answers = self.clients.small.delete_stream(at.boxed());
             while let Some(answer) = answers.next().await {
                 match answer {
                     Err(object_store::Error::NotFound { .. }) => {}
@@ -335,13 +364,12 @@ impl Store for CloudStore {
                 }
             }
             Ok(())
-        };
-        self.wait("remove", keys.first().map_or("", String::as_str), 0, deleted)
+        })
     }
 
     fn start_upload(&self, key: &str) -> Result<UploadId> {
         let at = self.key(key)?;
-        self.wait("create", key, 0, self.clients.data.create_multipart(&at)).map(UploadId)
+        self.wait("create", key, 0, async || self.clients.data.create_multipart(&at).await).map(UploadId)
     }
 
     fn put_part(
@@ -360,7 +388,10 @@ impl Store for CloudStore {
         let lent = Lent { buffer: Some(part), len, back };
         let payload = PutPayload::from(Bytes::from_owner(lent));
         let index = (number - 1) as usize;
-        let stored = self.wait("write", key, len, self.clients.data.put_part(&at, &upload.0, index, payload));
+        let stored = self.wait("write", key, len, async || {
+            self.clients.data.put_part(&at, &upload.0, index, payload.clone()).await
+        });
+        drop(payload);
         let stored = stored.map(|part| PartTag(part.content_id));
         // The last copy of the request gives it back.
         match returned.recv() {
@@ -371,13 +402,16 @@ impl Store for CloudStore {
 
     fn complete_upload(&self, key: &str, upload: &UploadId, parts: &[PartTag]) -> Result<()> {
         let at = self.key(key)?;
-        let parts = parts.iter().map(|part| PartId { content_id: part.0.clone() }).collect();
-        self.wait("write", key, 0, self.clients.data.complete_multipart(&at, &upload.0, parts)).map(drop)
+        let parts: Vec<PartId> = parts.iter().map(|part| PartId { content_id: part.0.clone() }).collect();
+        self.wait("write", key, 0, async || {
+            self.clients.data.complete_multipart(&at, &upload.0, parts.clone()).await
+        })
+        .map(drop)
     }
 
     fn abort_upload(&self, key: &str, upload: &UploadId) -> Result<()> {
         let at = self.key(key)?;
-        self.wait("abort", key, 0, self.clients.data.abort_multipart(&at, &upload.0))
+        self.wait("abort", key, 0, async || self.clients.data.abort_multipart(&at, &upload.0).await)
     }
 }
 
