@@ -319,7 +319,7 @@ fn exactly(file: &dyn File, offset: u64, len: u64) -> Result<Vec<u8>> {
 pub(in crate::load) fn short(path: &Path, found: u64, wanted: u64) -> Error {
     Error::corrupt(
         path,
-        format!("it ends at byte {found}, in the middle of data that reach to byte {wanted}"),
+        format!("it has no bytes from {found} on, in the middle of data that reach to byte {wanted}"),
     )
 }
 

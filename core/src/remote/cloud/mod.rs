@@ -327,7 +327,11 @@ impl Store for CloudStore {
             }
             Ok(done)
         });
-        read?.map_err(|error| of_store("read", self.url.join(key), &error))
+        match read? {
+            // The range begins behind the end of the object.
+            Err(error) if is_status(&error, 416) => Ok(0),
+            read => read.map_err(|error| of_store("read", self.url.join(key), &error)),
+        }
     }
 
     fn list(&self, prefix: &str) -> Result<Vec<Listed>> {
