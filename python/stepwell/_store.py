@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard, final
 
 from ._checks import flag, text, whole
 from ._public import public
-from .errors import MisuseError
+from .errors import MisuseError, StepwellError
 
 if TYPE_CHECKING:
     import boto3  # type: ignore[import-untyped, unused-ignore]
@@ -74,7 +74,8 @@ class Store:
             or ``token``. It runs on a thread of its own and has 60 seconds.
         anonymous: sends no credentials, for a public bucket.
         virtual_hosted: names the bucket in the host, and not in the path (S3).
-        part_bytes: bytes of a part of an upload.
+        part_bytes: bytes of a part of an upload. Parts of another length than 8 MiB are copied
+            first, which needs memory for up to 32 of them.
         checksum: sends a CRC64NVME of each part, which the server checks (S3). Servers that do not
             know it refuse the upload.
     """
@@ -276,13 +277,27 @@ def _of_profile(profile: str) -> CredentialFunction:
     _session(profile)  # an unknown profile is refused at once
 
     def by_boto3() -> CredentialValues:
-        # A session keeps the keys that it has read, and they may have been replaced since.
-        given = _session(profile).get_credentials()
-        if given is None:
+        from botocore.exceptions import (  # type: ignore[import-untyped, unused-ignore]
+            BotoCoreError,
+            ClientError,
+        )
+
+        try:
+            # A session keeps the keys that it has read, and they may have been replaced since.
+            given = _session(profile).get_credentials()
+            frozen = None if given is None else given.get_frozen_credentials()
+        except (BotoCoreError, ClientError) as error:
+            # Its message may have the output of a process that gives keys.
+            response = getattr(error, "response", {})
+            code = response.get("Error", {}).get("Code", type(error).__name__)
+            raise MisuseError(
+                f"the profile {profile!r} of AWS gave no credentials ({code}): log in again, as by "
+                f"`aws sso login --profile {profile}`, or check its role or process"
+            ) from None
+        if frozen is None:
             raise MisuseError(
                 f"the profile {profile!r} of AWS has no credentials: log in, or name another profile"
             )
-        frozen = given.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
@@ -339,7 +354,8 @@ def _asked(function: CredentialFunction) -> object:
             try:
                 parts, seconds = _parts_of(function())
             except BaseException as error:  # passed on to the request that wants them
-                credentials.fail(f"{type(error).__name__}: {error}")
+                what = "" if isinstance(error, StepwellError) else f"{type(error).__name__}: "
+                credentials.fail(f"{what}{error}")
             else:
                 credentials.answer(parts, seconds)
 

@@ -18,6 +18,9 @@ const RENEWED_BEFORE: Duration = Duration::from_secs(300);
 /// Credentials without an end are asked for again after this time.
 const ASKED_AGAIN: Duration = Duration::from_secs(300);
 
+/// The name of errors of a source of the program.
+pub(super) const SOURCE: &str = "credentials";
+
 /// Credentials by the names of their parts, such as `access_key_id`.
 #[derive(Clone, Default)]
 pub struct CredentialParts {
@@ -86,7 +89,7 @@ impl<T: OfParts> CredentialProvider for Renewed<T> {
         let asked = tokio::task::spawn_blocking(move || renewed(&*source, &held)).await;
         let found = asked.unwrap_or_else(|_| Err("its thread has ended without an answer".to_owned()));
         found.map_err(|why| object_store::Error::Generic {
-            store: "credentials",
+            store: SOURCE,
             source: format!("the source of credentials gave none: {why}").into(),
         })
     }

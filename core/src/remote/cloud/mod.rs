@@ -31,6 +31,7 @@ pub use self::clients::StoreSettings;
 pub use self::credentials::{CredentialParts, CredentialSource};
 
 use self::clients::{Clients, REQUEST_TIMEOUT};
+use self::credentials::SOURCE;
 use super::store::{CreateOutcome, Listed, ObjectFacts, PartTag, Store, UploadId};
 use crate::sys::{Birth, Buffer};
 use crate::{Error, Result};
@@ -153,6 +154,11 @@ fn without_secrets(error: &object_store::Error) -> String {
     if message.contains("redirect without LOCATION") {
         return "the bucket is in another region. Set the variable AWS_REGION".to_owned();
     }
+    if message.contains("Account must be specified") {
+        return "the account is missing. Set the variable AZURE_STORAGE_ACCOUNT_NAME, or name it in the URL, \
+                as abfss://container@account.dfs.core.windows.net/run"
+            .to_owned();
+    }
     let Some((before, body)) = message.split_once('<') else { return message };
     let code = body.split_once("<Code>").and_then(|(_, rest)| rest.split_once("</Code>"));
     let code = code.map_or_else(String::new, |(code, _)| format!(" ({code})"));
@@ -170,6 +176,20 @@ fn without_queries(text: &str) -> String {
         }
     };
     text.split(' ').map(word).collect::<Vec<String>>().join(" ")
+}
+
+/// Parts of the requests that ask a virtual machine for credentials. They are sent if nothing else
+/// gives some.
+const OF_MACHINES: [&str; 4] =
+    ["/latest/api/token", "/latest/meta-data/iam", "/computeMetadata/v1/", "/metadata/identity/"];
+
+/// The variables that give credentials, by the scheme of a URL.
+fn credential_variables(url: &Path) -> &'static str {
+    match url.to_string_lossy().split("://").next() {
+        Some("s3") => "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        Some("gs") => "GOOGLE_APPLICATION_CREDENTIALS",
+        _ => "AZURE_STORAGE_ACCOUNT_KEY",
+    }
 }
 
 /// True if a store has refused the credentials of a request. The answer to a request for facts has
@@ -191,14 +211,39 @@ fn is_status(error: &object_store::Error, status: u16) -> bool {
 
 fn of_store(op: &'static str, path: PathBuf, error: &object_store::Error) -> Error {
     use object_store::Error as E;
+    let message = error.to_string();
+    let says = |code: &str| message.contains(code);
+    let fail = |kind, what: String| Error::io(op, path.clone(), std::io::Error::new(kind, what));
+    if OF_MACHINES.iter().any(|part| says(part)) {
+        let what = format!(
+            "no credentials were found. Set {}, or give them in another way ({})",
+            credential_variables(&path),
+            without_secrets(error)
+        );
+        return fail(std::io::ErrorKind::PermissionDenied, what);
+    }
+    if says("NoSuchBucket") || says("ContainerNotFound") {
+        let what = "there is no such bucket or container. Create it, or check its name and the endpoint";
+        return fail(std::io::ErrorKind::Other, what.to_owned());
+    }
     let kind = match error {
+        E::Generic { store: SOURCE, source } => {
+            return fail(std::io::ErrorKind::PermissionDenied, source.to_string());
+        }
         E::NotFound { .. } => return Error::io(op, path, std::io::Error::from_raw_os_error(libc::ENOENT)),
+        E::InvalidPath { source } => {
+            let what = format!(
+                "a key below this prefix is none of ours, and cannot be listed ({source}). \
+                 Move or delete this object"
+            );
+            return fail(std::io::ErrorKind::InvalidData, what);
+        }
         E::AlreadyExists { .. } | E::Precondition { .. } => std::io::ErrorKind::AlreadyExists,
         E::PermissionDenied { .. } | E::Unauthenticated { .. } => std::io::ErrorKind::PermissionDenied,
         E::NotSupported { .. } | E::NotImplemented { .. } => std::io::ErrorKind::Unsupported,
         _ => std::io::ErrorKind::Other,
     };
-    Error::io(op, path, std::io::Error::new(kind, without_secrets(error)))
+    fail(kind, without_secrets(error))
 }
 
 /// Returns the same facts of an object from a listing and from the answer about itself: the latter
