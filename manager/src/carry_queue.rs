@@ -235,6 +235,11 @@ impl CarryQueue {
         self.due.iter().rev().find_map(|(&step, due)| Some((step, due.reason.as_deref()?)))
     }
 
+    /// Returns how often a due step has failed.
+    pub fn failures(&self, step: u64) -> u32 {
+        self.due.get(&step).map_or(0, |due| due.failures)
+    }
+
     /// Returns the number of steps that were passed over.
     pub fn superseded(&self) -> u64 {
         self.superseded

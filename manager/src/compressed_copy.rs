@@ -14,7 +14,7 @@ use stepwell_core::format::manifest::{COMPRESSED_CHUNKS, FileEntry, Item, Manife
 use stepwell_core::io::{Dir, Section};
 use stepwell_core::load::index_in_footer;
 use stepwell_core::sys::each;
-use stepwell_reshard::glob::{GlobList, PathText};
+use stepwell_reshard::glob::{Glob, GlobList, PathText};
 
 use crate::checkpoint::Checkpoint;
 use crate::copy::FileWriter;
@@ -25,6 +25,16 @@ use crate::stored_index;
 /// Reads the globs of tensors that are compressed.
 pub(crate) fn chosen(globs: &[String]) -> Result<GlobList> {
     GlobList::new(globs).map_err(|error| Error::Invalid(format!("a glob of what is compressed: {error}")))
+}
+
+/// Returns the globs that select no tensor.
+pub(crate) fn unmatched(globs: &[String], index: &Index) -> Result<Vec<String>> {
+    let globs = chosen(globs)?;
+    let tensors = (0_u32..).zip(&index.leaves).filter(|(_, leaf)| matches!(leaf, LeafRecord::Tensor(_)));
+    let paths: Vec<PathText> =
+        tensors.map(|(number, _)| PathText::new(&index.tree.leaf_path(number))).collect();
+    let selects_none = |glob: &&Glob| !paths.iter().any(|path| glob.selects(path.as_bytes()));
+    Ok(globs.globs().iter().filter(selects_none).map(|glob| glob.as_str().to_owned()).collect())
 }
 
 /// A copy whose chosen tensors are compressed.

@@ -330,7 +330,7 @@ fn owned_by(owner: Option<&str>) -> String {
     owner
         .map(|owner| {
             let whose = if format!("{owner} ").contains(&here) {
-                ": this very process, where an earlier manager of this root is still open"
+                ": this very process, where an earlier manager of this root is open, or has not ended yet"
             } else {
                 ""
             };

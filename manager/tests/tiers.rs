@@ -12,9 +12,12 @@ use std::time::{Duration, Instant};
 
 use common::tiers::*;
 use common::*;
+use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_core::load::LoadOptions;
 use stepwell_core::remote::simulated::Fate;
-use stepwell_manager::{Exists, Manager, Options, Retention, SaveRequest, TierRule};
+use stepwell_manager::{Exists, Manager, Options, Retention, SaveRequest, TierPlace, TierRule};
+
+const EIO: i32 = 5;
 
 #[test]
 fn each_step_arrives_and_is_restored_after_the_node_is_lost() {
@@ -307,6 +310,56 @@ fn a_rewind_reaches_every_tier() {
     manager.close(Some(LONG)).unwrap();
     assert_value(&worlds.read_home(), 3, 33);
     assert_eq!(worlds.read_home().all_steps().unwrap(), [1, 2, 3]);
+}
+
+#[test]
+fn a_branch_is_deleted_in_every_tier() {
+    let worlds = Worlds::new();
+    let manager = worlds.open(Options { retention: Retention::keep_latest(1), ..quick() }, EACH);
+    for step in 1..=3 {
+        commit(&manager, step);
+    }
+    carried(&manager);
+    manager.rewind(1, Some("b")).unwrap();
+    assert_eq!(manager.delete_branch("b").unwrap(), ["step_00000002", "step_00000003"], "near had 3 only");
+    manager.close(Some(LONG)).unwrap();
+    for alone in [worlds.write_home(), worlds.near.open(options())] {
+        assert!(alone.delete_branch("b").unwrap_err().to_string().contains("no branch"));
+        alone.close(Some(LONG)).unwrap();
+    }
+}
+
+#[test]
+fn a_step_that_cannot_be_read_does_not_stop_those_behind_it() {
+    let worlds = Worlds::new();
+    let near = worlds.near.open(options());
+    for step in 1..=2 {
+        commit(&near, step);
+    }
+    let near_file = near.manifest(Some(1)).unwrap().files[0].path.clone();
+    near.close(Some(LONG)).unwrap();
+    let broken = format!("step_00000001/{near_file}");
+    worlds.near.disk.inject(Fault::on(OperationKind::Read, Action::Fail(EIO)).at(&broken).from_then_on());
+    let manager = worlds.open(quick(), EACH);
+    manager.wait_carried(2, "home", LONG).unwrap();
+    let error = manager.wait_carried(1, "home", LONG).unwrap_err();
+    assert!(error.kind() == "not_carried" && error.to_string().contains(&broken), "{error}");
+    assert_eq!(home_of(&manager).steps, [2]);
+}
+
+#[test]
+fn the_rate_of_a_tier_is_kept_again_after_a_notice() {
+    let worlds = Worlds::new();
+    let home =
+        TierPlace { bytes_per_second: Some(20_000), ..worlds.home(&worlds.store, EACH, Retention::KeepAll) };
+    let environment = worlds.near_environment(&worlds.near.disk);
+    let manager = Manager::open_with_tiers(Path::new(ROOT), quick(), environment, &[home]).unwrap();
+    manager.hurry_carriers(Duration::from_millis(20)).unwrap();
+    std::thread::sleep(Duration::from_millis(30));
+    let begun = Instant::now();
+    commit(&manager, 1);
+    carried(&manager);
+    assert!(begun.elapsed() > Duration::from_millis(500), "{:?}", begun.elapsed());
 }
 
 #[test]

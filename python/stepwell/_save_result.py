@@ -57,7 +57,7 @@ class TierWaits:
         """See ``Tiers``."""
         self.tiers.wait(self.core, step, name, limit)
 
-    def durability(self, step: int) -> Survives:
+    def durability(self, step: int) -> Survives | None:
         """See ``Tiers``."""
         return self.tiers.durability(self.core, step)
 
@@ -139,7 +139,8 @@ class Save:
     @property
     def durability(self) -> Survives | None:
         """The loss that the copies of the step outlive so far. One of ``"process"``, ``"node"`` (of
-        the machine) and ``"site"``. ``None`` before the commit, and without ``tiers=``."""
+        the machine) and ``"site"``. ``None`` before the commit, after the step was removed, and
+        without ``tiers=``."""
         self._owner.check()
         if self._tiers is None or not self._is_committed():
             return None

@@ -18,7 +18,7 @@ from ._policies import every_steps
 from ._public import public
 from ._restore.options import Globs
 from ._retention import Retention, as_retention
-from .errors import MisuseError
+from .errors import MisuseError, StepNotFound
 
 #: A copy outlives its process, its machine, or its site. In this order.
 Survives: TypeAlias = Literal["process", "node", "site"]
@@ -173,6 +173,11 @@ class Tiers:
         self, options: Options, step_name: StepName | None, read_only: bool
     ) -> list[_core._TierArgument]:
         """Returns the tiers but the first one, as the engine takes them."""
+        near = self.roots[0]
+        if read_only and not (self.per_machine or is_store(near) or os.path.lexists(near)):
+            raise StepNotFound(
+                f"the first tier is not on this machine: there is no {near}. Readers on other machines open the tier behind it: CheckpointManager({self.roots[-1]!r}, read_only=True)"
+            )
         found = []
         for name, root, tier in list(zip(self.names, self.roots, self.all, strict=True))[1:]:
             if not is_store(root):
@@ -228,12 +233,13 @@ class Tiers:
             what = "copies on other machines of" if is_first else f"the tier {name} to get"
             raise TimeoutError(f"waited {limit or 0.0:.1f} s for {what} step {step}; it is still on its way")
 
-    def durability(self, core: _core.Manager, step: int) -> Survives:
-        """Returns what the tiers that have a committed step outlive."""
+    def durability(self, core: _core.Manager, step: int) -> Survives | None:
+        """Returns what the tiers that have a committed step outlive. ``None``: no tier has it any
+        more."""
         have = [self.survives(self._place(name)) for name in _core.tiers_of(core, step)]
         if self.machine_copies > 1 and _core.is_copied(core, step):
             have.append("node")
-        return max(have, key=_SURVIVES.index, default="process")
+        return max(have, key=_SURVIVES.index, default=None)
 
 
 def _guess(root: str) -> Survives:

@@ -354,7 +354,7 @@ REMEDIES: dict[int, str] = {
 #: before.
 SAVE_REMEDIES: dict[int, str] = {
     **REMEDIES,
-    _errno.ENOSPC: "the disk is full: free space there, or keep fewer steps of a run (retention=)",
+    _errno.ENOSPC: "the disk is full: free space there, or keep fewer steps of a run (retention=). Steps that a further tier still has to get stay: see mgr.tiers()",
     _errno.EDQUOT: "your quota there is used up: delete something of yours, or keep fewer steps of a run (retention=)",
     _errno.ENOENT: "its directory was removed or moved while it was in use: make a new manager",
 }

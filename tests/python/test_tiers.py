@@ -123,6 +123,37 @@ def test_a_tier_may_be_a_directory(tmp_path: Path) -> None:
         assert sw.verify(tmp_path / name).ok
 
 
+def test_durability_ends_with_the_last_copy(tmp_path: Path) -> None:
+    tiers = [sw.Tier(tmp_path / "near", retention=1), sw.Tier(tmp_path / "home", retention=1)]
+    with sw.CheckpointManager(tiers=tiers) as mgr:
+        first, second = mgr.save(1, state(1)), mgr.save(2, state(2))
+        second.result(60, tier="home")
+        mgr.wait_until_carried(60)
+        assert mgr.all_steps() == [2]
+        assert first.durability is None
+        assert second.durability == "process"
+
+
+def test_a_reader_without_the_first_tier_is_told_to_open_home(tmp_path: Path) -> None:
+    tiers = [sw.Tier(tmp_path / "near"), sw.Tier(tmp_path / "home")]
+    with sw.CheckpointManager(tiers=tiers) as mgr:
+        mgr.save(1, state(1))
+    shutil.rmtree(tmp_path / "near")
+    with pytest.raises(sw.StepNotFound, match=rf"'{tmp_path}/home', read_only=True"):
+        sw.CheckpointManager(tiers=tiers, read_only=True)
+    with sw.CheckpointManager(tmp_path / "home", read_only=True) as reader:
+        assert reader.all_steps() == [1]
+
+
+def test_globs_of_compress_that_match_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiers = [sw.Tier(tmp_path / "near"), sw.Tier(tmp_path / "home", compress=["w", "optimiser"])]
+    with caplog.at_level("WARNING", "stepwell"), sw.CheckpointManager(tiers=tiers) as mgr:
+        for step in (1, 2):
+            mgr.save(step, state(step)).result(60, tier="home")
+    found = [line for line in caplog.messages if "no tensor of this step matches" in line]
+    assert len(found) == 1 and "optimiser" in found[0], found
+
+
 def test_a_store_that_is_away_does_not_stop_the_run(store: dict[str, str], home: str, tmp_path: Path) -> None:
     with sw.CheckpointManager(tiers=near_and_home(tmp_path / "near", home, all_due=True)) as mgr:
         mgr.save(0, state(0)).result(tier="home")

@@ -291,6 +291,22 @@ impl SpreadStep {
     }
 }
 
+impl Machines {
+    /// Opens the copies of a data file that machines keep for each other: of the step's attempt.
+    pub(crate) fn copies_of(
+        &self,
+        step: u64,
+        attempt: &Attempt,
+        name: &str,
+    ) -> impl Iterator<Item = Result<Arc<dyn File>>> {
+        let label = directory_layout::label(step);
+        let name = format!("{}/{name}", directory_layout::copy(&label, &attempt.session, attempt.counter));
+        let others = self.others.values().map(|other| &**other as &dyn Dir);
+        let machines = std::iter::once(&*self.local).chain(others);
+        machines.filter_map(move |machine| missing(machine.open_file(&name)).transpose())
+    }
+}
+
 /// Returns the name of the copy of the attempt that has this part.
 fn copy_of_part(part: &str) -> String {
     match directory_layout::parse(part) {

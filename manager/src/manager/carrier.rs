@@ -15,7 +15,7 @@ use stepwell_core::sys::{lower_priority, spawn};
 
 use super::Inner;
 use super::machine_carrying::OtherMachines;
-use super::tiers::{CarryPace, Tier};
+use super::tiers::Tier;
 use crate::carry_queue::{CarryEnd, NextStep};
 use crate::checkpoint::Checkpoint;
 use crate::convert::SavePauses;
@@ -28,6 +28,10 @@ use crate::machines::CopyTarget;
 const IDLE_INTERVAL: Duration = Duration::from_secs(60);
 /// A carrier that waits looks at this interval if it is still wanted.
 const PAUSE_INTERVAL: Duration = Duration::from_millis(20);
+/// A step whose files give an I/O error is given up after so many tries, in 15 seconds. Those
+/// behind it would wait for ever.
+const MOST_READ_TRIES: u32 = 5;
+const EIO: i32 = 5;
 
 impl Inner {
     /// Takes steps out of the listing that were left behind or are incomplete, on the leader. Then
@@ -118,6 +122,7 @@ impl Inner {
     /// Copies a step, as fast as the tier's rate and the saves of this manager allow.
     /// Other machines carry their files. `name` is that of the step in the near tier.
     fn copy(&self, tier: &Tier, source: &Checkpoint, name: String) -> Result<()> {
+        tier.check_globs(source)?;
         let step = source.manifest().step;
         let target = CopyTarget { step, name, attempt: source.manifest().attempt.clone() };
         let others = OtherMachines::of(self, tier, target);
@@ -128,7 +133,7 @@ impl Inner {
             let state = tier.lock();
             !state.stop && state.queue.is_wanted(step)
         };
-        let may_pause = || goes_on() && tier.lock().pace == CarryPace::Background;
+        let may_pause = || goes_on() && !tier.lock().is_hurried();
         let writers = others.as_ref().map(|others| others as &dyn OtherWriters);
         let copied = tier.manager.add_carried(source, &tier.compress, writers, &mut |at| {
             let CopyProgress { done, total, written } = at;
@@ -179,6 +184,12 @@ fn is_damage_outside(dir: &Path, error: &stepwell_core::Error) -> bool {
     matches!(error, stepwell_core::Error::Corrupt { file, .. } if !file.starts_with(dir))
 }
 
+/// True if the disk cannot read a file that is not in this directory.
+fn is_unreadable(dir: &Path, error: &Error) -> bool {
+    let is_outside = |error: &stepwell_core::Error| error.file().is_some_and(|file| !file.starts_with(dir));
+    error.core().is_some_and(|error| error.errno() == Some(EIO) && is_outside(error))
+}
+
 /// The body of a carrier's thread.
 fn run(near: &Weak<Inner>, tier: &Arc<Tier>) {
     lower_priority();
@@ -200,6 +211,15 @@ fn run(near: &Weak<Inner>, tier: &Arc<Tier>) {
                     _ => {}
                 }
                 state.queue.ended(step, end);
+            }
+            Err(error)
+                if state.queue.failures(step) + 1 >= MOST_READ_TRIES
+                    && is_unreadable(&tier.root().path, &error) =>
+            {
+                let why = format!("its files cannot be read: {error}");
+                tracing::error!(step, tier = %tier.name, %error, "a step whose files cannot be read is not carried");
+                state.given_up = Some((step, why.clone()));
+                state.queue.ended(step, CarryEnd::GivenUp(why));
             }
             Err(error) => {
                 if !state.stop && state.queue.is_wanted(step) {

@@ -168,12 +168,12 @@ impl Manager {
         inner.team.ask("delete", || inner.delete_everywhere(step))
     }
 
-    /// Deletes a branch of a rewind. Its files go in the background, once no reader has them.
-    /// Returns the names that its steps had.
+    /// Deletes a branch of a rewind in every tier. Its files go in the background, once no reader has
+    /// them. Returns the names that its steps had.
     pub fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
         let inner = &self.inner;
         inner.check_writable("delete a branch")?;
-        inner.team.ask("delete a branch", || inner.delete_branch(branch))
+        inner.team.ask("delete a branch", || inner.delete_branch_everywhere(branch))
     }
 
     /// Copies an open checkpoint into this root, as its step: see [`copy`].
@@ -458,6 +458,18 @@ impl Inner {
         Ok(MoveAside { inner: self, branch: branch.to_owned(), steps, uncertain, _retiring: retiring })
     }
 
+    fn delete_branch_everywhere(&self, branch: &str) -> Result<Vec<String>> {
+        let mut steps = BTreeSet::from_iter(self.delete_branch(branch)?);
+        for tier in &self.tiers {
+            steps.extend(tier.manager.inner.delete_branch(branch)?);
+        }
+        if steps.is_empty() {
+            return Err(Error::Invalid(format!("{} has no branch {branch:?}", self.root.path.display())));
+        }
+        Ok(steps.into_iter().collect())
+    }
+
+    /// Deletes a branch in this root. Returns the names that its steps had. None: it has none.
     fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
         let mut steps = Vec::new();
         let mut renames = Vec::new();
@@ -475,7 +487,7 @@ impl Inner {
             }
         }
         if steps.is_empty() {
-            return Err(Error::Invalid(format!("{} has no branch {branch:?}", self.root.path.display())));
+            return Ok(steps);
         }
         self.root.check_writer()?;
         let retired = aside::retire_all(&*self.root.dir, &renames);

@@ -15,6 +15,7 @@ use super::tiers::Tier;
 use crate::checkpoint::Checkpoint;
 use crate::discovery::{Found, Listing};
 use crate::error::{Error, Result};
+use crate::machines::Machines;
 use crate::root::{MAX_LISTINGS, Root};
 
 /// The copies of one step, nearest first.
@@ -136,7 +137,9 @@ impl Inner {
         if self.tiers.is_empty() {
             let shares = self.team.shared_node().is_some();
             let load = self.options.load_options(&*self.environment.disk, shares);
-            return self.root.lease(step, self.options.stall_timeout, &load);
+            let leased = self.root.lease(step, self.options.stall_timeout, &load)?;
+            self.mend_from_other_copies(&self.root, &leased);
+            return Ok(leased);
         }
         for _ in 0..MAX_LISTINGS {
             let (mut nearest_damaged, mut is_gone) = (None, false);
@@ -173,8 +176,7 @@ impl Inner {
         let load = self.options.load_options(root.disk(), self.team.shared_node().is_some());
         match root.lease_found(found, self.options.stall_timeout, load) {
             Ok(Some(leased)) => {
-                let farther = FartherCopies::of(self.tiers_behind(root), &leased);
-                leased.files().mend_from(Arc::new(farther));
+                self.mend_from_other_copies(root, &leased);
                 Ok(Some(leased))
             }
             Ok(None) | Err(Error::StepGone { .. }) => {
@@ -182,6 +184,15 @@ impl Inner {
                 Ok(None)
             }
             Err(error) => Err(error),
+        }
+    }
+
+    /// Lets reads of a step of this root take what is damaged there from other copies.
+    fn mend_from_other_copies(&self, root: &Root, step: &Checkpoint) {
+        let machines = self.machines.as_ref().filter(|_| std::ptr::eq(root, &self.root));
+        let farther = FartherCopies::of(machines.cloned(), self.tiers_behind(root), step);
+        if farther.machines.is_some() || !farther.copies.is_empty() {
+            step.files().mend_from(Arc::new(farther));
         }
     }
 
@@ -252,8 +263,11 @@ fn newest_in(tier: &Tier, near: &Listing) -> Result<Option<u64>> {
     Ok(None)
 }
 
-/// The copies of a step in farther tiers, each opened when its bytes are needed.
+/// The copies of a step on other machines and in farther tiers, each opened when its bytes are
+/// needed.
 struct FartherCopies {
+    /// The machines that may keep copies of each other's files.
+    machines: Option<Arc<Machines>>,
     copies: Vec<(Arc<Tier>, OnceLock<Option<Checkpoint>>)>,
     step: u64,
     attempt: Attempt,
@@ -262,11 +276,31 @@ struct FartherCopies {
 
 impl FartherCopies {
     /// Those of an open step.
-    fn of(tiers: Vec<Arc<Tier>>, step: &Checkpoint) -> Self {
+    fn of(machines: Option<Arc<Machines>>, tiers: Vec<Arc<Tier>>, step: &Checkpoint) -> Self {
         let copies = tiers.into_iter().map(|tier| (tier, OnceLock::new())).collect();
         let manifest = step.manifest();
         let damaged = DamagedStep::new(step.shared_dir(), Arc::clone(manifest));
-        Self { copies, step: manifest.step, attempt: manifest.attempt.clone(), damaged }
+        Self { machines, copies, step: manifest.step, attempt: manifest.attempt.clone(), damaged }
+    }
+
+    /// Reads bytes of a file from the copies that machines keep of each other's files.
+    fn read_from_machines(
+        &self,
+        name: &str,
+        bytes: &Range<u64>,
+        is_right: &mut dyn FnMut(&[u8]) -> bool,
+    ) -> Option<Vec<u8>> {
+        let length = (bytes.end - bytes.start) as usize;
+        for copy in self.machines.as_ref()?.copies_of(self.step, &self.attempt, name) {
+            match copy.and_then(|file| file.read_at(bytes.start, length)) {
+                Ok(bytes) if is_right(&bytes) => return Some(bytes),
+                Ok(_) => {}
+                Err(error) => {
+                    tracing::warn!(step = self.step, %error, "a copy on another machine cannot be read");
+                }
+            }
+        }
+        None
     }
 
     /// Reads bytes of a file from a copy, or makes them if its files are others.
@@ -302,7 +336,7 @@ impl FartherCopies {
 
 impl OtherCopies for FartherCopies {
     fn any(&self) -> bool {
-        self.opened().next().is_some()
+        self.machines.is_some() || self.opened().next().is_some()
     }
 
     fn read(
@@ -312,8 +346,12 @@ impl OtherCopies for FartherCopies {
         len: usize,
         is_right: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Option<Vec<u8>> {
+        let range = offset..offset.saturating_add(len as u64);
+        if let Some(bytes) = self.read_from_machines(name, &range, is_right) {
+            return Some(bytes);
+        }
         for (tier, copy) in self.opened() {
-            match self.read_from(copy, name, &(offset..offset.saturating_add(len as u64))) {
+            match self.read_from(copy, name, &range) {
                 Ok(Some(bytes)) if is_right(&bytes) => return Some(bytes),
                 Ok(_) => {}
                 Err(error) => {

@@ -16,7 +16,7 @@ use stepwell_core::sys::lower_priority;
 
 use super::Inner;
 use super::partner_copies::spaced;
-use super::tiers::{CarryPace, Tier};
+use super::tiers::Tier;
 use crate::copy::OtherWriters;
 use crate::error::{Error, Result};
 use crate::machines::{
@@ -104,7 +104,7 @@ impl<'a> OtherMachines<'a> {
     }
 
     fn is_hurried(&self) -> bool {
-        self.tier.lock().pace == CarryPace::Hurried
+        self.tier.lock().is_hurried()
     }
 
     /// Gives the next order. Returns its number.

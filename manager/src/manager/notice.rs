@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use stepwell_core::deadline::deadline_after;
 
 use super::Manager;
-use super::tiers::{CarryPace, Tier};
+use super::tiers::Tier;
 use crate::copy;
 use crate::discovery::Found;
 use crate::error::Result;
@@ -18,7 +18,7 @@ impl Manager {
         self.inner.drain(Some(timeout))
     }
 
-    /// Prepares the end of this machine in `left`. From now on the carriers make no pauses and know
+    /// Prepares the end of this machine in `left`. Until then, the carriers make no pauses and know
     /// no limit. Each carries one step only: the newest, even if the tier does not take it. If its
     /// bytes do not fit into the time, and a started step has fewer bytes left, it carries that
     /// one. All others are passed over. Only the leader carries.
@@ -42,7 +42,7 @@ impl Tier {
     fn hurry(&self, newest: &Found, deadline: Instant) {
         let (step, bytes) = (newest.manifest.step, copy::total(&newest.manifest));
         let mut state = self.lock();
-        state.pace = CarryPace::Hurried;
+        state.hurried_until = Some(deadline);
         if state.steps.get(&step) == Some(&newest.manifest.attempt) {
             return;
         }

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,7 @@ use stepwell_core::format::manifest::Attempt;
 
 use super::{Inner, Manager};
 use crate::carry_queue::{CarryEnd, CarryQueue, TierRule};
+use crate::checkpoint::Checkpoint;
 use crate::compressed_copy;
 use crate::coordination::team::Team;
 use crate::discovery::Found;
@@ -74,17 +76,10 @@ pub(super) struct Tier {
     pub(super) manager: Manager,
     pub(super) bytes_per_second: Option<u64>,
     pub(super) compress: Vec<String>,
+    /// True once the globs were compared with the leaves of a step.
+    has_checked_globs: AtomicBool,
     state: Mutex<TierState>,
     pub(super) changed: Condvar,
-}
-
-/// The pace of a carrier.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum CarryPace {
-    /// It pauses for saves, and keeps to the tier's rate.
-    Background,
-    /// Little time is left: it does neither.
-    Hurried,
 }
 
 pub(super) struct TierState {
@@ -95,7 +90,8 @@ pub(super) struct TierState {
     pub(super) arrived: (u64, u64),
     /// Bytes per second of the carrier, without its pauses. `None` before it has carried enough.
     pub(super) speed: Option<u64>,
-    pub(super) pace: CarryPace,
+    /// Little time is left: until then, the carrier makes no pauses for saves and knows no rate.
+    pub(super) hurried_until: Option<Instant>,
     /// The step that was carried last, and the most of its bytes that have arrived in a try.
     pub(super) farthest: (u64, u64),
     /// Changes with all progress. A further try that repeats bytes makes none.
@@ -116,6 +112,10 @@ pub(super) struct TierState {
 }
 
 impl TierState {
+    pub(super) fn is_hurried(&self) -> bool {
+        self.hurried_until.is_some_and(|end| Instant::now() < end)
+    }
+
     /// Records the bytes of a carried step that have arrived, all of its bytes, and the time of the
     /// carrier's work.
     pub(super) fn record_arrival(&mut self, step: u64, done: u64, total: u64, worked: Duration) {
@@ -141,7 +141,7 @@ impl Tier {
             steps,
             arrived: (0, 0),
             speed: None,
-            pace: CarryPace::Background,
+            hurried_until: None,
             farthest: (0, 0),
             progress: 0,
             given_up: None,
@@ -158,6 +158,7 @@ impl Tier {
             manager,
             bytes_per_second: place.bytes_per_second,
             compress: place.compress.clone(),
+            has_checked_globs: AtomicBool::new(false),
             state: Mutex::new(state),
             changed: Condvar::new(),
         })
@@ -235,6 +236,17 @@ impl Tier {
                 return Err(Error::Timeout { waited_for, waited: begun.elapsed() });
             }
             state = self.wait(state, POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// Warns of globs that select no tensor, at the first step that is carried.
+    pub(super) fn check_globs(&self, step: &Checkpoint) -> Result<()> {
+        if self.compress.is_empty() || self.has_checked_globs.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        for glob in compressed_copy::unmatched(&self.compress, &*step.index()?)? {
+            tracing::warn!(tier = %self.name, glob, step = step.step(), "no tensor of this step matches a glob of those that are compressed in a tier");
         }
         Ok(())
     }

@@ -68,6 +68,21 @@ fn any_one_machine_may_be_lost() {
 }
 
 #[test]
+fn a_damaged_block_is_read_from_the_copy_of_a_partner() {
+    for (machine, file) in [("a", "/00000.data"), ("b", "/00001.data")] {
+        for at in [20, 4100] {
+            let nodes = saved(&["a", "b"]);
+            let damaged = nodes.data_files(machine, file);
+            assert!(damaged.len() >= 2, "of two steps: {damaged:?}");
+            for path in damaged {
+                assert!(nodes.disk().corrupt(&path, |bytes| bytes[at] ^= 1), "{path}");
+            }
+            assert_steps(&nodes, &["a", "b"], &[1, 2], 2);
+        }
+    }
+}
+
+#[test]
 fn the_run_goes_on_after_a_loss_and_copies_again() {
     let nodes = saved(&["a", "b", "c"]);
     let mut machines = vec!["a", "b", "c"];

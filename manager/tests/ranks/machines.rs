@@ -156,6 +156,19 @@ impl Nodes {
         format!("/{node}/run/{}/{}{name}", part.0, item.0)
     }
 
+    /// The paths of the data files on a machine that end so, without copies of others.
+    pub(crate) fn data_files(&self, node: &str, end: &str) -> Vec<String> {
+        let image = self.disk().image();
+        let mut found = Vec::new();
+        for (step, dir) in image.get(&format!("/{node}/run")).unwrap().entries().unwrap() {
+            for (item, _) in dir.entries().into_iter().flatten().filter(|_| !step.starts_with(".copy-")) {
+                let path = format!("/{node}/run/{step}/{item}{end}");
+                found.extend(image.get(&path).map(|_| path));
+            }
+        }
+        found
+    }
+
     /// A machine whose disk is lost.
     pub(crate) fn lose(&self, node: &str) {
         self.disk()
