@@ -5,6 +5,7 @@
 
 mod common;
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -239,6 +240,177 @@ fn each_request_is_lost_or_late() {
             let heard = run(&world, &store);
             check(&world, &heard, &format!("{fate:?} at request {number}"));
         }
+    }
+}
+
+/// What a life of many operations was told about a step.
+#[derive(Clone, Debug, Default)]
+struct Told {
+    /// The values that it may have. None: it is gone for ever.
+    values: BTreeSet<u8>,
+    /// It has one of them.
+    must: bool,
+    /// It may have lost all items but `params`.
+    may_be_thinned: bool,
+}
+
+/// What was told about each step.
+type Life = BTreeMap<u64, Told>;
+
+/// Saves a value, and records what is told.
+fn save_value(manager: &Manager, life: &mut Life, step: u64, value: u8) {
+    let told = life.entry(step).or_default();
+    let before = told.clone();
+    told.values.insert(value);
+    let exists = Exists::Replace;
+    let outcome = manager
+        .save(SaveRequest { exists, ..SaveRequest::new(step, state(value)) })
+        .map(|save| save.wait(Some(LONG)));
+    match outcome {
+        Ok(Ok(Some(Outcome::Committed))) => {
+            *told = Told { values: [value].into(), must: true, ..Told::default() };
+        }
+        Ok(Ok(Some(Outcome::NotCommitted(_)))) | Err(_) => *told = before,
+        _ => {}
+    }
+}
+
+/// Takes steps away, and records what is told.
+fn take_away(life: &mut Life, is_taken: impl Fn(u64) -> bool, take: impl FnOnce() -> bool) {
+    let taken = |life: &mut Life, change: fn(&mut Told)| {
+        life.iter_mut().filter(|(step, _)| is_taken(**step)).for_each(|(_, told)| change(told));
+    };
+    taken(life, |told| told.must = false);
+    if take() {
+        taken(life, |told| *told = Told::default());
+    }
+}
+
+/// Saves, replaces, deletes, rewinds and thins, by two processes one after the other. Returns what
+/// was told.
+fn live(world: &StoreWorld, store: &Arc<SimStore>, second: &Arc<SimStore>) -> Life {
+    let mut life = Life::new();
+    let quick = |retention| Options { stall_timeout: Duration::from_secs(5), ..keeping(retention) };
+    if let Ok(manager) = world.try_open(store, quick(Retention::KeepAll)) {
+        (1..=4).for_each(|step| save_value(&manager, &mut life, step, step as u8));
+        save_value(&manager, &mut life, 4, 77);
+        take_away(&mut life, |step| step == 1, || manager.delete(1).is_ok());
+        take_away(&mut life, |step| step > 2, || manager.rewind(2, Some("b")).is_ok());
+        save_value(&manager, &mut life, 3, 33);
+        let _ = manager.close(Some(LONG));
+    }
+    world.store.land_late();
+    world.clock.advance(31 * 60);
+    let thinning = Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"]);
+    if let Ok(manager) = world.try_open(second, quick(thinning)) {
+        life.values_mut().for_each(|told| told.may_be_thinned = true);
+        // Whatever the first one has not told is settled now.
+        if let Ok(steps) = manager.all_steps() {
+            for (step, told) in &mut life {
+                match steps.contains(step) {
+                    true => told.must = true,
+                    false if !told.must => told.values.clear(),
+                    false => {}
+                }
+            }
+        }
+        save_value(&manager, &mut life, 5, 5);
+        let _ = manager.delete_branch("b");
+        let _ = manager.close(Some(LONG));
+    }
+    world.store.land_late();
+    world.clock.advance(31 * 60);
+    life
+}
+
+/// The next writer finds what was told, and goes on.
+fn check_life(world: &StoreWorld, life: &Life, what: &str) {
+    let next = world.open(options());
+    let steps = next.all_steps().unwrap();
+    assert!(steps.iter().all(|step| life.contains_key(step)), "{what}: {steps:?} of {life:?}");
+    for (step, told) in life {
+        assert!(!told.must || steps.contains(step), "{what}: step {step} is lost: {steps:?}, {life:?}");
+        if !steps.contains(step) {
+            continue;
+        }
+        let found = read(&next.checkpoint(Some(*step)).unwrap());
+        let value = found[0].1[0];
+        assert!(told.values.contains(&value), "{what}: step {step} has {value}: {life:?}");
+        if found.len() == 1 {
+            assert!(told.may_be_thinned, "{what}: step {step} was thinned");
+            assert_eq!(found, [("params/w".to_owned(), vec![value; 3000])], "{what}");
+        } else {
+            assert_value(&next, *step, value);
+        }
+    }
+    assert!(next.wait_for_deletions(LONG).unwrap());
+    commit(&next, 9);
+    assert_restores(&next, 9);
+    next.close(Some(LONG)).unwrap();
+}
+
+/// Lives with this fate of each request of the two processes.
+fn live_with(fate_of: impl Fn(usize, u64) -> Fate + Send + Sync + 'static, what: &str) {
+    let world = StoreWorld::new();
+    let stores = [world.store.process(), world.store.process()];
+    let fate_of = Arc::new(fate_of);
+    for (process, store) in stores.iter().enumerate() {
+        let fate_of = Arc::clone(&fate_of);
+        store.script(move |request| fate_of(process, request.number));
+    }
+    let life = live(&world, &stores[0], &stores[1]);
+    check_life(&world, &life, what);
+}
+
+/// The numbers of the requests of the two processes.
+fn requests_of_a_life() -> Vec<(usize, u64)> {
+    let world = StoreWorld::new();
+    let stores = [world.store.process(), world.store.process()];
+    let life = live(&world, &stores[0], &stores[1]);
+    let there: Vec<u64> = life.iter().filter(|(_, told)| told.must).map(|(step, _)| *step).collect();
+    assert_eq!(there, [2, 3, 5]);
+    check_life(&world, &life, "without a fault");
+    let of_process =
+        |process: usize| (0..stores[process].requests().len() as u64).map(move |number| (process, number));
+    of_process(0).chain(of_process(1)).collect()
+}
+
+const FATES: [Fate; 6] =
+    [Fate::Killed, Fate::KilledAfterwards, Fate::AnswerLost, Fate::Dropped, Fate::Late, Fate::SaidToExist];
+
+/// One of so many lives is tried, unless `STEPWELL_LONG` is set.
+fn stride(short: usize) -> usize {
+    if std::env::var_os("STEPWELL_LONG").is_some() { 1 } else { short }
+}
+
+#[test]
+fn every_operation_survives_a_fault_at_each_request() {
+    let faults = requests_of_a_life().into_iter().flat_map(|at| FATES.map(|fate| (at, fate)));
+    for (at, fate) in faults.step_by(stride(5)) {
+        let what = format!("{fate:?} at request {at:?}");
+        live_with(move |process, number| if (process, number) == at { fate } else { Fate::Served }, &what);
+    }
+}
+
+#[test]
+fn every_operation_survives_two_faults() {
+    let requests = requests_of_a_life();
+    // A stride without a common factor reaches all pairs of fates and places.
+    let pairs = (0..requests.len() * FATES.len()).step_by(stride(7)).map(|number| {
+        let (first, second) = (number / FATES.len(), number * 131 % requests.len());
+        let fates = (FATES[number % FATES.len()], FATES[number / 5 % FATES.len()]);
+        ((requests[first], fates.0), (requests[second], fates.1))
+    });
+    for (one, other) in pairs {
+        let what = format!("{one:?} and {other:?}");
+        live_with(
+            move |process, number| match (process, number) {
+                at if at == one.0 => one.1,
+                at if at == other.0 => other.1,
+                _ => Fate::Served,
+            },
+            &what,
+        );
     }
 }
 

@@ -189,7 +189,7 @@ impl Inner {
 
     /// Lets reads of a step of this root take what is damaged there from other copies.
     fn mend_from_other_copies(&self, root: &Root, step: &Checkpoint) {
-        let machines = self.machines.as_ref().filter(|_| std::ptr::eq(root, &self.root));
+        let machines = self.machines.as_ref().filter(|_| std::ptr::eq(root, &raw const self.root));
         let farther = FartherCopies::of(machines.cloned(), self.tiers_behind(root), step);
         if farther.machines.is_some() || !farther.copies.is_empty() {
             step.files().mend_from(Arc::new(farther));
