@@ -243,10 +243,10 @@ fn each_request_is_lost_or_late() {
     }
 }
 
-/// What a life of many operations was told about a step.
+/// The answers of the manager about a step.
 #[derive(Clone, Debug, Default)]
 struct Told {
-    /// The values that it may have. None: it is gone for ever.
+    /// The values that it may have. None: it must not come back.
     values: BTreeSet<u8>,
     /// It has one of them.
     must: bool,
@@ -254,10 +254,10 @@ struct Told {
     may_be_thinned: bool,
 }
 
-/// What was told about each step.
+/// The answers about each step.
 type Life = BTreeMap<u64, Told>;
 
-/// Saves a value, and records what is told.
+/// Saves a value, and records the answer.
 fn save_value(manager: &Manager, life: &mut Life, step: u64, value: u8) {
     let told = life.entry(step).or_default();
     let before = told.clone();
@@ -275,19 +275,22 @@ fn save_value(manager: &Manager, life: &mut Life, step: u64, value: u8) {
     }
 }
 
-/// Takes steps away, and records what is told.
+/// Takes steps away, and records the answer.
 fn take_away(life: &mut Life, is_taken: impl Fn(u64) -> bool, take: impl FnOnce() -> bool) {
-    let taken = |life: &mut Life, change: fn(&mut Told)| {
-        life.iter_mut().filter(|(step, _)| is_taken(**step)).for_each(|(_, told)| change(told));
-    };
-    taken(life, |told| told.must = false);
+    let mut taken: Vec<&mut Told> =
+        life.iter_mut().filter(|(step, _)| is_taken(**step)).map(|(_, told)| told).collect();
+    for told in &mut taken {
+        told.must = false;
+    }
     if take() {
-        taken(life, |told| *told = Told::default());
+        for told in taken {
+            *told = Told::default();
+        }
     }
 }
 
-/// Saves, replaces, deletes, rewinds and thins, by two processes one after the other. Returns what
-/// was told.
+/// Saves, replaces, deletes, rewinds and thins, by two processes one after the other. Returns the
+/// answers.
 fn live(world: &StoreWorld, store: &Arc<SimStore>, second: &Arc<SimStore>) -> Life {
     let mut life = Life::new();
     let quick = |retention| Options { stall_timeout: Duration::from_secs(5), ..keeping(retention) };
@@ -303,8 +306,10 @@ fn live(world: &StoreWorld, store: &Arc<SimStore>, second: &Arc<SimStore>) -> Li
     world.clock.advance(31 * 60);
     let thinning = Retention::keep_latest(1) | Retention::keep_every_items(1, ["params"]);
     if let Ok(manager) = world.try_open(second, quick(thinning)) {
-        life.values_mut().for_each(|told| told.may_be_thinned = true);
-        // Whatever the first one has not told is settled now.
+        for told in life.values_mut() {
+            told.may_be_thinned = true;
+        }
+        // All that was uncertain is certain now.
         if let Ok(steps) = manager.all_steps() {
             for (step, told) in &mut life {
                 match steps.contains(step) {
@@ -323,7 +328,7 @@ fn live(world: &StoreWorld, store: &Arc<SimStore>, second: &Arc<SimStore>) -> Li
     life
 }
 
-/// The next writer finds what was told, and goes on.
+/// Checks that the next writer finds what the answers say, and goes on.
 fn check_life(world: &StoreWorld, life: &Life, what: &str) {
     let next = world.open(options());
     let steps = next.all_steps().unwrap();
@@ -349,7 +354,7 @@ fn check_life(world: &StoreWorld, life: &Life, what: &str) {
     next.close(Some(LONG)).unwrap();
 }
 
-/// Lives with this fate of each request of the two processes.
+/// Runs both processes with this fate of each request of the two processes.
 fn live_with(fate_of: impl Fn(usize, u64) -> Fate + Send + Sync + 'static, what: &str) {
     let world = StoreWorld::new();
     let stores = [world.store.process(), world.store.process()];

@@ -145,13 +145,16 @@ def test_a_reader_without_the_first_tier_is_told_to_open_home(tmp_path: Path) ->
         assert reader.all_steps() == [1]
 
 
-def test_globs_of_compress_that_match_nothing_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_globs_of_compress_that_match_nothing_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tiers = [sw.Tier(tmp_path / "near"), sw.Tier(tmp_path / "home", compress=["w", "optimiser"])]
     with caplog.at_level("WARNING", "stepwell"), sw.CheckpointManager(tiers=tiers) as mgr:
         for step in (1, 2):
             mgr.save(step, state(step)).result(60, tier="home")
     found = [line for line in caplog.messages if "no tensor of this step matches" in line]
-    assert len(found) == 1 and "optimiser" in found[0], found
+    assert len(found) == 1, found
+    assert "optimiser" in found[0]
 
 
 def test_a_store_that_is_away_does_not_stop_the_run(store: dict[str, str], home: str, tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ impl Manager {
         inner.team.ask("delete", || inner.delete_everywhere(step))
     }
 
-    /// Deletes a branch of a rewind in every tier. Its files go in the background, once no reader has
-    /// them. Returns the names that its steps had.
+    /// Deletes a branch of a rewind in every tier. Its files go in the background, once no reader
+    /// has them. Returns the names that its steps had.
     pub fn delete_branch(&self, branch: &str) -> Result<Vec<String>> {
         let inner = &self.inner;
         inner.check_writable("delete a branch")?;
