@@ -274,6 +274,24 @@ def test_reads_are_repeated(served: Served, kind: str) -> None:
         assert served.control("requests")["faults"] > 0
 
 
+def test_a_busy_store_gets_fewer_requests_at_once(s3: Served) -> None:
+    s3.control("latency", {"milliseconds": 30})
+    s3.control("most", {"requests": 2})
+    try:
+        state = {"w": np.arange(25 << 20)}
+        with sw.CheckpointManager(s3.url("busy")) as mgr:
+            mgr.save(1, state).result()
+            s3.control("reset")
+            mgr.save(2, state).result()
+        parts = s3.control("requests")["part"]
+        assert 25 <= parts < 40, "without a pace, each part is sent three times"
+        found = sw.restore(s3.url("busy"))
+        assert np.array_equal(found["w"], state["w"])
+    finally:
+        s3.control("most")
+        s3.control("latency")
+
+
 def test_credentials_are_renewed_before_they_expire(s3: Served) -> None:
     tokens = ["old-token"]
 

@@ -177,7 +177,7 @@ fn s3(
     let mut builder = AmazonS3Builder::from_env()
         .with_bucket_name(bucket)
         .with_unsigned_payload(true)
-        .with_http_connector(CheckedConnector { listing: "ListBucketResult" })
+        .with_http_connector(CheckedConnector::new("ListBucketResult"))
         .with_skip_signature(settings.anonymous)
         .with_virtual_hosted_style_request(settings.virtual_hosted);
     if let Some(endpoint) = &endpoint {
@@ -234,7 +234,7 @@ fn google(
     let endpoint = endpoint.map(|host| if host.contains("://") { host } else { format!("http://{host}") });
     let mut builder = GoogleCloudStorageBuilder::from_env()
         .with_bucket_name(bucket)
-        .with_http_connector(CheckedConnector { listing: "ListBucketResult" })
+        .with_http_connector(CheckedConnector::new("ListBucketResult"))
         .with_skip_signature(settings.anonymous);
     if let Some(endpoint) = &endpoint {
         builder = builder.with_base_url(endpoint);
@@ -257,7 +257,7 @@ fn azure(url: &str, settings: &StoreSettings, source: Option<&Arc<dyn Credential
     let endpoint = settings.endpoint.clone().or_else(|| variable(&["AZURE_STORAGE_ENDPOINT"]));
     let mut builder = MicrosoftAzureBuilder::from_env()
         .with_url(url)
-        .with_http_connector(CheckedConnector { listing: "EnumerationResults" })
+        .with_http_connector(CheckedConnector::new("EnumerationResults"))
         .with_skip_signature(settings.anonymous);
     if let Some(endpoint) = &endpoint {
         builder = builder.with_endpoint(endpoint.clone());

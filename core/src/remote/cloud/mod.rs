@@ -11,6 +11,7 @@
 mod clients;
 mod container;
 mod credentials;
+mod pace;
 mod sendable;
 mod transport;
 

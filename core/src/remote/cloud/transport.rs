@@ -1,7 +1,10 @@
 //! The transport of the clients. It refuses an answer that is not from a store.
 //!
 //! The clients take any page for an empty listing, such as the login page of a proxy. A root would
-//! then look empty.
+//! then look empty. Parts and ranges keep a [`Pace`].
+
+use std::sync::Arc;
+use std::time::Instant;
 
 use async_trait::async_trait;
 use object_store::ClientOptions;
@@ -10,20 +13,35 @@ use object_store::client::{
     ReqwestConnector,
 };
 
+use super::pace::Pace;
+
+/// The statuses of a store that wants fewer requests.
+const BUSY: [u16; 2] = [429, 503];
+/// The least bytes of the body of a part.
+const LARGE_BODY: usize = 1 << 20;
 /// The most characters of a foreign answer that a message shows.
 const SHOWN_NAME: usize = 40;
 
 /// Connects clients of one cloud.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct CheckedConnector {
     /// The outermost element of a listing.
-    pub listing: &'static str,
+    listing: &'static str,
+    /// That of all clients of a store.
+    pace: Arc<Pace>,
+}
+
+impl CheckedConnector {
+    /// A connector of clients whose listings have this outermost element.
+    pub(super) fn new(listing: &'static str) -> Self {
+        Self { listing, pace: Arc::default() }
+    }
 }
 
 impl HttpConnector for CheckedConnector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let client = ReqwestConnector::default().connect(options)?;
-        Ok(HttpClient::new(CheckedService { client, listing: self.listing }))
+        Ok(HttpClient::new(CheckedService { client, listing: self.listing, pace: Arc::clone(&self.pace) }))
     }
 }
 
@@ -31,6 +49,7 @@ impl HttpConnector for CheckedConnector {
 struct CheckedService {
     client: HttpClient,
     listing: &'static str,
+    pace: Arc<Pace>,
 }
 
 impl CheckedService {
@@ -43,6 +62,12 @@ impl CheckedService {
             _ => None,
         }
     }
+}
+
+/// True for a part or a range. Other requests are small, and wait for no others.
+fn is_data(request: &HttpRequest) -> bool {
+    let is_put = request.method().as_str() == "PUT";
+    is_put && request.body().content_length() >= LARGE_BODY || request.headers().contains_key("range")
 }
 
 /// An answer that is not what was asked for.
@@ -59,7 +84,14 @@ struct ForeignAnswer {
 impl HttpService for CheckedService {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let wanted = self.wanted(&request);
-        let answer = self.client.execute(request).await?;
+        let permit = if is_data(&request) { self.pace.permit().await } else { None };
+        let began = Instant::now();
+        let answer = self.client.execute(request).await;
+        if let Some(permit) = permit {
+            let is_busy = |answer: &HttpResponse| BUSY.contains(&answer.status().as_u16());
+            self.pace.answered(permit, began, answer.as_ref().is_ok_and(is_busy));
+        }
+        let answer = answer?;
         let Some(wanted) = wanted.filter(|_| answer.status().is_success()) else { return Ok(answer) };
         let (parts, body) = answer.into_parts();
         let body = body.bytes().await?;

@@ -8,6 +8,7 @@
 //! * `redirect`: `{"region": "eu-west-1"}`. S3 answers that the bucket is there. An empty body ends
 //!   it.
 //! * `latency`: `{"milliseconds": 30}`. Each answer waits for so long.
+//! * `most`: `{"requests": 4}`. More parts and ranges than so many at once get 503.
 //! * `page`: `{"entries": 2}`. Pages of listings have at most so many entries.
 //! * `expire`: `{"token": "old"}`. Credentials that contain this text have expired.
 //! * `halt`: `{"after": 12, "applied": true}`. The server answers 12 more requests. It applies the
@@ -177,6 +178,8 @@ pub struct Plan {
     /// A random number for the fault.
     pub random: u64,
     pub latency: Duration,
+    /// It is one request too many.
+    pub is_excess: bool,
     /// The region that S3 redirects to.
     pub region: Option<String>,
     /// The most entries of a page.
@@ -194,11 +197,19 @@ struct State {
     faults: Option<Faults>,
     region: Option<String>,
     latency: Duration,
+    /// The most parts and ranges at once.
+    most: Option<u64>,
+    /// The parts and ranges that are answered now.
+    running: u64,
     expired: Option<String>,
     page: Option<u64>,
     halt: Option<Halt>,
     /// The answers so far.
     answered: u64,
+}
+
+fn is_data(kind: &str) -> bool {
+    matches!(kind, "part" | "range")
 }
 
 /// The longest that an answer waits for later ones.
@@ -226,16 +237,25 @@ impl Control {
         state.hits += u64::from(fault.is_some());
         let expired = state.expired.as_deref();
         let is_expired = expired.is_some_and(|token| credentials.iter().any(|text| text.contains(token)));
+        let is_excess = is_data(kind) && state.most.is_some_and(|most| state.running >= most);
+        state.running += u64::from(is_data(kind));
         let halted = state.halt.as_mut().and_then(Halt::stops);
         Plan {
             halted,
             fault,
             random,
             latency: state.latency,
+            is_excess,
             region: state.region.clone(),
             page: state.page,
             is_expired,
         }
+    }
+
+    /// Counts the end of a request of a kind.
+    pub fn end(&self, kind: &str) {
+        let mut state = self.state();
+        state.running -= u64::from(is_data(kind));
     }
 
     /// Counts an answer and its bytes.
@@ -293,6 +313,10 @@ impl Control {
             "latency" => {
                 let wanted = body.get("milliseconds").map_or(Some(0), Value::as_u64)?;
                 state.latency = Duration::from_millis(wanted);
+            }
+            "most" => {
+                let most = |body: &Value| body.get("requests")?.as_u64();
+                state.most = if body.is_null() { None } else { Some(most(body)?) };
             }
             "page" => {
                 let entries = |body: &Value| body.get("entries")?.as_u64().filter(|entries| *entries > 0);

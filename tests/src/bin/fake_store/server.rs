@@ -81,26 +81,48 @@ impl Server {
         }
     }
 
+    fn send(
+        &self,
+        request: &Request,
+        connection: &mut Connection<'_>,
+        mut answer: Answer,
+        limit: Option<u64>,
+    ) -> io::Result<()> {
+        answer.is_head = request.method == "HEAD";
+        self.control.sent(connection.write(&answer, limit)?);
+        Ok(())
+    }
+
     fn answer(self: &Arc<Self>, request: &Request, connection: &mut Connection<'_>) -> io::Result<After> {
         let parsed = match self.dialect {
             Dialect::S3 | Dialect::Google => s3::parsed(request),
             Dialect::Azure => azure::parsed(request),
         };
-        let send = |connection: &mut Connection<'_>, mut answer: Answer, limit| -> io::Result<()> {
-            answer.is_head = request.method == "HEAD";
-            self.control.sent(connection.write(&answer, limit)?);
-            Ok(())
-        };
-        let mut asked = match parsed {
+        let asked = match parsed {
             Ok(asked) => asked,
             Err(refusal) => {
-                send(connection, self.refused(refusal), None)?;
+                self.send(request, connection, self.refused(refusal), None)?;
                 return Ok(After::Open);
             }
         };
         let names = ["authorization", "x-amz-security-token"];
         let credentials: Vec<&str> = names.iter().filter_map(|name| request.header(name)).collect();
-        let plan = self.control.begin(asked.call.kind(), request.body.len() as u64, &credentials);
+        let kind = asked.call.kind();
+        let plan = self.control.begin(kind, request.body.len() as u64, &credentials);
+        let after = self.answer_as_planned(asked, &plan, request, connection);
+        self.control.end(kind);
+        after
+    }
+
+    fn answer_as_planned(
+        self: &Arc<Self>,
+        mut asked: Asked,
+        plan: &Plan,
+        request: &Request,
+        connection: &mut Connection<'_>,
+    ) -> io::Result<After> {
+        let send =
+            |connection: &mut Connection<'_>, answer, limit| self.send(request, connection, answer, limit);
         if let Some(is_applied) = plan.halted {
             if is_applied {
                 self.applied(&asked, request);
@@ -119,7 +141,7 @@ impl Server {
             self.apply_late(asked, request);
             return Ok(After::Close);
         }
-        let mut answer = match self.early(&asked, &plan) {
+        let mut answer = match self.early(&asked, plan) {
             Some(answer) => answer,
             None => self.applied(&asked, request),
         };
@@ -144,6 +166,9 @@ impl Server {
 
     /// The answer to a request that is not applied.
     fn early(&self, asked: &Asked, plan: &Plan) -> Option<Answer> {
+        if plan.is_excess {
+            return Some(self.refused(Refusal::SlowDown));
+        }
         if plan.is_expired {
             return Some(self.refused(Refusal::Expired));
         }
