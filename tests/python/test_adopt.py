@@ -266,7 +266,7 @@ def test_compressed_members_are_checked(tmp_path: Path) -> None:
     sw.adopt(file)
     at = file.stat().st_size // 2
     flip(file, at)
-    with pytest.raises(sw.CorruptCheckpoint, match=f"block {at // BLOCK}: the block's checksum"):
+    with pytest.raises(sw.CorruptCheckpoint, match=f"block {at // BLOCK}: the checksum of the block"):
         sw.restore(file)
 
 

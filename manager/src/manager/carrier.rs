@@ -28,8 +28,8 @@ use crate::machines::CopyTarget;
 const IDLE_INTERVAL: Duration = Duration::from_secs(60);
 /// A carrier that waits looks at this interval if it is still wanted.
 const PAUSE_INTERVAL: Duration = Duration::from_millis(20);
-/// A step whose files give an I/O error is given up after so many tries, in 15 seconds. Newer
-/// steps would never be carried.
+/// A step whose files give an I/O error is given up after so many tries, in 15 seconds. Without an
+/// end, newer steps would never be carried.
 const MOST_READ_TRIES: u32 = 5;
 const EIO: i32 = 5;
 
