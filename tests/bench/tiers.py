@@ -11,7 +11,8 @@ times while a loop computes:
   slows the loop, too.
 
 ``save`` is the median wait of a call of ``save()``. ``loop`` is the time of the loop, which has a
-fixed number of products of small matrices, while the tier gets all its steps.
+fixed number of products of small matrices, while the tier gets all its steps. ``restore`` is the
+median time of a restore of the newest step into arrays that are there. It comes from the near tier.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from fake_store import fake_store
 from tables import spread, table, verdict
 
 #: Limits, as ratios to the near tier alone.
-SAVE, LOOP = 1.05, 1.02
-#: Saves of a round.
+SAVE, LOOP, RESTORE = 1.05, 1.02, 1.02
+#: Saves of a round, and restores.
 SAVES = 3
 
 
@@ -57,9 +58,9 @@ def loop(count: int) -> None:
         a = a @ a / 256
 
 
-def one_round(tiers: list[sw.Tier], state: dict[str, np.ndarray], count: int) -> tuple[float, float]:
-    """Returns the median wait of a save, and the seconds of the loops."""
-    waits, loops = [], 0.0
+def one_round(tiers: list[sw.Tier], state: dict[str, np.ndarray], count: int) -> tuple[float, ...]:
+    """Returns the median wait of a save, the seconds of the loops, and the median of a restore."""
+    waits, loops, restores = [], 0.0, []
     with sw.CheckpointManager(tiers=tiers, options=sw.Options(grace=0.0)) as mgr:
         mgr.save(0, state).result()
         mgr.wait_until_carried()
@@ -73,7 +74,12 @@ def one_round(tiers: list[sw.Tier], state: dict[str, np.ndarray], count: int) ->
             loop(count)
             loops += time.perf_counter() - begun
             mgr.wait_until_carried()
-    return statistics.median(waits), loops
+        into = {name: np.empty_like(array) for name, array in state.items()}
+        for _ in range(SAVES):
+            begun = time.perf_counter()
+            mgr.restore(into=into)
+            restores.append(time.perf_counter() - begun)
+    return statistics.median(waits), loops, statistics.median(restores)
 
 
 def main() -> None:
@@ -85,7 +91,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     state = {f"w{n}": np.random.default_rng(n).random(chosen.mib << 14, np.float32) for n in range(16)}
     count = products(chosen.seconds)
-    found: dict[str, list[tuple[float, float]]] = {"near": [], "disk": [], "store": []}
+    found: dict[str, list[tuple[float, ...]]] = {"near": [], "disk": [], "store": []}
     with fake_store("s3") as variables, tempfile.TemporaryDirectory(dir=".") as folder:
         os.environ.update(variables)
         for number in range(chosen.rounds + 1):
@@ -101,16 +107,21 @@ def main() -> None:
                 shutil.rmtree(place)
                 if number:
                     found[name].append(measured)
-    rows = [["tiers", "save()", "to near", "loop to near", f"save() {SAVE}", f"loop {LOOP}"]]
+    limits = {"save()": SAVE, "loop": LOOP, "restore": RESTORE}
+    rows = [
+        ["tiers", "save()", *(f"{what} to near" for what in limits), *(f"{w} {n}" for w, n in limits.items())]
+    ]
     for name, rounds in found.items():
         ratios = [
-            [mine[at] / base[at] for mine, base in zip(rounds, found["near"], strict=True)] for at in (0, 1)
+            [mine[at] / base[at] for mine, base in zip(rounds, found["near"], strict=True)]
+            for at in range(len(limits))
         ]
-        waits = [wait * 1000 for wait, _ in rounds]
-        rows.append([
-            name, f"{statistics.median(waits):.0f} ms", spread(ratios[0]), spread(ratios[1]),
-            verdict(statistics.median(ratios[0]), SAVE), verdict(statistics.median(ratios[1]), LOOP),
-        ])  # fmt: skip
+        wait = statistics.median(measured[0] for measured in rounds)
+        verdicts = [
+            verdict(statistics.median(ratio), limit)
+            for ratio, limit in zip(ratios, limits.values(), strict=True)
+        ]
+        rows.append([name, f"{wait * 1000:.0f} ms", *map(spread, ratios), *verdicts])
     print(table(rows))
 
 
