@@ -144,11 +144,11 @@ fn trusting(options: ClientOptions, trusted: &[Certificate]) -> ClientOptions {
 fn certificates(url: &str) -> Result<Vec<Certificate>> {
     let Some(file) = variable(&[CA_BUNDLE]).filter(|file| !file.is_empty()) else { return Ok(Vec::new()) };
     let refuse = |what: String| Err(Error::Misuse(format!("{url}: the file {file} of {CA_BUNDLE} {what}")));
-    let bytes = match std::fs::read(&file) {
-        Ok(bytes) => bytes,
+    let text = match std::fs::read_to_string(&file) {
+        Ok(text) => text,
         Err(error) => return refuse(format!("cannot be read: {error}. Name a file of certificates")),
     };
-    match Certificate::from_pem_bundle(&bytes) {
+    match Certificate::from_pem_bundle(text.as_bytes()) {
         Ok(found) if !found.is_empty() => Ok(found),
         Ok(_) | Err(_) => refuse("has no certificates. Name a file of them, as PEM".to_owned()),
     }

@@ -30,7 +30,7 @@ pub(super) struct ContainerSource {
 /// The answer of the service. Its credentials are asked for again before they can expire.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Answer {
+struct ContainerKeys {
     access_key_id: String,
     secret_access_key: String,
     token: String,
@@ -55,7 +55,7 @@ impl ContainerSource {
         Ok(request)
     }
 
-    async fn ask(&self, token: &str) -> Result<Answer, String> {
+    async fn ask(&self, token: &str) -> Result<ContainerKeys, String> {
         let failed = |what: String| format!("the service of {URI} {what}");
         let client = ReqwestConnector::default().connect(&options(REQUEST_TIMEOUT).with_allow_http(true));
         let client = client.map_err(|error| error.to_string())?;
@@ -86,7 +86,7 @@ impl CredentialSource for ContainerSource {
             return Err(format!("the token in the file of {TOKEN_FILE} {flaw}. Write it without that"));
         }
         let runtime = runtime().map_err(|error| error.to_string())?;
-        let Answer { access_key_id, secret_access_key, token } = runtime.block_on(self.ask(token))?;
+        let ContainerKeys { access_key_id, secret_access_key, token } = runtime.block_on(self.ask(token))?;
         let parts =
             [("access_key_id", access_key_id), ("secret_access_key", secret_access_key), ("token", token)];
         let parts: BTreeMap<String, String> =
