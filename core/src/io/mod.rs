@@ -18,6 +18,8 @@ mod posix_disk;
 mod probe;
 mod reclaim;
 mod section;
+#[cfg(feature = "remote")]
+pub(crate) mod settings_file;
 mod shared;
 #[cfg(any(test, feature = "test-support"))]
 pub mod simulated;

@@ -45,19 +45,19 @@ struct Upload {
     /// The stored parts, by their number from 0 on.
     parts: BTreeMap<u64, PartTag>,
     /// Parts that wait for bytes, by their number from 0 on.
-    filling: BTreeMap<u64, Filling>,
+    filling: BTreeMap<u64, PendingPart>,
     /// The length, if it was set.
     len: Option<u64>,
 }
 
 /// A part that waits for bytes.
-struct Filling {
+struct PendingPart {
     buffer: Buffer,
     /// The lengths of the pieces that are there, by their offset in the part.
     pieces: BTreeMap<usize, usize>,
 }
 
-impl Filling {
+impl PendingPart {
     /// Memory for a piece that ends at `end` of a part of this length.
     fn buffer(end: usize, len: usize, part_bytes: usize) -> Result<Buffer> {
         Buffer::alone(if len < SMALL_PIECE { end } else { part_bytes })
@@ -190,7 +190,7 @@ impl StoreFile {
         })?;
         let (last, tail) = (len / self.part_bytes, (len % self.part_bytes) as usize);
         let rest = filling.remove(&last);
-        let filled = rest.as_ref().map_or(0, Filling::filled);
+        let filled = rest.as_ref().map_or(0, PendingPart::filled);
         if filled < tail || filling.keys().any(|part| *part < last) || (id.is_none() && last > 0) {
             return Err(self.misused(format!("a hole before byte {len}")));
         }
@@ -223,8 +223,8 @@ impl Upload {
         let filling = match self.filling.entry(part) {
             Entry::Occupied(found) => found.into_mut(),
             Entry::Vacant(free) => {
-                let buffer = Filling::buffer(at + piece.len(), piece.len(), part_bytes)?;
-                free.insert(Filling { buffer, pieces: BTreeMap::new() })
+                let buffer = PendingPart::buffer(at + piece.len(), piece.len(), part_bytes)?;
+                free.insert(PendingPart { buffer, pieces: BTreeMap::new() })
             }
         };
         filling.add(at, piece, part_bytes)?;
@@ -237,7 +237,7 @@ impl Upload {
     /// The end of the bytes that are there.
     fn end(&self, part_bytes: u64) -> u64 {
         let sent = self.parts.last_key_value().map_or(0, |(part, _)| (part + 1) * part_bytes);
-        let end = |(part, filling): (&u64, &Filling)| {
+        let end = |(part, filling): (&u64, &PendingPart)| {
             let (at, len) = filling.pieces.last_key_value()?;
             Some(part * part_bytes + (at + len) as u64)
         };

@@ -1,5 +1,6 @@
 //! The clients of a bucket: S3, Google Cloud Storage or Azure Blob Storage.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use super::credentials::{CredentialSource, Forget, Renewed};
 use super::sendable::{self, Sent};
 use super::transport::CheckedConnector;
 use super::{RETRY_TIMEOUT, without_secrets};
+use crate::io::settings_file;
 use crate::{Error, Result};
 
 /// The deadline of a request with few bytes.
@@ -144,7 +146,7 @@ fn trusting(options: ClientOptions, trusted: &[Certificate]) -> ClientOptions {
 fn certificates(url: &str) -> Result<Vec<Certificate>> {
     let Some(file) = variable(&[CA_BUNDLE]).filter(|file| !file.is_empty()) else { return Ok(Vec::new()) };
     let refuse = |what: String| Err(Error::Misuse(format!("{url}: the file {file} of {CA_BUNDLE} {what}")));
-    let text = match std::fs::read_to_string(&file) {
+    let text = match settings_file::read(Path::new(&file)) {
         Ok(text) => text,
         Err(error) => return refuse(format!("cannot be read: {error}. Name a file of certificates")),
     };

@@ -3,6 +3,7 @@
 //! The library asks that service too, but panics if the file with its token ends in a line break.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use object_store::client::{HttpConnector, HttpRequest, HttpRequestBody, ReqwestConnector};
 use serde::Deserialize;
@@ -11,6 +12,7 @@ use super::clients::{REQUEST_TIMEOUT, options, variable};
 use super::credentials::{CredentialParts, CredentialSource};
 use super::runtime;
 use super::sendable::{Sent, flaw};
+use crate::io::settings_file;
 
 const TOKEN_FILE: &str = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE";
 const URI: &str = "AWS_CONTAINER_CREDENTIALS_FULL_URI";
@@ -79,7 +81,7 @@ impl ContainerSource {
 
 impl CredentialSource for ContainerSource {
     fn fetch(&self) -> Result<CredentialParts, String> {
-        let token = std::fs::read_to_string(&self.token_file)
+        let token = settings_file::read(Path::new(&self.token_file))
             .map_err(|error| format!("the file of {TOKEN_FILE} cannot be read: {error}"))?;
         let token = token.trim_end_matches(['\r', '\n']);
         if let Some(flaw) = flaw(token, Sent::InHeader) {
