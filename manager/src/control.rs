@@ -236,8 +236,15 @@ impl KnownRun {
     /// Reads the record of a root. `None` if it has none.
     pub fn read(root: &dyn Dir) -> stepwell_core::Result<Option<Self>> {
         match root.read_file(&control(KNOWN_RUN), MAX_KNOWN_RUN_BYTES) {
-            // An invalid one was edited. Nothing is known then.
-            Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
+            Ok(bytes) => {
+                let parsed = sealed_text::unseal(&bytes)
+                    .and_then(|body| serde_json::from_slice(body).map_err(|error| error.to_string()));
+                Ok(Some(parsed.unwrap_or_else(|error| {
+                    tracing::warn!(root = %root.path().display(), %error, "the record of the run is damaged. Steps that only this tier has may be moved into a branch");
+                    // Then this tier has followed nothing.
+                    Self::default()
+                })))
+            }
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
         }
@@ -248,7 +255,7 @@ impl KnownRun {
         if Self::read(root)?.as_ref() == Some(self) {
             return Ok(());
         }
-        write_json(root, KNOWN_RUN, self)
+        write_sealed(root, KNOWN_RUN, self)
     }
 }
 

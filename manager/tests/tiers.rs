@@ -565,6 +565,29 @@ fn a_rewind_removes_steps_that_only_an_absent_tier_has() {
 }
 
 #[test]
+fn an_interrupted_rewind_reaches_an_absent_tier() {
+    let worlds = removed_while_the_node_was_absent(|worlds| {
+        let store = worlds.store.process();
+        let second = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+        // The process ends when it has recorded the rewind.
+        let recorded = std::sync::atomic::AtomicBool::new(false);
+        store.script(move |request| {
+            if recorded.load(Ordering::SeqCst) {
+                return Fate::Dropped;
+            }
+            if request.call == "put" && request.key.contains("rewind.json") {
+                recorded.store(true, Ordering::SeqCst);
+            }
+            Fate::Served
+        });
+        second.rewind(2, None).unwrap_err();
+        drop(second);
+    });
+    let back = worlds.open(quick(), EVERY_OTHER);
+    assert_eq!(back.all_steps().unwrap(), [1, 2]);
+}
+
+#[test]
 fn deleted_steps_do_not_come_back_with_an_absent_tier() {
     for alone in [false, true] {
         let worlds = removed_while_the_node_was_absent(|worlds| {

@@ -156,8 +156,9 @@ def shown_url(url: str) -> str:
     """A URL in a message. Left out: its query, and what is before an ``@``, which may be secret."""
     found = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/*", url)
     scheme = found[0] if found else ""
-    rest = re.split("[?#]", url[len(scheme) :], maxsplit=1)[0]
-    shown = scheme + rest.rpartition("@")[2]
+    # A password may have any sign in it.
+    rest = url[len(scheme) :].rpartition("@")[2]
+    shown = scheme + re.split("[?#]", rest, maxsplit=1)[0]
     return f"{shown!r:.120}"
 
 

@@ -18,7 +18,7 @@ def refused(call: Any, kind: type[Exception] = sw.MisuseError) -> str:
     with pytest.raises(kind) as caught:
         call()
     text = str(caught.value)
-    assert SECRET not in text, text
+    assert SECRET[:6] not in text, text
     return text
 
 
@@ -46,6 +46,8 @@ def test_wrong_settings_of_a_store_are_not_shown(settings: dict[str, Any]) -> No
         f"s3://bucket/run?X-Amz-Signature={SECRET}",
         f"https://bucket.s3.amazonaws.com/run?X-Amz-Signature={SECRET}",
         f"https://user:{SECRET}@host/run",
+        f"minio://user:{SECRET[:6]}#{SECRET[6:]}@host/run",
+        f"minio://user:{SECRET[:6]}?{SECRET[6:]}@host/run",
         f"https://account.blob.core.windows.net/c/run?sig={SECRET}",
         f"s3:/key:{SECRET}@bucket/run",
     ],

@@ -34,8 +34,8 @@ enum FileState {
     /// It is stored, with this length.
     Stored(u64),
     Uploading(Upload),
-    /// An upload has failed.
-    Failed,
+    /// An upload has failed, for this reason.
+    Failed(String),
 }
 
 #[derive(Default)]
@@ -123,7 +123,10 @@ impl StoreFile {
         match &mut *self.state() {
             FileState::Uploading(upload) => act(upload),
             FileState::Stored(_) => Err(self.misused("a write after the upload has ended")),
-            FileState::Failed => Err(self.misused("a write after the upload has failed")),
+            FileState::Failed(why) => {
+                let why = std::io::Error::other(format!("the upload has failed: {why}"));
+                Err(Error::io("write", &self.path, why))
+            }
         }
     }
 
@@ -159,14 +162,28 @@ impl StoreFile {
         Ok(())
     }
 
+    /// Returns the upload, and starts it at first. A failure is remembered: other parts wait for
+    /// the same answer.
+    fn started(&self) -> Result<Option<UploadId>> {
+        let mut state = self.state();
+        if let FileState::Uploading(upload) = &mut *state
+            && upload.id.is_none()
+        {
+            match self.store.start_upload(&self.key) {
+                Ok(id) => upload.id = Some(id),
+                Err(error) => {
+                    *state = FileState::Failed(error.to_string());
+                    return Err(error);
+                }
+            }
+        }
+        drop(state);
+        self.with(|upload| Ok(upload.id.clone()))
+    }
+
     /// Sends a part.
     fn send(&self, part: u64, buffer: Buffer, len: usize) -> (Buffer, Result<()>) {
-        let id = self.with(|upload| {
-            if upload.id.is_none() {
-                upload.id = Some(self.store.start_upload(&self.key)?);
-            }
-            Ok(upload.id.clone())
-        });
+        let id = self.started();
         let (id, number) = match (id, u32::try_from(part + 1)) {
             (Ok(Some(id)), Ok(number)) => (id, number),
             (Err(error), _) => return (buffer, Err(error)),
@@ -254,7 +271,7 @@ impl File for StoreFile {
         match &*self.state() {
             FileState::Stored(len) => Ok(*len),
             FileState::Uploading(upload) => Ok(upload.len.unwrap_or_default()),
-            FileState::Failed => Err(self.misused("its length after it has failed")),
+            FileState::Failed(_) => Err(self.misused("its length after it has failed")),
         }
     }
 
@@ -269,7 +286,7 @@ impl File for StoreFile {
         let finished = self.finish();
         let state = match &finished {
             Ok(len) => FileState::Stored(*len),
-            Err(_) => FileState::Failed,
+            Err(error) => FileState::Failed(error.to_string()),
         };
         let before = std::mem::replace(&mut *self.state(), state);
         if finished.is_err() {
@@ -326,7 +343,7 @@ impl StoreFile {
 
 impl Drop for StoreFile {
     fn drop(&mut self) {
-        let state = std::mem::replace(&mut *self.state(), FileState::Failed);
+        let state = std::mem::replace(&mut *self.state(), FileState::Failed("it was dropped".to_owned()));
         self.abort(&state);
     }
 }

@@ -65,6 +65,19 @@ fn cut(len: usize, data: usize, window: usize) -> Vec<(usize, usize)> {
     pieces
 }
 
+#[test]
+fn an_upload_that_cannot_start_is_tried_once() {
+    let store = SimStore::new(URL);
+    let disk = disk(&store);
+    let dir = disk.create_dir_all(Path::new(URL)).unwrap();
+    store.script(|request| if request.call == "start_upload" { Fate::Dropped } else { Fate::Served });
+    let content = bytes(8 * PART);
+    let error = upload(&disk, &*dir, "x", &content, &cut(content.len(), content.len(), PART)).unwrap_err();
+    assert!(error.errno().is_some(), "the store's own answer: {error}");
+    let starts = store.requests().iter().filter(|request| request.call == "start_upload").count();
+    assert_eq!(starts, 1);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
     /// Windows and a footer, in any order, make the same object; all its parts but the last are of

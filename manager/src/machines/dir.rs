@@ -292,18 +292,20 @@ impl SpreadStep {
 }
 
 impl Machines {
-    /// Opens the copies of a data file that machines keep for each other: of the step's attempt.
-    pub(crate) fn copies_of(
-        &self,
-        step: u64,
-        attempt: &Attempt,
-        name: &str,
-    ) -> impl Iterator<Item = Result<Arc<dyn File>>> {
-        let label = directory_layout::label(step);
-        let name = format!("{}/{name}", directory_layout::copy(&label, &attempt.session, attempt.counter));
+    /// Opens the copies of a step's files that machines keep for each other, of this attempt.
+    pub(crate) fn copies_of(&self, step: u64, attempt: &Attempt) -> impl Iterator<Item = Arc<dyn Dir>> {
+        let name = directory_layout::copy(&directory_layout::label(step), &attempt.session, attempt.counter);
         let others = self.others.values().map(|other| &**other as &dyn Dir);
         let machines = std::iter::once(&*self.local).chain(others);
-        machines.filter_map(move |machine| missing(machine.open_file(&name)).transpose())
+        machines.filter_map(move |machine| match machine.open_dir(&name) {
+            Ok(copy) => Some(copy),
+            Err(error) => {
+                if !error.is_gone() {
+                    tracing::warn!(step, %error, "a copy on another machine cannot be opened");
+                }
+                None
+            }
+        })
     }
 }
 

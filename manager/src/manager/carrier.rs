@@ -213,7 +213,8 @@ fn run(near: &Weak<Inner>, tier: &Arc<Tier>) {
                 state.queue.ended(step, end);
             }
             Err(error)
-                if state.queue.failures(step) + 1 >= MOST_READ_TRIES
+                if !state.steps.contains_key(&step)
+                    && state.queue.failures(step) + 1 >= MOST_READ_TRIES
                     && is_unreadable(&tier.root().path, &error) =>
             {
                 let why = format!("its files cannot be read: {error}");

@@ -121,6 +121,7 @@ impl Inner {
             Err(error) => return Err(error.into()),
         };
         self.root.check_writer()?;
+        self.check_writer_of_home()?;
         if let Err(error) = Removals::add_deleted(self.home(), attempt) {
             if !is_full(&error) {
                 return Err(error);
@@ -358,7 +359,15 @@ impl Inner {
                 if !self.tiers.is_empty() {
                     rewind.record(self.home())?;
                 }
-                self.carry_out_rewind(&rewind, moves)
+                let moved = self.carry_out_rewind(&rewind, moves)?;
+                if !self.tiers.is_empty() {
+                    if let Err(error) = self.know_rewind(&rewind.rewound.id) {
+                        // Steps that this session saves later are not removed by it.
+                        tracing::warn!(%error, "recording a rewind failed. The next manager looks at it again");
+                    }
+                    UnfinishedRewind::forget(self.home())?;
+                }
+                Ok(moved)
             },
         )?;
         Ok((branch, moved))
@@ -376,6 +385,7 @@ impl Inner {
     /// Records a rewind for the tiers that are absent, and moves the steps of the others.
     fn carry_out_rewind(&self, rewind: &UnfinishedRewind, moves: Vec<MoveAside<'_>>) -> Result<Vec<u64>> {
         let UnfinishedRewind { rewound, branch, .. } = rewind;
+        self.check_writer_of_home()?;
         if let Err(error) = Removals::add_rewind(self.home(), rewound) {
             if !is_full(&error) {
                 return Err(error);
@@ -384,14 +394,12 @@ impl Inner {
         }
         let moved = self.carry_out(moves)?;
         self.move_incomplete(branch, &|step, attempt| rewound.removes(step, attempt))?;
-        if !self.tiers.is_empty() {
-            if let Err(error) = self.know_rewind(&rewound.id) {
-                // Steps that this session saves later are not removed by it.
-                tracing::warn!(%error, "recording a rewind failed. The next manager looks at it again");
-            }
-            UnfinishedRewind::forget(self.home())?;
-        }
         Ok(moved)
+    }
+
+    /// Checks that no other writer has the records of the run.
+    fn check_writer_of_home(&self) -> Result<()> {
+        self.tiers.last().map_or(Ok(()), |tier| tier.root().check_writer())
     }
 
     /// The directory of the last tier, which has the records of the run.
@@ -512,13 +520,16 @@ impl Inner {
         self.removing(
             |other| other == step,
             || {
+                // Each tier must answer before the step is deleted in the first one.
+                let has_it = |tier: &Arc<Tier>| Ok(tier.root().committed(step)?.is_some());
+                let have_it = self.tiers.iter().map(has_it).collect::<Result<Vec<bool>>>()?;
                 if self.tiers.is_empty() || self.root.committed(step)?.is_some() {
                     self.delete(step)?;
                 } else {
                     self.find(Some(step))?;
                 }
-                for tier in &self.tiers {
-                    if tier.root().committed(step)?.is_some() {
+                for (tier, has_it) in self.tiers.iter().zip(have_it) {
+                    if has_it {
                         tier.manager.delete(step)?;
                     }
                     tier.lock().steps.remove(&step);

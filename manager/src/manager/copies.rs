@@ -7,7 +7,8 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use stepwell_core::format::manifest::Attempt;
-use stepwell_core::load::{LoadOptions, OtherCopies};
+use stepwell_core::io::File as _;
+use stepwell_core::load::{FileSet, LoadOptions, OtherCopies, StoredFile};
 
 use super::Inner;
 use super::rebuilt_bytes::DamagedStep;
@@ -268,6 +269,10 @@ fn newest_in(tier: &Tier, near: &Listing) -> Result<Option<u64>> {
 struct FartherCopies {
     /// The machines that may keep copies of each other's files.
     machines: Option<Arc<Machines>>,
+    /// The copies on machines, with the checksums of their own.
+    on_machines: OnceLock<Vec<Arc<FileSet>>>,
+    /// The files of the step, with their records.
+    files: FileSet,
     copies: Vec<(Arc<Tier>, OnceLock<Option<Checkpoint>>)>,
     step: u64,
     attempt: Attempt,
@@ -280,7 +285,23 @@ impl FartherCopies {
         let copies = tiers.into_iter().map(|tier| (tier, OnceLock::new())).collect();
         let manifest = step.manifest();
         let damaged = DamagedStep::new(step.shared_dir(), Arc::clone(manifest));
-        Self { machines, copies, step: manifest.step, attempt: manifest.attempt.clone(), damaged }
+        let files = FileSet::new(step.shared_dir(), step.files().records());
+        Self {
+            machines,
+            on_machines: OnceLock::new(),
+            files,
+            copies,
+            step: manifest.step,
+            attempt: manifest.attempt.clone(),
+            damaged,
+        }
+    }
+
+    fn on_machines(&self) -> &[Arc<FileSet>] {
+        self.on_machines.get_or_init(|| {
+            let dirs = self.machines.iter().flat_map(|machines| machines.copies_of(self.step, &self.attempt));
+            dirs.map(|dir| Arc::new(FileSet::new(dir, self.files.records()))).collect()
+        })
     }
 
     /// Reads bytes of a file from the copies that machines keep of each other's files.
@@ -291,10 +312,11 @@ impl FartherCopies {
         is_right: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Option<Vec<u8>> {
         let length = (bytes.end - bytes.start) as usize;
-        for copy in self.machines.as_ref()?.copies_of(self.step, &self.attempt, name) {
-            match copy.and_then(|file| file.read_at(bytes.start, length)) {
+        for copy in self.on_machines() {
+            match StoredFile::of(copy, name).and_then(|file| file.read_at(bytes.start, length)) {
                 Ok(bytes) if is_right(&bytes) => return Some(bytes),
                 Ok(_) => {}
+                Err(error) if error.is_gone() => {}
                 Err(error) => {
                     tracing::warn!(step = self.step, %error, "a copy on another machine cannot be read");
                 }
@@ -336,7 +358,7 @@ impl FartherCopies {
 
 impl OtherCopies for FartherCopies {
     fn any(&self) -> bool {
-        self.machines.is_some() || self.opened().next().is_some()
+        !self.on_machines().is_empty() || self.opened().next().is_some()
     }
 
     fn read(

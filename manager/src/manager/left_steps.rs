@@ -96,7 +96,7 @@ impl Inner {
     pub(super) fn know_rewind(&self, id: &str) -> Result<()> {
         let between = self.tiers.iter().rev().skip(1).map(|tier| &tier.root().dir);
         for root in between.chain([&self.root.dir]) {
-            let mut known = KnownRun::read(&**root)?.unwrap_or_default();
+            let Some(mut known) = KnownRun::read(&**root)? else { continue };
             known.rewinds.insert(id.to_owned());
             known.write(&**root)?;
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_manager::{Exists, FilesPer, Manager, Options, Result, Retention, SaveRequest};
 
-use crate::common::{LONG, options, read};
+use crate::common::{LONG, options, read, read_stats};
 use crate::job::committed;
 use crate::machines::{Nodes, assert_model, keeping, model, open_and_die, save};
 
@@ -80,6 +80,22 @@ fn a_damaged_block_is_read_from_the_copy_of_a_partner() {
             assert_steps(&nodes, &["a", "b"], &[1, 2], 2);
         }
     }
+}
+
+#[test]
+fn a_damaged_copy_of_a_partner_does_not_stand_in() {
+    let nodes = saved(&["a", "b"]);
+    let flip = |path: &String, at: usize| {
+        assert!(nodes.disk().corrupt(path, |bytes| bytes[at] ^= 1), "{path}");
+    };
+    nodes.data_files("b", "/00001.data").iter().for_each(|path| flip(path, 20));
+    let copies = nodes.copied_files("a", "/00001.data");
+    assert!(!copies.is_empty());
+    copies.iter().for_each(|path| flip(path, 4100));
+    nodes.run(&["a", "b"], &copying(keeping(2)), |_, manager| {
+        let error = read_stats(&manager.checkpoint(Some(2)).unwrap()).unwrap_err();
+        assert!(error.contains("00001.data"), "{error}");
+    });
 }
 
 #[test]

@@ -158,10 +158,19 @@ impl Nodes {
 
     /// The paths of the data files on a machine that end so, without copies of others.
     pub(crate) fn data_files(&self, node: &str, end: &str) -> Vec<String> {
+        self.files_of(node, end, |dir| !dir.starts_with(".copy-"))
+    }
+
+    /// The paths of the copies of data files of others on a machine that end so.
+    pub(crate) fn copied_files(&self, node: &str, end: &str) -> Vec<String> {
+        self.files_of(node, end, |dir| dir.starts_with(".copy-"))
+    }
+
+    fn files_of(&self, node: &str, end: &str, is_chosen: impl Fn(&str) -> bool) -> Vec<String> {
         let image = self.disk().image();
         let mut found = Vec::new();
         for (step, dir) in image.get(&format!("/{node}/run")).unwrap().entries().unwrap() {
-            for (item, _) in dir.entries().into_iter().flatten().filter(|_| !step.starts_with(".copy-")) {
+            for (item, _) in dir.entries().into_iter().flatten().filter(|_| is_chosen(step)) {
                 let path = format!("/{node}/run/{step}/{item}{end}");
                 found.extend(image.get(&path).map(|_| path));
             }

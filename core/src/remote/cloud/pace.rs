@@ -43,18 +43,19 @@ impl Pace {
         self.permits.acquire().await.ok()
     }
 
-    /// Records the answer to a request that began then.
-    pub(super) fn answered(&self, permit: SemaphorePermit<'_>, began: Instant, is_busy: bool) {
+    /// Records the answer to a request that began then. `is_busy`: `None` if there was none that
+    /// says it.
+    pub(super) fn answered(&self, permit: SemaphorePermit<'_>, began: Instant, is_busy: Option<bool>) {
         let mut state = self.state();
         // Requests of the same round are refused together.
-        if is_busy && state.slowed_at.is_none_or(|slowed| slowed <= began) {
+        if is_busy == Some(true) && state.slowed_at.is_none_or(|slowed| slowed <= began) {
             let running = (state.limit + state.excess).saturating_sub(self.permits.available_permits());
             let limit = (state.limit.min(running) / 2).max(1);
             state.excess += state.limit - limit;
             (state.limit, state.answers, state.slowed_at) = (limit, 0, Some(Instant::now()));
             let free = self.permits.forget_permits(state.excess);
             state.excess -= free;
-        } else if !is_busy && state.limit < MOST {
+        } else if is_busy == Some(false) && state.limit < MOST {
             state.answers += 1;
             if state.answers >= state.limit {
                 (state.limit, state.answers) = (state.limit + 1, 0);
@@ -88,12 +89,12 @@ mod tests {
         let pace = Pace::default();
         let began = Instant::now();
         for permit in taken(&pace, MOST) {
-            pace.answered(permit, began, true);
+            pace.answered(permit, began, Some(true));
         }
         assert_eq!(taken(&pace, MOST).len(), MOST / 2, "one round is refused together");
         for _ in 0..10 {
             let permit = taken(&pace, 1).remove(0);
-            pace.answered(permit, Instant::now(), true);
+            pace.answered(permit, Instant::now(), Some(true));
         }
         assert_eq!(taken(&pace, MOST).len(), 1, "one may always begin");
     }
@@ -103,13 +104,13 @@ mod tests {
         let pace = Pace::default();
         let began = Instant::now();
         for permit in taken(&pace, MOST) {
-            pace.answered(permit, began, true);
+            pace.answered(permit, began, Some(true));
         }
         for limit in MOST / 2..MOST + 5 {
             let permits = taken(&pace, MOST + 1);
             assert_eq!(permits.len(), limit.min(MOST));
             for permit in permits {
-                pace.answered(permit, Instant::now(), false);
+                pace.answered(permit, Instant::now(), Some(false));
             }
         }
     }
@@ -118,10 +119,10 @@ mod tests {
     fn permits_that_are_out_count() {
         let pace = Pace::default();
         let mut out = taken(&pace, MOST);
-        pace.answered(out.remove(0), Instant::now(), true);
+        pace.answered(out.remove(0), Instant::now(), Some(true));
         for left in (MOST / 2..MOST - 1).rev() {
             assert_eq!(taken(&pace, 1).len(), 0, "{left} are out");
-            pace.answered(out.remove(0), Instant::now(), false);
+            pace.answered(out.remove(0), Instant::now(), Some(false));
         }
         drop(out);
         assert!(taken(&pace, MOST).len() >= MOST / 2);

@@ -88,8 +88,14 @@ impl HttpService for CheckedService {
         let began = Instant::now();
         let answer = self.client.execute(request).await;
         if let Some(permit) = permit {
-            let is_busy = |answer: &HttpResponse| BUSY.contains(&answer.status().as_u16());
-            self.pace.answered(permit, began, answer.as_ref().is_ok_and(is_busy));
+            let status = answer.as_ref().map_or(0, |answer| answer.status().as_u16());
+            let is_busy = match status {
+                _ if BUSY.contains(&status) => Some(true),
+                // An overloaded server also closes connections.
+                0 | 500.. => None,
+                _ => Some(false),
+            };
+            self.pace.answered(permit, began, is_busy);
         }
         let answer = answer?;
         let Some(wanted) = wanted.filter(|_| answer.status().is_success()) else { return Ok(answer) };
