@@ -85,13 +85,12 @@ fn a_damaged_block_is_read_from_the_copy_of_a_partner() {
 #[test]
 fn a_damaged_copy_of_a_partner_does_not_stand_in() {
     let nodes = saved(&["a", "b"]);
-    let flip = |path: &String, at: usize| {
-        assert!(nodes.disk().corrupt(path, |bytes| bytes[at] ^= 1), "{path}");
-    };
-    nodes.data_files("b", "/00001.data").iter().for_each(|path| flip(path, 20));
+    let headers = nodes.data_files("b", "/00001.data").into_iter().map(|path| (path, 20));
     let copies = nodes.copied_files("a", "/00001.data");
     assert!(!copies.is_empty());
-    copies.iter().for_each(|path| flip(path, 4100));
+    for (path, at) in headers.chain(copies.into_iter().map(|path| (path, 4100))) {
+        assert!(nodes.disk().corrupt(&path, |bytes| bytes[at] ^= 1), "{path}");
+    }
     nodes.run(&["a", "b"], &copying(keeping(2)), |_, manager| {
         let error = read_stats(&manager.checkpoint(Some(2)).unwrap()).unwrap_err();
         assert!(error.contains("00001.data"), "{error}");
