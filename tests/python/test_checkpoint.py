@@ -439,7 +439,7 @@ def test_watching_all_yields_a_late_step_when_it_is_whole(mirror: Mirror) -> Non
     mirror.finish(0)
     mirror.index(1)
     mirror.finish(2)
-    seen = sw.watch(mirror.mirror, which="all", timeout=1, interval=0.02)
+    seen = sw.watch(mirror.mirror, which="all", timeout=4, interval=0.02)
     assert [next(seen).step, next(seen).step] == [0, 2]
     timer = threading.Timer(0.3, mirror.finish, [1])
     timer.start()
