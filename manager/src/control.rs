@@ -100,9 +100,7 @@ pub fn read_info(root: &dyn Dir) -> Result<Option<RootInfo>> {
     };
     let file = root.path().join(name);
     // A changed pattern would hide every step, and the run would begin again.
-    let parsed = sealed_text::unseal(&bytes)
-        .and_then(|body| serde_json::from_slice::<RootInfo>(body).map_err(|error| error.to_string()));
-    let info = parsed.map_err(|error| {
+    let info: RootInfo = sealed_text::parse(&bytes).map_err(|error| {
         let what = format!(
             "{error}. The steps do not need it: where they have the default names (step_00000001), delete this file; else delete it and pass the pattern of the names when you open the root"
         );
@@ -236,15 +234,11 @@ impl KnownRun {
     /// Reads the record of a root. `None` if it has none.
     pub fn read(root: &dyn Dir) -> stepwell_core::Result<Option<Self>> {
         match root.read_file(&control(KNOWN_RUN), MAX_KNOWN_RUN_BYTES) {
-            Ok(bytes) => {
-                let parsed = sealed_text::unseal(&bytes)
-                    .and_then(|body| serde_json::from_slice(body).map_err(|error| error.to_string()));
-                Ok(Some(parsed.unwrap_or_else(|error| {
-                    tracing::warn!(root = %root.path().display(), %error, "the record of the run is damaged. Steps that only this tier has may be moved into a branch");
-                    // Then this tier has followed nothing.
-                    Self::default()
-                })))
-            }
+            Ok(bytes) => Ok(Some(sealed_text::parse(&bytes).unwrap_or_else(|error| {
+                tracing::warn!(root = %root.path().display(), %error, "the record of the run is damaged. Steps that only this tier has may be moved into a branch");
+                // Then this tier has followed nothing.
+                Self::default()
+            }))),
             Err(error) if error.is_not_found() => Ok(None),
             Err(error) => Err(error),
         }

@@ -136,7 +136,5 @@ fn merged(sidecars: &[(i64, String, Sidecar)]) -> BTreeMap<String, f64> {
 fn parse(dir: &dyn Dir, name: &str) -> stepwell_core::Result<Sidecar> {
     let bytes = dir.read_file(name, MAX_METADATA_BYTES)?;
     let file = dir.path().join(name);
-    sealed_text::unseal(&bytes)
-        .and_then(|body| serde_json::from_slice(body).map_err(|error| error.to_string()))
-        .map_err(|what| stepwell_core::Error::Format { file, what })
+    sealed_text::parse(&bytes).map_err(|what| stepwell_core::Error::Format { file, what })
 }

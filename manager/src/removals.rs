@@ -121,14 +121,10 @@ impl UnfinishedRewind {
 fn read_record<T: for<'de> Deserialize<'de>>(root: &dyn Dir, name: &str, advice: &str) -> Result<Option<T>> {
     let name = control(name);
     match root.read_file(&name, MAX_RECORD_BYTES) {
-        Ok(bytes) => {
-            let parsed = sealed_text::unseal(&bytes)
-                .and_then(|body| serde_json::from_slice(body).map_err(|error| error.to_string()));
-            parsed.map(Some).map_err(|error| {
-                let file = root.path().join(&name);
-                stepwell_core::Error::Format { file, what: format!("{error}. {advice}") }.into()
-            })
-        }
+        Ok(bytes) => sealed_text::parse(&bytes).map(Some).map_err(|error| {
+            let file = root.path().join(&name);
+            stepwell_core::Error::Format { file, what: format!("{error}. {advice}") }.into()
+        }),
         Err(error) if error.is_not_found() => Ok(None),
         Err(error) => Err(error.into()),
     }

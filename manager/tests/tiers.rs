@@ -14,7 +14,7 @@ use common::tiers::*;
 use common::*;
 use stepwell_core::io::simulated::{Action, Fault, OperationKind};
 use stepwell_core::load::LoadOptions;
-use stepwell_core::remote::simulated::Fate;
+use stepwell_core::remote::simulated::{Fate, SimStore};
 use stepwell_manager::{Exists, Manager, Options, Retention, SaveRequest, TierPlace, TierRule};
 
 const EIO: i32 = 5;
@@ -564,24 +564,52 @@ fn a_rewind_removes_steps_that_only_an_absent_tier_has() {
     }
 }
 
+/// Rewinds in a process that ends when it has recorded the rewind.
+fn interrupt_rewind(store: &SimStore, manager: Manager, step: u64) {
+    let mut recorded = false;
+    store.script(move |request| {
+        if recorded {
+            return Fate::Dropped;
+        }
+        recorded = request.call == "put" && request.key.contains("rewind.json");
+        Fate::Served
+    });
+    manager.rewind(step, None).unwrap_err();
+    drop(manager);
+}
+
+#[test]
+fn a_deletion_needs_an_answer_of_every_tier() {
+    let worlds = Worlds::new();
+    let store = worlds.store.process();
+    let manager = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
+    (1..=2).for_each(|step| commit(&manager, step));
+    carried(&manager);
+    store.script(|_| Fate::Dropped);
+    manager.delete(1).unwrap_err();
+    store.script(|_| Fate::Served);
+    assert_eq!(manager.tiers().unwrap()[0].steps, [1, 2]);
+    manager.delete(1).unwrap();
+    assert_eq!(manager.all_steps().unwrap(), [2]);
+}
+
+#[test]
+fn a_damaged_record_of_the_run_brings_no_steps_back() {
+    let worlds = removed_while_the_node_was_absent(|worlds| {
+        worlds.write_home().rewind(2, None).unwrap();
+    });
+    let record = format!("{ROOT}/.stepwell/known_run.json");
+    assert!(worlds.near.disk.corrupt(&record, |bytes| bytes[20] ^= 1));
+    let back = worlds.open(quick(), EVERY_OTHER);
+    assert_eq!(back.all_steps().unwrap(), [1, 2]);
+}
+
 #[test]
 fn an_interrupted_rewind_reaches_an_absent_tier() {
     let worlds = removed_while_the_node_was_absent(|worlds| {
         let store = worlds.store.process();
         let second = worlds.try_open_with(&worlds.near.disk, &store, quick(), EACH).unwrap();
-        // The process ends when it has recorded the rewind.
-        let recorded = std::sync::atomic::AtomicBool::new(false);
-        store.script(move |request| {
-            if recorded.load(Ordering::SeqCst) {
-                return Fate::Dropped;
-            }
-            if request.call == "put" && request.key.contains("rewind.json") {
-                recorded.store(true, Ordering::SeqCst);
-            }
-            Fate::Served
-        });
-        second.rewind(2, None).unwrap_err();
-        drop(second);
+        interrupt_rewind(&store, second, 2);
     });
     let back = worlds.open(quick(), EVERY_OTHER);
     assert_eq!(back.all_steps().unwrap(), [1, 2]);
@@ -618,19 +646,7 @@ fn steps_that_were_saved_after_an_interrupted_rewind_stay() {
         commit(&manager, step);
     }
     carried(&manager);
-    // The process ends when it has recorded the rewind.
-    let recorded = std::sync::atomic::AtomicBool::new(false);
-    store.script(move |request| {
-        if recorded.load(Ordering::SeqCst) {
-            return Fate::Dropped;
-        }
-        if request.call == "put" && request.key.contains("rewind.json") {
-            recorded.store(true, Ordering::SeqCst);
-        }
-        Fate::Served
-    });
-    manager.rewind(1, None).unwrap_err();
-    drop(manager);
+    interrupt_rewind(&store, manager, 1);
     let home = worlds.write_home();
     assert_eq!(home.all_steps().unwrap(), [1], "the rewind is ended");
     commit(&home, 2);

@@ -1,6 +1,8 @@
 //! Text whose last line is its own checksum: `{"crc32c": "xxxxxxxx"}`, the CRC-32C of all bytes
 //! before that line. Manifests and traces are such text.
 
+use serde::de::DeserializeOwned;
+
 use super::checksum::crc32c;
 
 /// `{"crc32c": "xxxxxxxx"}` and a line feed.
@@ -19,6 +21,11 @@ fn last_line(crc: u32) -> [u8; LAST_LINE_BYTES] {
         *byte = text;
     }
     line
+}
+
+/// Reads JSON whose last line is its checksum. The error is a sentence for the user.
+pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    serde_json::from_slice(unseal(bytes)?).map_err(|error| error.to_string())
 }
 
 /// Returns the bytes before the last line, where the last line is exactly what belongs there. The

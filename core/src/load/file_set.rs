@@ -161,7 +161,8 @@ impl FileSet {
         &self.dir
     }
 
-    pub(super) fn shared_records(&self) -> &Arc<[FileRecord]> {
+    /// Their records, to keep.
+    pub fn shared_records(&self) -> &Arc<[FileRecord]> {
         &self.records
     }
 
@@ -227,7 +228,7 @@ impl FileSet {
         };
         tracing::warn!(
             file = %path.display(), %damage,
-            "a file cannot be opened, so its bytes are read from another tier. Verify the step"
+            "a file cannot be opened, so its bytes are read from another copy. Verify the step"
         );
         let lost = Arc::new(FileInfo::lost(path, record, damage));
         Ok(Arc::clone(self.lock().known.entry(file).or_insert(lost)))

@@ -65,7 +65,7 @@ impl Mender {
         }
         let others = self.others.as_ref()?;
         let found = others.read(name, offset, len, &mut |found| is_right(found, false))?;
-        tracing::warn!(file = %path.display(), offset, len, "damaged bytes were read from another tier. Verify the step");
+        tracing::warn!(file = %path.display(), offset, len, "damaged bytes were read from another copy. Verify the step");
         Some(found)
     }
 }

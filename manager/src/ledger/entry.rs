@@ -61,8 +61,7 @@ impl Entry {
     /// Reads the object of an entry. The error is a sentence for the user.
     pub fn of_bytes(number: u64, bytes: &[u8]) -> Result<Self, String> {
         within(bytes.len() as u64)?;
-        let entry: Self =
-            serde_json::from_slice(sealed_text::unseal(bytes)?).map_err(|error| error.to_string())?;
+        let entry: Self = sealed_text::parse(bytes)?;
         if entry.number != number {
             return Err(format!("it says that it is entry {}", entry.number));
         }

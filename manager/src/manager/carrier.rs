@@ -200,6 +200,15 @@ fn run(near: &Weak<Inner>, tier: &Arc<Tier>) {
             guarded("a carrier", || near.carry(tier, step)).map_err(Error::from).and_then(|end| end);
         let mut state = tier.lock();
         state.arrived = (0, 0);
+        let is_last_try =
+            !state.steps.contains_key(&step) && state.queue.failures(step) + 1 >= MOST_READ_TRIES;
+        let carried = match carried {
+            Err(error) if is_last_try && is_unreadable(&tier.root().path, &error) => {
+                tracing::error!(step, tier = %tier.name, %error, "a step whose files cannot be read is not carried");
+                Ok(CarryEnd::GivenUp(format!("its files cannot be read: {error}")))
+            }
+            carried => carried,
+        };
         match carried {
             Ok(end) => {
                 state.progress += 1;
@@ -211,16 +220,6 @@ fn run(near: &Weak<Inner>, tier: &Arc<Tier>) {
                     _ => {}
                 }
                 state.queue.ended(step, end);
-            }
-            Err(error)
-                if !state.steps.contains_key(&step)
-                    && state.queue.failures(step) + 1 >= MOST_READ_TRIES
-                    && is_unreadable(&tier.root().path, &error) =>
-            {
-                let why = format!("its files cannot be read: {error}");
-                tracing::error!(step, tier = %tier.name, %error, "a step whose files cannot be read is not carried");
-                state.given_up = Some((step, why.clone()));
-                state.queue.ended(step, CarryEnd::GivenUp(why));
             }
             Err(error) => {
                 if !state.stop && state.queue.is_wanted(step) {

@@ -78,10 +78,6 @@ impl MoveAside<'_> {
     }
 }
 
-fn is_full(error: &Error) -> bool {
-    matches!(error, Error::Core(error) if error.is_full())
-}
-
 impl Inner {
     /// Refuses a branch that exists. A branch is one line of steps, and a name that is taken would
     /// stop a rewind halfway.
@@ -121,13 +117,7 @@ impl Inner {
             Err(error) => return Err(error.into()),
         };
         self.root.check_writer()?;
-        self.check_writer_of_home()?;
-        if let Err(error) = Removals::add_deleted(self.home(), attempt) {
-            if !is_full(&error) {
-                return Err(error);
-            }
-            tracing::warn!(step, %error, "the deletion is not recorded: the step may come back with a tier that is absent");
-        }
+        self.record_removal(|home| Removals::add_deleted(home, attempt))?;
         aside::retire(&*self.root.dir, name, trash)?;
         Ok(())
     }
@@ -385,21 +375,24 @@ impl Inner {
     /// Records a rewind for the tiers that are absent, and moves the steps of the others.
     fn carry_out_rewind(&self, rewind: &UnfinishedRewind, moves: Vec<MoveAside<'_>>) -> Result<Vec<u64>> {
         let UnfinishedRewind { rewound, branch, .. } = rewind;
-        self.check_writer_of_home()?;
-        if let Err(error) = Removals::add_rewind(self.home(), rewound) {
-            if !is_full(&error) {
-                return Err(error);
-            }
-            tracing::warn!(%error, "the rewind is not recorded: its steps may come back with a tier that is absent");
-        }
+        self.record_removal(|home| Removals::add_rewind(home, rewound))?;
         let moved = self.carry_out(moves)?;
         self.move_incomplete(branch, &|step, attempt| rewound.removes(step, attempt))?;
         Ok(moved)
     }
 
-    /// Checks that no other writer has the records of the run.
-    fn check_writer_of_home(&self) -> Result<()> {
-        self.tiers.last().map_or(Ok(()), |tier| tier.root().check_writer())
+    /// Records a removal for the tiers that are absent. A full disk does not stop it: it may make
+    /// room.
+    fn record_removal(&self, record: impl FnOnce(&dyn Dir) -> Result<()>) -> Result<()> {
+        // No other writer has the records of the run.
+        self.tiers.last().map_or(Ok(()), |tier| tier.root().check_writer())?;
+        match record(self.home()) {
+            Err(Error::Core(error)) if error.is_full() => {
+                tracing::warn!(%error, "a removal is not recorded: its steps may come back with a tier that is absent");
+                Ok(())
+            }
+            recorded => recorded,
+        }
     }
 
     /// The directory of the last tier, which has the records of the run.
@@ -466,6 +459,7 @@ impl Inner {
         Ok(MoveAside { inner: self, branch: branch.to_owned(), steps, uncertain, _retiring: retiring })
     }
 
+    /// Deletes a branch in every tier that has it. Returns the names that its steps had.
     fn delete_branch_everywhere(&self, branch: &str) -> Result<Vec<String>> {
         let mut steps = BTreeSet::from_iter(self.delete_branch(branch)?);
         for tier in &self.tiers {

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use stepwell_core::format::index::FileRecord;
 use stepwell_core::format::manifest::Attempt;
 use stepwell_core::io::File as _;
 use stepwell_core::load::{FileSet, LoadOptions, OtherCopies, StoredFile};
@@ -271,8 +272,7 @@ struct FartherCopies {
     machines: Option<Arc<Machines>>,
     /// The copies on machines, with the checksums of their own.
     on_machines: OnceLock<Vec<Arc<FileSet>>>,
-    /// The files of the step, with their records.
-    files: FileSet,
+    records: Arc<[FileRecord]>,
     copies: Vec<(Arc<Tier>, OnceLock<Option<Checkpoint>>)>,
     step: u64,
     attempt: Attempt,
@@ -285,11 +285,10 @@ impl FartherCopies {
         let copies = tiers.into_iter().map(|tier| (tier, OnceLock::new())).collect();
         let manifest = step.manifest();
         let damaged = DamagedStep::new(step.shared_dir(), Arc::clone(manifest));
-        let files = FileSet::new(step.shared_dir(), step.files().records());
         Self {
             machines,
             on_machines: OnceLock::new(),
-            files,
+            records: Arc::clone(step.files().shared_records()),
             copies,
             step: manifest.step,
             attempt: manifest.attempt.clone(),
@@ -297,10 +296,11 @@ impl FartherCopies {
         }
     }
 
+    /// Opens the copies on machines, at the first call.
     fn on_machines(&self) -> &[Arc<FileSet>] {
         self.on_machines.get_or_init(|| {
             let dirs = self.machines.iter().flat_map(|machines| machines.copies_of(self.step, &self.attempt));
-            dirs.map(|dir| Arc::new(FileSet::new(dir, self.files.records()))).collect()
+            dirs.map(|dir| Arc::new(FileSet::new(dir, &self.records))).collect()
         })
     }
 
